@@ -205,16 +205,7 @@ def page(args: argparse.Namespace, rate: float, results: list[dict], sampled: di
 
 
 def run(args: argparse.Namespace) -> str:
-    """
-    Measures, and writes the page after each row.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-
-    Returns:
-        `str`: The page.
-    """
+    """Measures, and writes the page after each row."""
     end = time.monotonic() + 60 * args.minutes
     rate = matrix_rate(args.device)
     results, left, sampled = [], [], None

@@ -105,12 +105,7 @@ class Case:
         return [prompts, branches[owner]]
 
     def measure(self) -> dict:
-        """
-        Runs the case.
-
-        Returns:
-            `dict`: Bytes and seconds.
-        """
+        """Runs the case."""
         self.check()
         clock = CLOCKS[self.args.clock]
         times: dict[str, list[float]] = {"usual": [], "layout": [], "ours": []}

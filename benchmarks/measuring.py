@@ -55,20 +55,7 @@ def command_line(doc: str) -> argparse.ArgumentParser:
 
 
 def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **shared) -> argparse.Namespace:
-    """
-    Parses a command line that also has options of [`OPTIONS`].
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Has the script's own options.
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process by default.
-        **shared:
-            Names of the other options, and their defaults.
-
-    Returns:
-        `argparse.Namespace`: The options.
-    """
+    """Parses a command line that also has options of [`OPTIONS`]."""
     for name, default in shared.items():
         parser.add_argument(f"--{name}", default=default, **OPTIONS[name])
     args = parser.parse_args(argv)
@@ -78,20 +65,7 @@ def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None, *
 
 
 def report(args: argparse.Namespace, run: Callable[[argparse.Namespace], dict], table: Callable[[dict], str]) -> dict:
-    """
-    Runs a benchmark and prints what it found.
-
-    Args:
-        args (`argparse.Namespace`):
-            Its options, `threads` and `json` among them.
-        run (`Callable`):
-            Measures with these options.
-        table (`Callable`):
-            Makes text of the result: about the setting, and a table.
-
-    Returns:
-        `dict`: The result.
-    """
+    """Runs a benchmark and prints what it found."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     result = run(args)
@@ -170,20 +144,7 @@ class Sampling:
 
 
 def conditions(args: argparse.Namespace, *packages: str, **more) -> dict:
-    """
-    What a result depends on.
-
-    Args:
-        args (`argparse.Namespace`):
-            Options.
-        *packages (`str`):
-            Packages beside torch and this one whose versions matter.
-        **more:
-            What the setting has beside the options.
-
-    Returns:
-        `dict`: Setting, hardware and versions.
-    """
+    """What a result depends on."""
     options = {name: value for name, value in vars(args).items() if name != "json"}
     return {
         "setting": {**options, "threads": torch.get_num_threads(), **more},
@@ -209,17 +170,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """
-    A table.
-
-    Args:
-        header (`Sequence[str]`):
-            Titles of the columns.
-        rows (`Sequence[Sequence[str]]`):
-            The cells.
-
-    Returns:
-        `str`: The table in Markdown.
-    """
+    """A table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -69,23 +69,7 @@ class StepTimes(TrainerCallback):
 
 
 def write_clip(path: Path, seconds: float, rate: int, width: int, height: int, seed: int) -> None:
-    """
-    Writes a video of moving, noisy stripes.
-
-    Args:
-        path (`Path`):
-            File.
-        seconds (`float`):
-            Length.
-        rate (`int`):
-            Frames per second.
-        width (`int`):
-            Pixels.
-        height (`int`):
-            Pixels.
-        seed (`int`):
-            Seed of the noise.
-    """
+    """Writes a video of moving, noisy stripes."""
     noise = np.random.default_rng(seed).integers(0, 60, (height, width, 3), np.uint8)
     stripes = (np.arange(2 * width) // 40 % 2 * 150).astype(np.uint8)
     with av.open(path, "w") as file:
@@ -99,22 +83,7 @@ def write_clip(path: Path, seconds: float, rate: int, width: int, height: int, s
 
 
 def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> Emulated:
-    """
-    A trainer of the benchmark.
-
-    Args:
-        rows ([`~datasets.Dataset`]):
-            Rows with videos.
-        folder (`str`):
-            Output folder.
-        args (`argparse.Namespace`):
-            The command line's.
-        options:
-            `wait`, `known` and arguments of the config.
-
-    Returns:
-        [`Emulated`]: The trainer, not yet started.
-    """
+    """A trainer of the benchmark."""
     own = {name: options.pop(name) for name in ("wait", "known") if name in options}
     config = MultimodalGRPOConfig(
         output_dir=folder,
@@ -148,16 +117,7 @@ def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> 
 
 
 def step_seconds(run: Emulated) -> list[float]:
-    """
-    Trains.
-
-    Args:
-        run ([`Emulated`]):
-            Trainer.
-
-    Returns:
-        `list[float]`: Seconds of each step but the first two.
-    """
+    """Trains."""
     run.train()
     times = next(each for each in run.callback_handler.callbacks if isinstance(each, StepTimes))
     return times.seconds[1:]

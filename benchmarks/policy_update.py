@@ -612,19 +612,7 @@ def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> f
 
 
 def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict] | None = None) -> dict:
-    """
-    Runs the benchmark.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed command line.
-        watch (`Callable`, *optional*):
-            Called with the two trainers in the end; what it returns is added to the result.
-
-    Returns:
-        `dict`: Ratios (TRL over ours), what they were computed from (seconds, bytes, counts), setting, hardware and
-        versions.
-    """
+    """Runs the benchmark."""
     clock = [*CLOCKS].index(args.clock)
     with tempfile.TemporaryDirectory() as folder:
         contestants = build_trainers(args, folder)

@@ -149,16 +149,7 @@ class Contestant:
         model.train()
 
     def update(self, watch: str) -> dict:
-        """
-        Runs an update.
-
-        Args:
-            watch (`str`):
-                What to watch, `"memory"` or `"time"`.
-
-        Returns:
-            `dict`: What was measured.
-        """
+        """Runs an update."""
         self.trainer.model.zero_grad(set_to_none=False)
         self.trainer.watch = watch
         rows = next(iter(self.trainer.get_train_dataloader()))

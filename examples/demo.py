@@ -53,17 +53,7 @@ DEMO_ARGUMENTS = {
 
 
 def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object]) -> None:
-    """
-    Reads arguments, and runs the script with them, or the demo if they name no model.
-
-    Args:
-        script (`ModuleType`):
-            A module of `trl_multimodal_rft.scripts`.
-        demo (`Callable`):
-            Takes what the script's `main` takes.
-        demo_arguments (`dict`):
-            Names and values of the demo's arguments.
-    """
+    """Reads arguments, and runs the script with them, or the demo if they name no model."""
     arguments = parse(script.ARGUMENTS, demo=demo_arguments)
     arguments[0].command = f"accelerate launch {sys.argv[0]}"
     by_name = arguments[-1].model_name_or_path is not None
@@ -72,20 +62,7 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
 
 
 def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
-    """
-    Saves a demo's model, which vLLM loads from a folder.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with random weights.
-        processor ([`~transformers.ProcessorMixin`]):
-            Its processor.
-        folder (`str` or `Path`):
-            Where to.
-
-    Returns:
-        `str`: The folder, as the name of a model.
-    """
+    """Saves a demo's model, which vLLM loads from a folder."""
     if PartialState().is_main_process:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
@@ -100,24 +77,7 @@ def demo_inputs(
     training_args: TrainingArguments,
     model_args: ModelConfig,
 ) -> dict[str, object]:
-    """
-    Arguments that the trainers of most demos have in common, as `grpo_audio.py` writes them out.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with random weights.
-        processor ([`~transformers.ProcessorMixin`]):
-            Its processor.
-        dataset ([`~datasets.DatasetDict`]):
-            Rows with the splits `train` and `test`.
-        training_args ([`~transformers.TrainingArguments`]):
-            Arguments of the training.
-        model_args ([`~trl.ModelConfig`]):
-            Arguments of the model.
-
-    Returns:
-        `dict[str, object]`: Arguments by their names.
-    """
+    """Arguments that the trainers of most demos have in common, as `grpo_audio.py` writes them out."""
     return {
         "model": model,
         "args": training_args,
@@ -137,23 +97,7 @@ def cold_start(
     batch_size: int = 100,
     **options,
 ) -> None:
-    """
-    Teaches a demo's model by example, before it is rewarded for its own answers.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with random weights, which are changed.
-        processor ([`~transformers.ProcessorMixin`]):
-            Its processor.
-        dataset ([`~datasets.Dataset`]):
-            What [`MultimodalSFTTrainer`] takes.
-        training_args ([`~transformers.TrainingArguments`]):
-            Arguments of the training to come.
-        batch_size (`int`, *optional*, defaults to `100`):
-            Rows of an update.
-        **options:
-            Arguments of [`MultimodalSFTConfig`] in the place of `max_steps=80` and `learning_rate=1e-3`.
-    """
+    """Teaches a demo's model by example, before it is rewarded for its own answers."""
     args = MultimodalSFTConfig(
         str(Path(training_args.output_dir, "cold_start")),
         per_device_train_batch_size=max(1, batch_size // PartialState().num_processes),
@@ -230,19 +174,7 @@ class HeldOutAccuracy(GenerationEvalCallback):
 
 
 def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str) -> None:
-    """
-    Runs a demo's training, with accuracies on held-out rows.
-
-    Args:
-        trainer ([`MultimodalGRPOTrainer`]):
-            Trainer.
-        script_args ([`RunArguments`]):
-            Arguments.
-        held_out ([`~datasets.Dataset`]):
-            Rows with the columns `prompt` and `solution` and their media.
-        name (`str`):
-            What they are, for what is printed.
-    """
+    """Runs a demo's training, with accuracies on held-out rows."""
     accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name)
     if accuracy is not None:
         trainer.add_callback(accuracy)
@@ -261,16 +193,6 @@ def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
 
     There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows
     it.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Split of [`~tasks.spoken_digits`] or of [`~tasks.handwritten_digits`], where each ten rows have ten
-            answers.
-        every (`int`, *optional*, defaults to `4`):
-            The first ten rows of so many times ten become noise, so that each answer is as often lost.
-
-    Returns:
-        [`~datasets.Dataset`]: The dataset with the same columns.
     """
     makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
     (column,) = makers.keys() & set(dataset.column_names)

@@ -51,19 +51,6 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
 
     The recordings are 16 kHz mono files of less than a second; the rows hold their paths, which needs no `torchcodec`.
     The same arguments give the same files, which a later call finds and uses again.
-
-    Args:
-        folder (`str` or `Path`, *optional*, defaults to `"spoken_digits"` in the cache of `datasets`):
-            Where the recordings go, in a subfolder of their own for every choice of the other arguments.
-        train_rows (`int`, *optional*, defaults to `2000`):
-            Number of training rows, spread evenly over the digits.
-        test_rows (`int`, *optional*, defaults to `400`):
-            Number of test rows, spread evenly over the digits.
-
-    Returns:
-        `DatasetDict`:
-            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`, an accent
-            and a speaker such as `"en-us+f3"`.
     """
     rng = np.random.default_rng(0)
     plan = {
@@ -88,21 +75,7 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
 
 
 def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
-    """
-    [`spoken_digits`] in one second of four, silence in the others, every digit as often in each second.
-
-    Args:
-        folder (`str` or `Path`, *optional*):
-            As in [`spoken_digits`].
-        train_rows (`int`, *optional*, defaults to `2000`):
-            Number of training rows.
-        test_rows (`int`, *optional*, defaults to `400`):
-            Number of test rows.
-
-    Returns:
-        `DatasetDict`:
-            Rows of `prompt`, `audio` (`Audio(sampling_rate=16000, decode=False)`), `solution` and `voice`.
-    """
+    """[`spoken_digits`] in one second of four, silence in the others, every digit as often in each second."""
     import soundfile
 
     splits = spoken_digits(folder, train_rows, test_rows)
@@ -119,10 +92,6 @@ def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, te
 def handwritten_digits() -> DatasetDict:
     """
     5,000 handwritten digits of MNIST, 28 x 28 pixels each, 4,000 to train and 1,000 to test, every digit as often.
-
-    Returns:
-        `DatasetDict`:
-            Rows of `prompt`, `image` (`Image`) and `solution`, a word such as `"seven"`.
     """
     splits = {}
     for split, (images, labels) in _mnist().items():
@@ -136,10 +105,6 @@ def hidden_digits() -> DatasetDict:
     [`handwritten_digits`] in a quarter of a black picture of 56 x 56 pixels, every digit as often in each quarter.
 
     All quarters with a digit have the same sum of pixels, so that from afar one digit looks like the other.
-
-    Returns:
-        `DatasetDict`:
-            Rows of `prompt`, `image` (`Image`) and `solution`, a word such as `"seven"`.
     """
     splits = {}
     for split, (images, labels) in _mnist().items():
@@ -160,22 +125,6 @@ def moving_digits(
 
     A digit that leaves at one border comes in at the opposite one, and starts anywhere. So it is as likely to be
     anywhere in any frame, whichever way it moves: only the change from frame to frame tells the direction.
-
-    Args:
-        train_rows (`int`, *optional*, defaults to `2000`):
-            Number of training videos, spread evenly over the directions.
-        test_rows (`int`, *optional*, defaults to `400`):
-            Number of test videos, spread evenly over the directions.
-        frames (`int`, *optional*, defaults to `8`):
-            Frames of a video.
-        size (`int`, *optional*, defaults to `28`):
-            Height and width of a frame in pixels, at least 14, the size of the digit.
-        step (`int`, *optional*, defaults to `4`):
-            Pixels that the digit moves from one frame to the next.
-
-    Returns:
-        `DatasetDict`:
-            Rows of `prompt`, `video` (`List(Image())`, the frames) and `solution`, a direction.
     """
     rng = np.random.default_rng(0)
     rows = {"train": train_rows, "test": test_rows}
@@ -198,43 +147,13 @@ def leading_answer_reward(completions: list, solution: list[str], **kwargs) -> l
 
     Half of what is asked for, and the half that random weights come upon by chance: a right answer *and* the end after
     it are too rare to learn from. Add it to `accuracy_reward`, which pays for both.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational.
-        solution (`list[str]`):
-            Answer of each completion.
-        **kwargs:
-            Other columns and trainer arguments, not used.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 for each completion.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(text.strip().startswith(answer)) for text, answer in zip(texts, solution, strict=True)]
 
 
 def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: int, size: int, step: int) -> np.ndarray:
-    """
-    Moves a picture over an empty background whose opposite borders are joined.
-
-    Args:
-        picture (`np.ndarray`):
-            Picture of shape (height, width), at most (size, size).
-        direction (`str`):
-            `"left"`, `"right"`, `"up"` or `"down"`.
-        start (`tuple[int, int]`):
-            Row and column of the picture's corner in the first frame.
-        frames (`int`):
-            Number of frames.
-        size (`int`):
-            Height and width of a frame.
-        step (`int`):
-            Pixels per frame, less than half of `size` so that a direction is not its opposite.
-
-    Returns:
-        `np.ndarray`: Frames of shape (frames, size, size).
-    """
+    """Moves a picture over an empty background whose opposite borders are joined."""
     background = np.zeros((size, size), picture.dtype)
     background[: picture.shape[0], : picture.shape[1]] = picture
     heading = step * np.array(DIRECTIONS[direction])
@@ -242,20 +161,7 @@ def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: in
 
 
 def encoded(samples: np.ndarray, rate: int, file_format: str = "WAV") -> dict[str, bytes | None]:
-    """
-    Encodes a sound as a column of the feature `Audio` holds it.
-
-    Args:
-        samples (`np.ndarray`):
-            Samples from -1 to 1, of which 16 bits are kept.
-        rate (`int`):
-            Their rate in Hz.
-        file_format (`str`, *optional*, defaults to `"WAV"`):
-            Format of the file.
-
-    Returns:
-        `dict`: Its `bytes`, and no `path`.
-    """
+    """Encodes a sound as a column of the feature `Audio` holds it."""
     import soundfile
 
     file = io.BytesIO()

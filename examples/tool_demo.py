@@ -30,14 +30,6 @@ def best_without_tool(rows: Dataset) -> float:
 
     To such a policy, rows with the same prompt and the same medium are one, so at best it gives the most frequent of
     their answers.
-
-    Args:
-        rows ([`~datasets.Dataset`]):
-            Rows with the columns `prompt` and `solution`, and in `image` or `audio` what is seen or heard without the
-            tool.
-
-    Returns:
-        `float`: Between 0 and 1.
     """
     (column,) = {"audio", "image"} & set(rows.column_names)
     answers: defaultdict[tuple, Counter] = defaultdict(Counter)
@@ -49,20 +41,7 @@ def best_without_tool(rows: Dataset) -> float:
 
 
 def demonstration(row: dict, tool: Callable, **arguments) -> dict:
-    """
-    A conversation in which a tool is called, and the right answer given.
-
-    Args:
-        row (`dict`):
-            A row with the columns `prompt` and `solution` and a medium.
-        tool (`Callable`):
-            Tool that returns a medium of the same kind.
-        **arguments:
-            What it is called with.
-
-    Returns:
-        `dict`: A row of `messages` and `images` or `audios`.
-    """
+    """A conversation in which a tool is called, and the right answer given."""
     (block,) = tool(**arguments)
     kind = block["type"]
     question = {"type": "text", "text": row["prompt"][0]["content"]}
@@ -88,31 +67,7 @@ def train_demo(
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
-    """
-    Shows a small model how the tool is called, and trains it on what it answers with it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with random weights.
-        processor ([`~transformers.ProcessorMixin`]):
-            Its processor.
-        dataset ([`~datasets.DatasetDict`]):
-            Rows with the splits `train` and `test`.
-        demonstrations (`list[dict]`):
-            Of [`demonstration`].
-        epochs (`int`):
-            How often they are learned from.
-        environment (`Callable`):
-            Makes what has the tool.
-        name (`str`):
-            What rows are, for what is printed.
-        script_args (`RLScriptArguments`):
-            Arguments of the script.
-        training_args ([`MultimodalGRPOConfig`]):
-            Arguments of the training.
-        model_args ([`~trl.ModelConfig`]):
-            Arguments of the model.
-    """
+    """Shows a small model how the tool is called, and trains it on what it answers with it."""
     cold_start(
         model,
         processor,
@@ -141,21 +96,7 @@ def train_by_name(
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
-    """
-    Trains a model on a dataset, both of which the arguments name.
-
-    Args:
-        prepare (`Callable`):
-            Makes of a split what is seen or heard without the tool, and what the tool shows.
-        environment (`Callable`):
-            Makes what has the tool.
-        script_args (`RLScriptArguments`):
-            Arguments of the script.
-        training_args ([`MultimodalGRPOConfig`]):
-            Arguments of the training.
-        model_args ([`~trl.ModelConfig`]):
-            Arguments of the model.
-    """
+    """Trains a model on a dataset, both of which the arguments name."""
     inputs = trainer_inputs(script_args, training_args, model_args)
     for name in ("train_dataset", "eval_dataset"):
         if inputs[name] is not None:

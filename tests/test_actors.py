@@ -30,7 +30,8 @@ from transformers.utils import is_flash_attn_2_available
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.completions import mask_completions
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, join_media, placeholder_token_ids
+from trl_multimodal_rft.encoding.join import join_media
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, placeholder_token_ids
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import states
 from trl_multimodal_rft.forward.scoring import left_pad

@@ -17,16 +17,17 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from families_report import report
+from families_report.measure import Measurement, measure
+from families_report.report import HEADER, MARK, measurable
+from families_report.tiny_media import encode
+from families_report.tiny_models import tiny_model
 from helpers.families import FAMILIES
 from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.cli import COMMANDS, arguments, estimate, main, prepare
-from trl_multimodal_rft.cli.families import HEADER, MARK, measurable
-from trl_multimodal_rft.cli.measure import Measurement, measure
-from trl_multimodal_rft.cli.tiny_media import encode
-from trl_multimodal_rft.cli.tiny_models import tiny_model
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
@@ -119,9 +120,9 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
     (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `use_cpu`."),
-    (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: invalid int value: 'few'"),
+    (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: 'few' is not an integer, such as 8."),
     (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "'3' belongs to no option."),
-    (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
+    (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: 'two' is not an integer"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
     (["grpo", "--config", "qwen2_audio_7b/avqa"], 1, "Did you mean `qwen2_audio_7b/avqa_grpo`?"),
     (["grpo", "--config", "number.yaml"], 1, "number.yaml:2: `learning_rate`: 'fast' is not a number, such as 1e-5."),
@@ -293,7 +294,7 @@ def measured(text):
 def test_measure_families(capsys, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Words.\n<!-- measured -->\nOld.\n")
-    main(["families", "--measure", "--only", "qwen2_vl,phi4_multimodal", "--output", str(page)])
+    report.main(["--synthetic", "--only", "qwen2_vl,phi4_multimodal", "--output", str(page)])
     rows = measured(capsys.readouterr().out)
     assert rows == measured(page.read_text()) and list(rows) == ["phi4_multimodal", "qwen2_vl"]
     assert "Words." in page.read_text() and "Old." not in page.read_text()
@@ -302,7 +303,7 @@ def test_measure_families(capsys, tmp_path):
     assert float(row["log-probs"]) < 1e-5 and float(row["gradient"]) < 1e-5
     assert rows["phi4_multimodal"]["scored"] == "not built" and "no recipe" in rows["phi4_multimodal"]["remark"]
     with pytest.raises(SystemExit):
-        main(["families", "--measure", "--only", "qwen2_lv"])
+        report.main(["--only", "qwen2_lv"])
     assert "there is no family 'qwen2_lv'" in capsys.readouterr().err
 
 
@@ -317,7 +318,7 @@ def test_measurements_see_what_is_wrong():
 def test_minimax_is_measured_with_layers_of_the_kinds_that_are_released():
     obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
     row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
-    assert row["scored"] == "padded, apart" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
+    assert row["scored"] == "padded, isolated" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
 
 
 def test_page_of_models():
@@ -330,5 +331,5 @@ def test_page_of_models():
     for name, family in FAMILIES.items():
         row = rows[name]
         assert row["processor"] == "real" and set(row["media"].split(", ")) == set(family.modalities)
-        assert row["scored"] == ("packed, apart" if family_of(name).isolate else "packed")
+        assert row["scored"] == ("packed, isolated" if family_of(name).isolate else "packed")
         assert max(float(row["log-probs"]), float(row["gradient"])) < 1e-4

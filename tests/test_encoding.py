@@ -12,14 +12,13 @@ from helpers.families import ALL_FAMILIES, FAMILIES, encode, tokenizer
 from PIL import Image
 
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
-from trl_multimodal_rft.encoding import prompts
+from trl_multimodal_rft.encoding import media
+from trl_multimodal_rft.encoding.join import join_media, same_prompt
 from trl_multimodal_rft.encoding.prompts import (
     encode_prompt,
     engine_position_ids,
-    join_media,
     placeholder_token_ids,
     prompt_position_ids,
-    same_prompt,
 )
 
 
@@ -171,7 +170,7 @@ def test_a_trimmed_clip_is_seen_as_ffmpeg_shows_it(family, tmp_path):
 
 def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
     said = []
-    monkeypatch.setattr(prompts.logger, "warning_once", said.append)
+    monkeypatch.setattr(media.logger, "warning_once", said.append)
     block = {"type": "image", "image": str(files / "picture.png"), "max_pixels": 56 * 56}
     encode_row("qwen2_5_vl", {"prompt": user(block, text("Describe"))})
     assert not said

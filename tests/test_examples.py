@@ -16,6 +16,7 @@ import pytest
 import soundfile
 import torch
 import yaml
+from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
@@ -216,6 +217,25 @@ def test_with_arguments(tmp_path):
     )
     output = launch("grpo_audio", tmp_path / "trained", *options)
     assert "rewards/format_reward/mean" in output and "eval_reward" in output
+    assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_script_that_stands_alone(tmp_path):
+    model, processor = hidden_digit_model()
+    for each in (model, processor):
+        each.save_pretrained(tmp_path / "model")
+    pictures = hidden_digits()["train"].select(range(40))
+    features = Features({"problem": Value("string"), "answer": Value("string"), "images": List(Image())})
+    rows = [{"problem": "<image>What digit?", "answer": row["solution"], "images": [row["image"]]} for row in pictures]
+    dataset = Dataset.from_list(rows, features)
+    for split in ("train", "test"):
+        dataset.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    options = ("--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data"), "--use_cpu")
+    options += ("--dtype", "float32", "--bf16", "False", "--num_generations", "8", "--max_completion_length", "4")
+    options += ("--use_peft", "--lora_target_modules", "all-linear", "--eval_strategy", "steps", "--eval_steps", "1")
+    output = launch("grpo_vlm", tmp_path / "trained", *options, compact=True)
+    assert output.count("\nstep ") >= 2 and "eval reward" in output and "image moves log-probs" in output
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
 
 

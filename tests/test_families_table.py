@@ -23,9 +23,9 @@ from trl_multimodal_rft.families import (
 )
 
 
-# By the command `families --measure`
+# By `python tests/families_report`
 MEASURED = re.findall(
-    r"^\| (\S+) \| .*made up", (Path(__file__).parents[1] / "docs" / "models.md").read_text(), re.MULTILINE
+    r"^\| (\S+) \| .*synthetic", (Path(__file__).parents[1] / "docs" / "models.md").read_text(), re.MULTILINE
 )
 
 every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_types[0])

@@ -18,8 +18,8 @@ from transformers import DynamicCache, GenerationConfig
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
-from trl_multimodal_rft.encoding import prompts as encoding
-from trl_multimodal_rft.encoding.prompts import join_media
+from trl_multimodal_rft.encoding import join as encoding
+from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle

@@ -41,7 +41,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, Mult
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.encode import encode_medium
 from trl_multimodal_rft.data.loading import load_image, load_video
-from trl_multimodal_rft.encoding import prompts as encoding
+from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.reporting import media_logs
 from trl_multimodal_rft.reporting.media_logs import write_parquet
 

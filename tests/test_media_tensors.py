@@ -10,7 +10,8 @@ from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES
 
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.encoding.prompts import join_media, placeholder_token_ids
+from trl_multimodal_rft.encoding.join import join_media
+from trl_multimodal_rft.encoding.prompts import placeholder_token_ids
 from trl_multimodal_rft.families import family_of, modality_of
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, check_media, split_media, token_fields

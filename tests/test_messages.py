@@ -307,11 +307,11 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     adapter.parent.mkdir()
     adapter.write_text("{}")
     for name, message in {
-        "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. Did you mean "
-        "'models/audio'?",
-        "modls/audio": f"There is no such folder in '{tmp_path}'. Did you mean 'models/audio'? On the Hub: We",
+        "models/audioo": "The model 'models/audioo' can't be loaded: there is no such folder. "
+        f"'{tmp_path}/models' has 'audio'.",
+        "modls/audio": f"There is no such folder in '{tmp_path}'. '{tmp_path}' has 'models'. On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
-        "./x/y": "'.' holds 'models'.",
+        "./x/y": "'.' has no 'x'.",
         "~/x": "`~` isn't replaced; write",
         "models/no-weights": "'models/no-weights' can't be loaded: the folder has no weights (*.safetensors); name a",
         "models/run": "the folder has no config.json; it holds 'checkpoint-20'; name one, such as "

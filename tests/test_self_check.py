@@ -32,7 +32,7 @@ from helpers.trainer_utils import (
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer, policy
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.checks.targets import Traits, choose
-from trl_multimodal_rft.encoding import prompts as encoding
+from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation

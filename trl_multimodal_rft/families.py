@@ -311,59 +311,23 @@ def family_of(model: Any) -> Family:
 
 
 def family_of_processor(processor: Any) -> Family:
-    """
-    The row of a processor.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            Processor, or one whose class is derived of a family's.
-
-    Returns:
-        [`Family`]: Its row, or defaults.
-    """
+    """The row of a processor."""
     names = [cls.__name__ for cls in type(processor).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())
 
 
 def media_padding(name: str) -> int:
-    """
-    What pads a media tensor when prompts join. No two families call different things by one name.
-
-    Args:
-        name (`str`):
-            Name of the argument of the model's forward.
-
-    Returns:
-        `int`: The value.
-    """
+    """What pads a media tensor when prompts join. No two families call different things by one name."""
     return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
 
 
 def indexed_media(name: str) -> str | None:
-    """
-    The media tensor in which another holds places. No two families call different things by one name.
-
-    Args:
-        name (`str`):
-            Name of the argument of the model's forward.
-
-    Returns:
-        `str` or `None`: The other's name; `None` if the tensor holds no places.
-    """
+    """The media tensor in which another holds places. No two families call different things by one name."""
     return next((family.indexed_media[name] for family in FAMILIES if name in family.indexed_media), None)
 
 
 def modality_of(name: str) -> str:
-    """
-    Modality of a media tensor.
-
-    Args:
-        name (`str`):
-            Name of the argument of the model's forward.
-
-    Returns:
-        `str`: `"image"`, `"video"` or `"audio"`.
-    """
+    """Modality of a media tensor."""
     if "video" in name or name == "second_per_grid_ts":
         return "video"
     return "audio" if any(part in name for part in AUDIO_NAMES) else "image"

@@ -28,10 +28,15 @@ def local_path(name: str) -> Path | None:
         return path
     if not name.startswith((".", "~")) and not path.is_absolute() and name.count("/") < 2 and not data_ending(name):
         return None
+    raise ValueError(f"There is no file or folder {name!r}; {nearest(path)[0]}.")
+
+
+def nearest(path: Path) -> tuple[str, bool]:
+    """What the last folder of a path has that is there, and whether that is like what is missing."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]
     names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
     near = difflib.get_close_matches(missing, names, n=3)
     near += [each for each in names if each not in near and Path(each).stem == Path(missing).stem]
     has = ", ".join(map(repr, near)) if near else f"no {missing!r}"
-    raise ValueError(f"There is no file or folder {name!r}; {os.path.abspath(folder)!r} has {has}.")
+    return f"{os.path.abspath(folder)!r} has {has}", bool(near)

@@ -69,19 +69,7 @@ REMOVED = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """
-    What a message about an unknown name ends with.
-
-    Args:
-        name (`str`):
-            The unknown name, without dashes before it.
-        names (`Iterable[str]`):
-            Names that exist.
-
-    Returns:
-        `str`: What replaces a removed name, or the most similar name, as a sentence after a space; `""` if there is
-            none.
-    """
+    """What a message about an unknown name ends with: the similar or the new name as a sentence, or `""`."""
     name, names = name.replace("-", "_"), list(names)
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):

@@ -11,7 +11,8 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from ..encoding.prompts import EncodedPrompt, continued_field, prompt_position_ids
+from ..encoding.join import continued_field
+from ..encoding.prompts import EncodedPrompt, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
 from ..forward.scoring import takes_logits_to_keep, to_model

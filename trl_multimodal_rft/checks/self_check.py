@@ -20,14 +20,9 @@ from transformers.utils import ModelOutput
 from ..algorithms.completions import up_to_first_end
 from ..data.columns import iter_refs
 from ..encoding.conversations import Conversation
-from ..encoding.prompts import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    decode_media,
-    join_media,
-    outputs_of_files,
-    processor_outputs,
-)
+from ..encoding.join import join_media
+from ..encoding.media import decode_media
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, outputs_of_files, processor_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config

@@ -17,7 +17,7 @@ from . import arguments
 LAUNCHED = {
     "grpo": "train a model with GRPO",
     "rloo": "train a model with RLOO",
-    "ppo": "train a model with PPO, beside a critic",
+    "ppo": "train a model and its critic with PPO",
     "sft": "train a model on answers, such as before GRPO or PPO",
     "evaluate": "accuracy, pass@k and votes of a model on a dataset or benchmark",
     "filter": "keep the rows of a dataset whose answers need their sound, image or video",
@@ -31,6 +31,8 @@ COMMANDS = {
     "prepare": "a published dataset, or one in another tool's layout, as a folder of rows to train on",
 }
 _PROG = "trl-multimodal-rft"
+
+__all__ = ["COMMANDS", "LAUNCHED", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,7 +47,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
     model = "folder of a trained model or adapter, or name on the Hub"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
     add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
-    add("--base", help="model that is asked beside it; of an adapter, by default what it was trained on")
+    add("--base", help="model to compare with; for an adapter, by default the one it was trained on")
     add("--system_prompt", help="system message; by default the one in the model card")
     add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
     add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
@@ -150,16 +150,8 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
 
 def families(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `families`."""
-    parser.add_argument(
-        "--only_known", action="store_true", help="leave out models of which nothing particular is known"
-    )
-    add = parser.add_argument
-    add("--measure", action="store_true", help="measure tiny models against their own plain forward; takes minutes")
-    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
-    add("--processors", help="module whose families have real processors, such as tests/helpers/families.py")
-    add("--time_limit", type=float, default=180, help="seconds that a family may take")
-    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
-    add("--output", help="file for the measurements, in Markdown; they take the place of those in it")
+    only = "leave out models of which nothing particular is known"
+    parser.add_argument("--only_known", action="store_true", help=only)
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:

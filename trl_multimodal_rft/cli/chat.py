@@ -85,7 +85,7 @@ def example_of(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _messages_of(card: str) -> list[dict[str, Any]]:
-    """The messages in the code of a card of this package, with `None` in the place of media."""
+    """The messages in the code of a card of this package, with `None` for media."""
     code = re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
     if code is None or "`trl-multimodal-rft`" not in card:
         return []
@@ -109,20 +109,6 @@ def page(
 ) -> Any:
     """The page, whose endpoints are `/ask`, `/clear` and `/example`, too."""
     gradio = require_module("gradio", "chat")
-    buttons = ["download"]  # not the one that shares with the Hub
-    makers = {
-        "audio": lambda: gradio.Audio(
-            label="Sound", type="filepath", sources=["upload", "microphone"], buttons=buttons
-        ),
-        "image": lambda: gradio.Image(
-            label="Image",
-            type="filepath",
-            image_mode=None,  # as it was sent: what converts it opens documents, too
-            sources=["upload", "webcam", "clipboard"],
-            buttons=buttons,
-        ),
-        "video": lambda: gradio.Video(label="Video", sources=["upload", "webcam"], buttons=buttons),
-    }
 
     def ask(text: str, *given: Any) -> Any:
         *media, system, temperature, length, turns = given
@@ -172,7 +158,7 @@ def page(
                 gradio.Chatbot(label=name, height=300, render_markdown=False, buttons=["copy"]) for name in answerers
             ]
         with gradio.Row():
-            inputs = [makers[kind]() for kind in kinds]
+            inputs = [_input(gradio, kind) for kind in kinds]
         question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
         with gradio.Row():
             ask_button = gradio.Button("Ask", variant="primary")
@@ -185,7 +171,7 @@ def page(
             length = gradio.Slider(
                 1, longest, config.max_completion_length, step=1, label="Maximum completion length", info="tokens"
             )
-        turns = gradio.State([])  # on the server, so that nobody else says what was asked
+        turns = gradio.State([])  # on the server, so that a client can't change the history
         answers = [gradio.Textbox(label=name, visible=False) for name in answerers]
         gradio.on(
             [ask_button.click, question.submit],
@@ -206,6 +192,18 @@ def page(
                 lambda: [text, *(media.get(kind) for kind in kinds)], None, [question, *inputs], api_name="example"
             )
     return blocks
+
+
+def _input(gradio: Any, kind: str) -> Any:
+    """What takes a medium."""
+    options: dict[str, Any] = {"buttons": ["download"]}  # not the one that shares with the Hub
+    if kind == "audio":
+        return gradio.Audio(label="Sound", type="filepath", sources=["upload", "microphone"], **options)
+    if kind == "video":
+        return gradio.Video(label="Video", sources=["upload", "webcam"], **options)
+    # As it was sent: what converts it opens documents, too
+    options |= {"type": "filepath", "image_mode": None, "sources": ["upload", "webcam", "clipboard"]}
+    return gradio.Image(label="Image", **options)
 
 
 def shown_error(error: Exception) -> str:

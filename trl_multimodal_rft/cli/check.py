@@ -50,7 +50,7 @@ class RowChecker(torch.utils.data.Dataset):
         try:
             row = self.rows[place] if isinstance(place, int) else Row(*place)
             self._encode(row, checked)
-        except Exception as error:  # whatever it is, it would end a run
+        except Exception as error:  # any of them would end a run
             text = without_credentials(str(error))
             where = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
             if where is None:
@@ -64,7 +64,7 @@ class RowChecker(torch.utils.data.Dataset):
         check_has_prompt(row)
         prompt = rows_to_messages([row], self.ignored, self.own_tokens, self.rules)[0]["prompt"]
         if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
-            prompt = [{"role": "user", "content": prompt}]  # as beside rows with media
+            prompt = [{"role": "user", "content": prompt}]  # as in a batch with media
         prompt = checked_prompt(prompt, self.processor, None, row.number)
         for ref in iter_refs(prompt):
             checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
@@ -107,7 +107,7 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
             f"A process was killed while it read one of the rows from {n_checked} on, by a decoder that crashed or "
-            f"for want of memory, of which fewer `--num_workers` take less ({error})."
+            f"ran out of memory, of which fewer `--num_workers` need less ({error})."
         ) from error
 
 
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> None:
         report.is_refused = True
     if "prompt" in (rows.column_names or ()):
         rows = rows.select_columns([name for name in rows.column_names if name in ("prompt", *MEDIA_COLUMNS)])
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # beside processes
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
     for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)
     text = report.text()

@@ -5,7 +5,6 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +19,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
 from ..models.pretrained import read_config
-from .fake_run import FakeFloats, Watch, kernels_of_gpus
+from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
 from .synthetic import EncoderInputs, synthetic_prompt
 
 
@@ -59,7 +58,7 @@ class Measured:
     critic: int  # weights of a critic of its own
     layer: int  # weights of the largest layer
     ends: int  # weights of embeddings and LM head
-    held: int  # bytes that are alive where the backward pass starts, beside weights and gradients
+    held: int  # bytes that are alive where the backward pass starts, without weights and gradients
     peak: int  # the most bytes that are
     cache_per_token: float  # bytes of keys and values, averaged over a completion's length
     prompt_tokens: int  # tokens of a prompt
@@ -69,7 +68,7 @@ class Measured:
 
 
 def _is_sharded(args) -> bool:
-    """Whether an engine holds weights, which computes in bfloat16 whatever was loaded."""
+    """Whether an engine holds weights, which computes in bfloat16 for any dtype of the checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -108,7 +107,7 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.use_peft:
         peft = require_module("peft", "peft")
         # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
-        with mode, patch.object(torch.utils, "swap_tensors", _take):
+        with mode, replaced(torch.utils, swap_tensors=_take):
             model = peft.get_peft_model(
                 base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
             )

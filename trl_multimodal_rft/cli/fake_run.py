@@ -2,9 +2,9 @@
 """A model without numbers, run to see what its tensors take."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -157,8 +157,17 @@ def kernels_of_gpus() -> Iterator[None]:
         # As on a GPU without a temporary: the product is written somewhere into what it is added to
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(attention, "_takes_varlen", takes_varlen))
-        for name, stand_in in (("_forward_tile", fold), ("_backward_tile", fold), ("_addmm_fp32", add_product)):
-            patches.enter_context(patch.object(chunked_logprob, name, stand_in))
+    tiles = {"_forward_tile": fold, "_backward_tile": fold, "_addmm_fp32": add_product}
+    with replaced(attention, _takes_varlen=takes_varlen), replaced(chunked_logprob, **tiles):
         yield
+
+
+@contextmanager
+def replaced(module: Any, **functions: Callable) -> Iterator[None]:
+    """Within the context, a module has other functions: those that it has need numbers."""
+    before = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(before)

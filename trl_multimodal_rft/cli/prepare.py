@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from datasets import Dataset, DatasetDict
 
-from ..data.benchmarks import load_avqa, load_geo3k, load_mmau
+from ..data.benchmarks import load_avqa, load_mmau
 from ..data.folders import check_empty, write_folder
-from ..data.layouts import load_conversations, load_easyr1, load_verl, load_video_r1
+from ..data.layouts import load_conversations, load_easyr1, load_geo3k, load_verl, load_video_r1
 from ..data.rules import RULE_NAMES, MediaRules
 
 

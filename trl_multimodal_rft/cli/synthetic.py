@@ -24,8 +24,8 @@ from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
 @dataclass
 class EncoderInputs:
     """
-    Media of a prompt for a model without a processor. Its encoders run beside the text, which counts their features
-    among its tokens.
+    Media of a prompt for a model without a processor. Its encoders run without the text, whose length includes
+    their features.
     """
 
     inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # by modality what the encoder takes

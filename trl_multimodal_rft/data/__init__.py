@@ -7,9 +7,9 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .benchmarks import load_avqa, load_geo3k, load_mmau
+    from .benchmarks import load_avqa, load_mmau
     from .folders import write_folder
-    from .layouts import load_conversations, load_easyr1, load_verl, load_video_r1
+    from .layouts import load_conversations, load_easyr1, load_geo3k, load_verl, load_video_r1
     from .rules import MediaRules
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "load_avqa": "benchmarks",
         "load_conversations": "layouts",
         "load_easyr1": "layouts",
-        "load_geo3k": "benchmarks",
+        "load_geo3k": "layouts",
         "load_mmau": "benchmarks",
         "load_verl": "layouts",
         "load_video_r1": "layouts",

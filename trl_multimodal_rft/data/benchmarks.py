@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Published questions about sounds and figures, as rows that the trainers and `evaluate` take."""
+"""Published questions about sounds, as rows that the trainers and `evaluate` take."""
 
 import json
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
 from ..paths import local_path
@@ -125,27 +124,12 @@ def load_avqa(
     `multi_choice`, `answer` (the index of the right choice), `audio_path`, and also `video_name`, `question_relation`,
     `question_type` and `dataset_name`. As there, a question about "the video" asks about the audio.
 
-    Args:
-        path (`str` or `Path`):
-            The file (a list in JSON will do), a folder that holds one, or a dataset with these columns in a folder or
-            on the Hub, whose audio may also be in a column `audio`.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
-        audio_dir (`str` or `Path`, *optional*):
-            Folder with the audio files, looked up by name. By default paths are those of the file, from its folder.
-        template (`str`, *optional*):
-            Prompt, with `{question}` and `{choices}`.
-        skip_missing (`bool`, *optional*, defaults to `False`):
-            Whether to leave out rows whose audio file isn't there, with a warning that counts them, instead of
-            raising.
+    See [`load_mmau`] for the arguments and errors. The file may also be a list in JSON, and a dataset may have its
+    sound in a column `audio`.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution` (the text of the right choice),
         `choices`, `id`, `video_name`, `question_relation`, `question_type` and `dataset_name`.
-
-    Raises:
-        `FileNotFoundError`: If an audio file isn't there. The message names the row.
-        `ValueError`: If a row lacks a column, or its answer is none of the choices.
 
     Example:
     ```python
@@ -179,60 +163,6 @@ def load_avqa(
         columns["solution"].append(choices[answer])
     names = ("id", "video_name", "question_relation", "question_type", "dataset_name")
     return _assemble(columns, _extras(rows, {name: name for name in names}), audio)
-
-
-def load_geo3k(
-    path: str | Path = "hiyouga/geometry3k", split: str = "test", *, template: str = PROBLEM_TEMPLATE
-) -> Dataset:
-    """
-    Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
-
-    The layout is that of https://huggingface.co/datasets/hiyouga/geometry3k: `images` (a list), `problem` (text in
-    which each `"<image>"` marks the place of an image), `answer` (a number or an expression in LaTeX), and in its
-    later version `id`, `choices` and `ground_truth` (the letter of the answer).
-
-    Args:
-        path (`str` or `Path`, *optional*, defaults to `"hiyouga/geometry3k"`):
-            The dataset, on the Hub or in a folder.
-        split (`str`, *optional*, defaults to `"test"`):
-            `"train"`, `"validation"` or `"test"`.
-        template (`str`, *optional*):
-            Prompt, with `{problem}`.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages in which images have their places), `images`, `solution`, and
-        `id`, `choices` and `ground_truth` where there are any. The prompt doesn't tell the choices.
-
-    Raises:
-        `ValueError`: If a row lacks a column, or has not as many marks as images.
-
-    Example:
-    ```python
-    dataset = load_geo3k(split="train")
-    trainer = MultimodalGRPOTrainer(model, [accuracy_reward, format_reward], args, dataset)
-    ```
-    """
-    dataset = _read_dataset(path, split)
-    images, rows = _without_media(dataset, "images")
-    if images is None:
-        raise ValueError(f"{path} has no column 'images', only {dataset.column_names}; is it a copy of Geometry3K?")
-    counts = pc.list_value_length(dataset.data.column("images")).to_pylist()
-    prompts, solutions = [], []
-    for index, row in enumerate(rows):
-        parts = template.format(problem=_required(row, index, "problem")).split("<image>")
-        if len(parts) - 1 != counts[index]:
-            raise ValueError(
-                f"row {index} has {counts[index]} images and {len(parts) - 1} marks '<image>' in its problem; write "
-                "one for each."
-            )
-        blocks = []
-        for i, part in enumerate(parts):
-            blocks += [{"type": "image", "text": None}] if i else []
-            blocks += [{"type": "text", "text": part}] if part.strip() else []
-        prompts.append([{"role": "user", "content": blocks}])
-        solutions.append(_required(row, index, "answer"))
-    extras = _extras(rows, {name: name for name in ("id", "choices", "ground_truth")})
-    return _assemble({"prompt": prompts, "solution": solutions}, extras, images)
 
 
 def _json_file(path: str | Path, pattern: str) -> Path | None:
@@ -310,12 +240,9 @@ def _extras(rows: list[dict[str, Any]], names: dict[str, str]) -> dict[str, list
     return {new: [row.get(name) for row in rows] for name, new in names.items() if any(name in row for row in rows)}
 
 
-def _assemble(columns: dict[str, list], extras: dict[str, list], media: Dataset) -> Dataset:
-    prompts = columns.pop("prompt")
-    content = prompts[0][0]["content"]
-    block = Value("string") if isinstance(content, str) else List({"type": Value("string"), "text": Value("string")})
-    features = Features({"prompt": List({"role": Value("string"), "content": block})})
-    texts = Dataset.from_dict({**columns, **extras})
-    dataset = concatenate_datasets([Dataset.from_dict({"prompt": prompts}, features), media, texts], axis=1)
+def _assemble(columns: dict[str, list], extras: dict[str, list], audio: Dataset) -> Dataset:
+    messages = List({"role": Value("string"), "content": Value("string")})
+    prompts = Dataset.from_dict({"prompt": columns.pop("prompt")}, Features({"prompt": messages}))
+    dataset = concatenate_datasets([prompts, audio, Dataset.from_dict({**columns, **extras})], axis=1)
     # Not decoded, since the trainers decode each medium once, at the model's rate
-    return dataset.cast_column("audio", Audio(decode=False)) if "audio" in dataset.column_names else dataset
+    return dataset.cast_column("audio", Audio(decode=False))

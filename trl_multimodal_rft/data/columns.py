@@ -28,7 +28,7 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
-# Keys under which others give media: OpenAI in blocks, Ollama beside the content of a message
+# Keys under which others give media: OpenAI in blocks, Ollama next to the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
 # Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
@@ -52,13 +52,13 @@ _SHAREGPT = "convert its rows, which are those of sharegpt, by `trl-multimodal-r
 # Characters from which on a word is data, or is too long to be read in a message
 _LONGEST_WORD = 300
 
-# How the place of a medium begins that a tool returned
+# Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
 # Types of blocks that are text, and the key of what they say
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-# Keys of messages that hold no media, or are read by themselves
+# Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
 # Types that every template may leave out, as most do with earlier thoughts
@@ -87,31 +87,13 @@ _URL = re.compile(r"(?<![\w.+-])[A-Za-z][\w.+-]*://(?:[^\s'\"<>]|['\"<>](?=[\w%&
 
 
 def without_credentials(text: str) -> str:
-    """
-    Takes user information and queries, which may hold signatures, out of the URLs in a text.
-
-    Args:
-        text (`str`):
-            Such as an error.
-
-    Returns:
-        `str`: The text to show.
-    """
+    """Takes user information and queries, which may hold signatures, out of the URLs in a text."""
     text = _URL.sub(lambda found: shown_url(found[0]), text)
     return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", text)
 
 
 def shown_url(url: str) -> str:
-    """
-    Takes user information, the query and the fragment out of a URL, however they are written.
-
-    Args:
-        url (`str`):
-            A URL, chained or not.
-
-    Returns:
-        `str`: The URL to show, without whatever follows a `?` or `#`, later links of a chain included.
-    """
+    """Takes user information, the query and the fragment out of a URL, however they are written."""
     place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
     links = []
     for link in re.split(r"::(?=[\w.+-]+://)", place):
@@ -130,16 +112,7 @@ def shown_url(url: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """
-    A value for a message, of which only the beginning and the end may be shown.
-
-    Args:
-        value (`Any`):
-            The value.
-
-    Returns:
-        `str`: At most 80 characters.
-    """
+    """A value for a message, in at most 80 characters of its beginning and end."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
@@ -229,12 +202,12 @@ class MediaRef:
         """
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         for source in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(source, str) and "://" in source:  # whose end is known, whatever is in it
+            if isinstance(source, str) and "://" in source:  # the whole value is the URL
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
-        """What a file was called whose bytes are at hand, by which it may be found."""
+        """The name of a file whose bytes the row holds, so that it can be found."""
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
@@ -320,43 +293,16 @@ def rows_to_messages(
 def blocks_to_refs(
     blocks: Sequence[Any], place: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
-    """
-    Reads content blocks that come from elsewhere than a dataset, such as from a tool.
-
-    Args:
-        blocks (`Sequence`):
-            The blocks, as a prompt may hold them.
-        place (`str`):
-            Where they come from, for errors.
-        row (`int`):
-            The row they belong to, for errors.
-        rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be, for all that open them.
-
-    Returns:
-        `list[dict]`: New blocks, in which every medium is `{"type": kind, kind: MediaRef}`.
-
-    Raises:
-        MediaError: If a block is of no known form, or has no medium, or an option that doesn't exist.
-    """
+    """Reads content blocks that don't come from a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
     message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
         if ref.source is None:
-            raise ref.error(f"the block holds no {ref.kind}; give it beside the type, under {ref.kind!r}")
+            raise ref.error(f"the block holds no {ref.kind}; give it next to the type, under {ref.kind!r}")
     return _ruled(message, rules)["content"]
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """
-    Whether a prompt has its media in its messages, as the trainers hand it to reward functions.
-
-    Args:
-        prompt (`str` or `list[dict]`):
-            Text or messages.
-
-    Returns:
-        `bool`: `False` for placeholders without a medium, too.
-    """
+    """Whether a prompt has its media in its messages, as the trainers hand it to reward functions."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -364,31 +310,13 @@ def has_media(prompt: str | list[dict[str, Any]]) -> bool:
 
 
 def block_kind(block_type: str | None) -> str | None:
-    """
-    The kind of media that content blocks of a type hold.
-
-    Args:
-        block_type (`str` or `None`):
-            Such as `"image"`, `"image_url"` or `"input_image"`; `None` of a block without a type.
-
-    Returns:
-        `str`: `"image"`, `"video"` or `"audio"`, `None` for other types.
-    """
+    """The kind of media that content blocks of a type hold."""
     kind = str(block_type).removesuffix("_url").removeprefix("input_")
     return kind if kind in MODALITIES else None
 
 
 def file_kind(text: str) -> str | None:
-    """
-    The kind of media that a text seems to name.
-
-    Args:
-        text (`str`):
-            Any text.
-
-    Returns:
-        `str`: `"image"`, `"video"` or `"audio"` for a `data:` URI, or a path or URL with such an ending; else `None`.
-    """
+    """The kind of media that a text names by its ending, or as a `data:` URI. `None` for other texts."""
     uri = re.match("data:(image|video|audio)/", text)
     if uri:
         return uri.group(1)
@@ -401,19 +329,7 @@ def file_kind(text: str) -> str | None:
 
 
 def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, Any]]:
-    """
-    Finds media in any nesting of lists and dictionaries, as files hold them or as libraries decode them.
-
-    Args:
-        value (`Any`):
-            What to search.
-        place (`str`, *optional*, defaults to `""`):
-            Name of `value`.
-
-    Yields:
-        `tuple[str, str | None, Any]`: Where, such as `"extra.picture"`; the kind, `None` if it can't be told; and the
-        medium: a text is only what [`file_kind`] says of it.
-    """
+    """Finds media in any nesting of lists and dictionaries, as files hold them or as libraries decode them."""
     decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
     if isinstance(value, (MediaRef, Encoded)):
         yield place, value.kind, value
@@ -446,16 +362,7 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
 
 
 def iter_refs(value: Any) -> Iterator[MediaRef]:
-    """
-    Finds the media in messages.
-
-    Args:
-        value (`Any`):
-            Messages, or any nesting of lists and dictionaries of them.
-
-    Yields:
-        [`MediaRef`]: Each one, in order.
-    """
+    """Finds the media in messages."""
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):
@@ -469,19 +376,6 @@ def strip_media(value: Any) -> Any:
     """
     Makes messages fit for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content
     by one string, so that all rows have one type and can be printed and written as JSON or Parquet.
-
-    Args:
-        value (`Any`):
-            Messages, or any nesting of lists and dictionaries of them.
-
-    Returns:
-        `Any`: The same nesting, without media.
-
-    Example:
-    ```python
-    >>> strip_media([{"role": "user", "content": [{"type": "audio", "audio": ref}, {"type": "text", "text": "Who?"}]}])
-    [{"role": "user", "content": "<audio>Who?"}]
-    ```
     """
     if isinstance(value, MediaRef):
         return repr(value)
@@ -496,19 +390,7 @@ def strip_media(value: Any) -> Any:
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
-    """
-    Writes a prompt or a completion as one text.
-
-    Args:
-        messages (`str` or `list[dict]`):
-            Text, or messages whose contents are texts.
-        roles (`bool`, *optional*, defaults to `True`):
-            Whether several messages stand on lines of their own, each after its role, and calls of tools count.
-            `False` joins the contents alone.
-
-    Returns:
-        `str`: The text.
-    """
+    """Writes a prompt or a completion as one text."""
     if isinstance(messages, str):
         return messages
     if not roles:
@@ -575,20 +457,7 @@ def _holds_several(kind: str, value: Any) -> bool:
 
 
 def check_decoded(text: Any, column: str, row: int) -> None:
-    """
-    Refuses the text of a list of messages, which would be read as what the user says.
-
-    Args:
-        text (`Any`):
-            Prompt, completion or messages of a row.
-        column (`str`):
-            Where they come from.
-        row (`int`):
-            Number of the row.
-
-    Raises:
-        MediaError: If it is such a text.
-    """
+    """Refuses the text of a list of messages, which would be read as what the user says."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
     for name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
@@ -636,7 +505,7 @@ def _place(
             if kind in tags:
                 raise MediaError(
                     f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the "
-                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, beside which '<{kind}>' is text"
+                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, which make '<{kind}>' plain text"
                 )
             raise MediaError(
                 f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; "

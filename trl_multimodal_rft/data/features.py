@@ -37,17 +37,7 @@ _STORED = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
 
 def undecoded(dataset: Any) -> Any:
-    """
-    A dataset whose rows hold the media of features that decode as [`~data.columns.Encoded`].
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset. One with a format or a transform is left as it is, which gets decoded media, and so is anything
-            else.
-
-    Returns:
-        `Any`: What gives rows as the dataset does, the dataset itself where none of its features decodes media.
-    """
+    """A dataset whose rows hold the media of features that decode as [`~data.columns.Encoded`]."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
@@ -79,17 +69,7 @@ class _StoredRows:
 
 
 def restore_media(value: Any) -> Any:
-    """
-    Undoes [`~data.columns.rows_to_messages`] for functions that read prompts.
-
-    Args:
-        value (`Any`):
-            Messages, or any nesting of lists and dictionaries of them.
-
-    Returns:
-        `Any`: A copy in which each [`~data.columns.MediaRef`] is replaced by its raw medium, with the options of its
-        block beside it. What a feature decodes is decoded when it is touched.
-    """
+    """Undoes [`~data.columns.rows_to_messages`] for functions that read prompts."""
     if isinstance(value, MediaRef):
         return Decoded(value) if isinstance(value.source, Encoded) else value.source
     if isinstance(value, list):
@@ -101,19 +81,7 @@ def restore_media(value: Any) -> Any:
 
 
 def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_RULES) -> list[dict[str, Any]]:
-    """
-    Rows as their dataset gives them, for functions that read columns.
-
-    Args:
-        rows (`Sequence[Mapping[str, Any]]`):
-            Rows of [`undecoded`]. Errors name the `number` of a [`~data.rows.Row`], and the place of other rows.
-        rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
-
-    Returns:
-        `list[dict[str, Any]]`: The rows, with what their features give in the place of each
-        [`~data.columns.Encoded`], decoded when it is touched, and once for all rows that share it.
-    """
+    """Rows as their dataset gives them, for functions that read columns."""
     shared: dict[int, Decoded] = {}
 
     def restored(value: Any, column: str, row: int) -> Any:
@@ -137,16 +105,7 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
 
 
 def as_encoded(value: Any) -> Any:
-    """
-    Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves.
-
-    Args:
-        value (`Any`):
-            What they restored, or any nesting of lists and dictionaries of it.
-
-    Returns:
-        `Any`: A copy with [`~data.columns.Encoded`] in the place of each [`Decoded`].
-    """
+    """Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves."""
     if type(value) is Decoded:  # another look would decode it
         return _ref(value).source
     if isinstance(value, list):

@@ -64,16 +64,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
 
 def check_empty(folder: str | os.PathLike) -> None:
-    """
-    Looks whether [`write_folder`] would write to a folder, before there is anything to write.
-
-    Args:
-        folder (`str` or `os.PathLike`):
-            The folder.
-
-    Raises:
-        `ValueError`: If there is something in it, or it is a file.
-    """
+    """Looks whether [`write_folder`] would write to a folder, before there is anything to write."""
     path = Path(folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")

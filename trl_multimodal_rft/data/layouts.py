@@ -35,7 +35,7 @@ def load_conversations(
     """
     Reads conversations about media in the layouts of ShareGPT, LLaVA and ms-swift.
 
-    A row holds messages, media beside them, and other columns, which are kept:
+    A row holds messages, media, and other columns, which are kept:
 
     - ShareGPT, as LLaMA-Factory reads it (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md):
       `conversations` of `from` (`"human"`, `"gpt"`, `"system"`) and `value`, or `messages` of `role` and `content`;
@@ -88,7 +88,7 @@ def load_conversations(
             continue
         solution = row.get("solution")
         if answered and len(chat) == 1:
-            raise ValueError(f"row {number}, column '{column}': nobody is asked anything; remove the row.")
+            raise ValueError(f"row {number}, column '{column}': the conversation has no user turn; remove the row.")
         columns["prompt"].append(_placed(chat[:-1] if answered else chat, counts[number], number))
         columns["solution"].append(chat[-1]["content"] if solution is None and answered else solution)
     if task == "sft":
@@ -108,21 +108,11 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     `{"image": path}` and `{"video": path}` with options such as `max_pixels` or `fps`. Other columns, such as
     `data_source`, are kept.
 
-    Args:
-        path (`str` or `Path`):
-            A file (Parquet, JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
+    See [`load_conversations`] for the arguments and errors. Files may also be Parquet.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
         and the other columns.
-
-    Raises:
-        `ValueError`: If a row lacks a column, its marks don't match its media, a file isn't there, or a medium has an
-            unknown option. The message names the row.
 
     Example:
     ```python
@@ -165,27 +155,18 @@ def load_easyr1(
     A row has `problem`, in which `<image>` and `<video>` mark the places of media, `answer`, and `images` or `videos`,
     lists of files. Other columns are kept.
 
+    See [`load_conversations`] for the other arguments and the errors. Files may also be Parquet.
+
     Args:
-        path (`str` or `Path`):
-            A file (JSON, JSON Lines or Parquet), a folder that holds one, or a dataset in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
         prompt_key (`str`, *optional*, defaults to `"problem"`):
             Column of the problem.
         answer_key (`str`, *optional*, defaults to `"answer"`):
             Column of the answer.
         template (`str`, *optional*):
             Prompt, with `{problem}`.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
-        and the other columns.
-
-    Raises:
-        `ValueError`: If a row lacks a column, its marks don't match its media, or a file isn't there. The message
-            names the row.
+        [`~datasets.Dataset`]: Rows as those of [`load_verl`].
 
     Example:
     ```python
@@ -199,6 +180,33 @@ def load_easyr1(
         columns["prompt"].append(_placed([{"role": "user", "content": asked}], counts[number], number))
         columns["solution"].append(_required(row, number, answer_key))
     return _assemble(columns, rows, {prompt_key, answer_key}, media)
+
+
+def load_geo3k(
+    path: str | Path = "hiyouga/geometry3k", split: str = "test", *, template: str = PROBLEM_TEMPLATE
+) -> Dataset:
+    """
+    Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
+
+    The layout is that of https://huggingface.co/datasets/hiyouga/geometry3k, which is EasyR1's, see [`load_easyr1`]:
+    `images` (a list), `problem`, `answer` (a number or an expression in LaTeX), and in its later version `id`,
+    `choices` and `ground_truth` (the letter of the answer). The prompt doesn't tell the choices.
+
+    Args:
+        path (`str` or `Path`, *optional*, defaults to `"hiyouga/geometry3k"`):
+            The dataset, on the Hub or in a folder.
+        split (`str`, *optional*, defaults to `"test"`):
+            `"train"`, `"validation"` or `"test"`.
+        template (`str`, *optional*):
+            Prompt, with `{problem}`.
+
+    Example:
+    ```python
+    dataset = load_geo3k(split="train")
+    trainer = MultimodalGRPOTrainer(model, [accuracy_reward, format_reward], args, dataset)
+    ```
+    """
+    return load_easyr1(path, split, template=template)
 
 
 def load_video_r1(
@@ -219,11 +227,9 @@ def load_video_r1(
     answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; those
     for supervised training also `process`, the thoughts before the solution.
 
+    See [`load_conversations`] for the other arguments and the errors.
+
     Args:
-        path (`str` or `Path`):
-            The JSON file, a folder that holds one, or a dataset with these columns in a folder or on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
         task (`str`, *optional*, defaults to `"rl"`):
             `"rl"` gives `prompt` and `solution`, `"sft"` gives `messages` whose answer is `process` and `solution`.
         template (`str`, *optional*):
@@ -232,16 +238,11 @@ def load_video_r1(
             Frames of each video that the model gets. By default, its processor's choice.
         max_pixels (`int`, *optional*):
             Most pixels of an image, and of a frame. By default, the processor's.
-        media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
         `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`; or of
-        `messages` in the place of prompt, solution and choices.
-
-    Raises:
-        `ValueError`: If a row lacks a column, or a file isn't there. The message names the row.
+        `messages` instead of prompt, solution and choices.
 
     Example:
     ```python
@@ -373,7 +374,7 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
 
 
 def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
-    """The options of the media of a kind, as qwen-vl-utils takes them beside the medium."""
+    """The options of the media of a kind, which qwen-vl-utils reads from the same block."""
     found = []
     for i, item in enumerate(row.get(f"{kind}s") or ()):
         others = item.items() if isinstance(item, dict) else ()
@@ -427,7 +428,7 @@ def _conversation(
 def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: int) -> list[dict[str, Any]]:
     """Messages of blocks, with one for each medium in its place."""
     row: dict[str, Any] = {"prompt": [dict(message) for message in chat]}
-    for column, count in counts.items():  # whatever they are, they are counted and placed
+    for column, count in counts.items():  # only their number counts
         row[column] = ["it"] * count if column.endswith("s") else "it" if count else None
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
     for kind in MODALITIES:

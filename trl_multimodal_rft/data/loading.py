@@ -210,7 +210,29 @@ def load_video(
         MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
-    return _load_frames(ref, sample_indices_fn, resize_fn)
+    with decoding(ref), _open_video(ref) as (metadata, read):
+        if metadata.frames_indices is None:
+            _check_video(ref, metadata)
+            sample = sample_indices_fn or partial(_sample_indices, ref)
+            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
+        indices = list(metadata.frames_indices)
+        frames, done, shape = None, 0, None
+        for piece in read(indices):
+            if shape is None:
+                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
+                shape = piece.shape[1:]
+            if piece.shape[1:] != shape:
+                raise ref.error("the frames have different sizes; resize them to one size")
+            piece = piece if resize_fn is None else resize_fn(piece, len(indices))
+            if frames is None:
+                _check_frames(ref, len(indices), piece)
+                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
+            frames[done : done + len(piece)] = piece
+            done += len(piece)
+        if frames is None or done != len(indices):
+            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
+        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
+        return frames, {**known, "frames_indices": indices}
 
 
 def load_with_qwen_vl_utils(
@@ -224,38 +246,14 @@ def load_with_qwen_vl_utils(
 
     Honours the options of [qwen-vl-utils](https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils): `min_pixels`,
     `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `fps`, `nframes`, `min_frames`, `max_frames`,
-    `video_start`, `video_end`, `sample_fps`. The processor must neither resize nor sample a second time, and needs the
-    metadata, from which it computes the timestamps (Qwen3-VL) or the seconds per grid step (Qwen2.5-VL):
-
-    ```python
-    processor(
-        text=text, images=images, videos=videos, video_metadata=metadata, do_resize=False, do_sample_frames=False
-    )
-    ```
+    `video_start`, `video_end`, `sample_fps`. The processor must neither resize nor sample a second time
+    (`do_resize=False, do_sample_frames=False`), and needs the metadata, from which it computes the timestamps
+    (Qwen3-VL) or the seconds per grid step (Qwen2.5-VL).
 
     An MP4, MOV, Matroska or WebM gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes,
     needs torchcodec, takes other frames of other files than it chose, and resizes lists of frames twice, first to
     multiples of twice the patch. Frames are resized as they are decoded, a few at a time, so that no more of them are
     in memory at their full size.
-
-    Args:
-        ref ([`MediaRef`]):
-            An image or a video, with a source as in [`load_image`] or [`load_video`].
-        image_patch_size (`int`):
-            `patch_size` of the model's image processor: 14 for Qwen2-VL and Qwen2.5-VL, 16 for Qwen3-VL.
-        sample_indices_fn (`Callable`, *optional*):
-            Replaces the options for the frames of a video, as in [`load_video`].
-        frame_size_fn (`Callable`, *optional*):
-            Replaces the options for their size: a function of the number of frames, their height and their width that
-            returns the height and width to resize them to.
-
-    Returns:
-        `PIL.Image.Image`, or `tuple[torch.Tensor, dict]`: The image; or the frames of shape (T, 3, H, W), uint8, and
-        their metadata as [`load_video`] returns it, with `fps` 2 for frames of unknown rate.
-
-    Raises:
-        MediaError: As [`load_image`] and [`load_video`], and if the options contradict each other or the medium.
-        ImportError: If qwen-vl-utils is not installed.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
     with decoding(ref):
@@ -271,24 +269,13 @@ def load_with_qwen_vl_utils(
             tensor = resize(tensor, list(size), vision.InterpolationMode.BICUBIC, antialias=True)
             return tensor.permute(0, 2, 3, 1).numpy()
 
-        frames, metadata = _load_frames(ref, sample_indices, resized)
+        frames, metadata = load_video(ref, sample_indices, resized)
         metadata["fps"] = metadata["fps"] or vision.FPS
         return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """
-    The frames of a video that qwen-vl-utils samples.
-
-    Args:
-        options (`dict[str, Any]`):
-            Its options.
-        metadata (`VideoMetadata`):
-            Of the video. Its number of frames becomes that of the span.
-
-    Returns:
-        `list[int]`: Indices of the frames.
-    """
+    """The frames of a video that qwen-vl-utils samples."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -298,24 +285,7 @@ def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list
 def qwen_frame_size(
     options: dict[str, Any], image_patch_size: int, count: int, height: int, width: int
 ) -> tuple[int, int]:
-    """
-    The size to which qwen-vl-utils resizes the frames of a video.
-
-    Args:
-        options (`dict[str, Any]`):
-            Its options.
-        image_patch_size (`int`):
-            `patch_size` of the model's image processor.
-        count (`int`):
-            Number of frames.
-        height (`int`):
-            Their height.
-        width (`int`):
-            Their width.
-
-    Returns:
-        `tuple[int, int]`: Height and width.
-    """
+    """The size to which qwen-vl-utils resizes the frames of a video."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     factor = image_patch_size * vision.SPATIAL_MERGE_SIZE
     if "resized_height" in options and "resized_width" in options:
@@ -332,15 +302,6 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
     """
     Refuses a file that isn't safe to open by others, without decoding it: documents, lists of other files, images of
     too many pixels.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium.
-        stream (`BinaryIO`):
-            Its file, at the start.
-
-    Raises:
-        MediaError: If it isn't.
     """
     if ref.kind == "image":
         _check_pixels(ref, open_image(ref, stream).size)
@@ -350,16 +311,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
 
 @contextmanager
 def decoding(ref: MediaRef) -> Iterator[None]:
-    """
-    Turns whatever a decoder raises within the context into an error that names the row and the column.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium that is decoded.
-
-    Raises:
-        MediaError: Of errors of any type, as decoders raise on corrupt data, but a library that is missing.
-    """
+    """Turns any error of a decoder within the context into one that names the row and the column."""
     try:
         yield
     except (MediaError, ImportError):
@@ -377,21 +329,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
 
 
 def require_module(module: str, extra: str) -> ModuleType:
-    """
-    Imports a module of an optional dependency.
-
-    Args:
-        module (`str`):
-            Name of the module.
-        extra (`str`):
-            Extra of this package that installs it.
-
-    Returns:
-        `ModuleType`: The module.
-
-    Raises:
-        ImportError: If it can't be imported. The message names the extra.
-    """
+    """Imports a module of an optional dependency."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -400,33 +338,12 @@ def require_module(module: str, extra: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """
-    How to install an optional dependency.
-
-    Args:
-        extra (`str`):
-            Extra of this package.
-
-    Returns:
-        `str`: The command.
-    """
+    """How to install an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """
-    Where an encoded medium is.
-
-    Args:
-        ref ([`MediaRef`]):
-            The medium.
-
-    Returns:
-        `Any`: Its source, or the part of a dictionary that holds it: bytes, a path or a URL.
-
-    Raises:
-        MediaError: If a dictionary has none of them.
-    """
+    """Where an encoded medium is."""
     source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if not isinstance(source, dict):
         return source
@@ -463,19 +380,7 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """
-    Decodes a sound as it is, without resampling.
-
-    Args:
-        ref ([`MediaRef`]):
-            The sound, see [`load_audio`].
-
-    Returns:
-        `tuple`: Samples of shape `(N,)`, float32, and their rate in Hz, `None` if unknown.
-
-    Raises:
-        MediaError: If the format is unknown, the sound longer than the rules allow, or there is no such file.
-    """
+    """Decodes a sound without resampling: samples `(N,)` in float32, and their rate in Hz, `None` if unknown."""
 
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -661,37 +566,6 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
         )
     metadata.total_num_frames = last - first + 1
     return first + default_sample_indices_fn(metadata, count, fps)
-
-
-def _load_frames(
-    ref: MediaRef,
-    sample_indices_fn: Callable[..., Sequence[int]] | None,
-    resized: Callable[[np.ndarray, int], np.ndarray] | None = None,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """See [`load_video`]; `resized` takes frames of shape (N, H, W, 3) as they come, and how many there will be."""
-    with decoding(ref), _open_video(ref) as (metadata, read):
-        if metadata.frames_indices is None:
-            _check_video(ref, metadata)
-            sample = sample_indices_fn or partial(_sample_indices, ref)
-            metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
-        indices = list(metadata.frames_indices)
-        frames, done, shape = None, 0, None
-        for piece in read(indices):
-            if shape is None:
-                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
-                shape = piece.shape[1:]
-            if piece.shape[1:] != shape:
-                raise ref.error("the frames have different sizes; resize them to one size")
-            piece = piece if resized is None else resized(piece, len(indices))
-            if frames is None:
-                _check_frames(ref, len(indices), piece)
-                frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
-            frames[done : done + len(piece)] = piece
-            done += len(piece)
-        if frames is None or done != len(indices):
-            raise ref.error(f"the video has {done} of {len(indices)} frames; repair it or remove the row")
-        known = {key: metadata[key] for key in ("total_num_frames", "fps", "duration")}
-        return frames, {**known, "frames_indices": indices}
 
 
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:

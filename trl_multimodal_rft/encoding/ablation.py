@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Decoded media in the place of others, of the same duration and size, so that a prompt keeps its tokens."""
+"""Replacements of decoded media, of the same duration and size, so that a prompt keeps its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _GREY = 128
 @dataclass(frozen=True)
 class Ablation:
     """
-    What takes the place of a prompt's media of a kind.
+    What replaces a prompt's media of a kind.
 
     Args:
         kind (`str`):
@@ -34,16 +34,7 @@ class Ablation:
 
 
 def blank(medium: Any) -> Any:
-    """
-    A medium that tells nothing.
-
-    Args:
-        medium (`Any`):
-            A waveform of shape (N,), an image, or frames of shape (T, H, W, 3) or, as a tensor, (T, 3, H, W).
-
-    Returns:
-        `Any`: Silence, or grey pixels, of the same type, duration and size.
-    """
+    """Silence or grey pixels, of the type, duration and size of a medium."""
     if isinstance(medium, PIL.Image.Image):
         return PIL.Image.new("RGB", medium.size, (_GREY,) * 3)
     if isinstance(medium, torch.Tensor):
@@ -52,19 +43,7 @@ def blank(medium: Any) -> Any:
 
 
 def fitted(other: Any, medium: Any) -> Any:
-    """
-    A medium in the duration and size of another.
-
-    Args:
-        other (`Any`):
-            The medium: a sound that is shorter is played again and cut where the place ends, images and frames are
-            resized, and of a video as many frames are taken from its whole length.
-        medium (`Any`):
-            What has the duration and the size, of the same form, see [`blank`].
-
-    Returns:
-        `Any`: The medium to put in its place.
-    """
+    """A medium in the duration and size of another."""
     if isinstance(medium, PIL.Image.Image):
         return other.resize(medium.size)
     if isinstance(medium, torch.Tensor):

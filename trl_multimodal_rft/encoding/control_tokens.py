@@ -16,16 +16,7 @@ logger = logging.get_logger(__name__)
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """
-    The control tokens of a tokenizer.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-
-    Returns:
-        `set[str]`: Its special tokens, and all that were added as special ones.
-    """
+    """The control tokens of a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", None)  # a property that Mistral's own tokenizers don't have
     added = added.values() if isinstance(added, dict) else ()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
@@ -38,28 +29,7 @@ def checked_text(
     place: str,
     tokens: Collection[str],
 ) -> str:
-    """
-    A text that is to become part of a message.
-
-    Args:
-        text (`str`):
-            The text.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer. Some read control tokens in a text as words, where they do no harm.
-        mode (`str`):
-            What happens to control tokens in it: `"allow"` keeps them, `"warn"` logs them, `"raise"` raises, and
-            `"strip"` removes them, and those that the rest makes.
-        place (`str`):
-            Where it comes from, for errors.
-        tokens (`Collection[str]`):
-            The tokenizer's [`control_tokens`].
-
-    Returns:
-        `str`: The text, or what is left of it.
-
-    Raises:
-        [`MediaError`]: If it holds control tokens and `mode` is `"raise"`, or if it isn't Unicode.
-    """
+    """A text that is to become part of a message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -100,25 +70,7 @@ def checked_texts(
     mode: Literal["allow", "warn", "raise", "strip"],
     place: str,
 ) -> Any:
-    """
-    [`checked_text`] of all texts in messages, or in the content of one.
-
-    Args:
-        value (`Any`):
-            Any nesting of lists and dictionaries. Neighbouring blocks of text, which templates join, are one text.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What is to encode it.
-        mode (`str`):
-            See there.
-        place (`str`):
-            See there.
-
-    Returns:
-        `Any`: The same nesting, or what is left of it.
-
-    Raises:
-        [`MediaError`]: See there.
-    """
+    """[`checked_text`] of all texts in messages, or in the content of one."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     return _map_texts(
         value, partial(checked_text, tokenizer=tokenizer, mode=mode, place=place, tokens=control_tokens(tokenizer))
@@ -132,27 +84,7 @@ def checked_prompt(
     row: int,
     column: str = "prompt",
 ) -> Any:
-    """
-    [`checked_texts`] of a row of a dataset.
-
-    Args:
-        prompt (`str` or `list[dict]`):
-            Messages, or plain text, which may hold the tokens of a template since none wraps it.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            What is to encode it.
-        mode (`str`, *optional*):
-            What happens to control tokens in messages; by default a warning.
-        row (`int`):
-            Number of the row, for errors.
-        column (`str`, *optional*, defaults to `"prompt"`):
-            Where the prompt comes from, for errors.
-
-    Returns:
-        `str` or `list[dict]`: The prompt, or what is left of it.
-
-    Raises:
-        [`MediaError`]: See there.
-    """
+    """[`checked_texts`] of a row of a dataset."""
     return checked_texts(
         prompt, processor, "allow" if isinstance(prompt, str) else mode or "warn", f"row {row}, column '{column}'"
     )

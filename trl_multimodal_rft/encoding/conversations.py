@@ -11,16 +11,9 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import MediaError, iter_refs
 from ..families import family_of
-from .prompts import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    check_blocks,
-    continued_field,
-    encode_messages,
-    engine_position_ids,
-    join_media,
-    prompt_position_ids,
-)
+from .checks import check_blocks
+from .join import continued_field, join_media
+from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 
 
 # A chat template that writes what it is given

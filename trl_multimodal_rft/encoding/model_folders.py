@@ -1,14 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What is missing where a model or its processor can't be loaded by its name."""
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from huggingface_hub import is_offline_mode
 
 from ..data.loading import install
+from ..paths import nearest
 
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -78,20 +79,8 @@ def _near(name: str) -> str:
     """What is where a path ends to be one."""
     if name.startswith("~"):
         return f" `~` isn't replaced; write {os.path.expanduser(name)!r}."
-    parent, missing = os.path.split(os.path.normpath(name))
-    rest = ""
-    while parent and not os.path.isdir(parent):
-        rest = os.path.join(missing, rest)
-        parent, missing = os.path.split(parent)
     try:
-        folders = [each.name for each in os.scandir(parent or ".") if each.is_dir() and each.name[0] != "."]
+        text, is_like_it = nearest(Path(name))
     except OSError:
         return ""
-    close = difflib.get_close_matches(missing, folders, n=1)
-    if close:
-        found = os.path.join(parent, close[0], rest)
-        return f" Did you mean {(found if os.path.isdir(found) else os.path.join(parent, close[0])).rstrip('/')!r}?"
-    if not _is_path(name):
-        return ""
-    held = f"holds {', '.join(map(repr, sorted(folders)[:5]))}" if folders else "holds no folders"
-    return f" {os.path.abspath(parent)!r} {held}."
+    return f" {text}." if is_like_it or _is_path(name) else ""

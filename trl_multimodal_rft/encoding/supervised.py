@@ -13,15 +13,10 @@ from ..data.columns import MediaError, check_decoded, iter_refs, rows_to_message
 from ..data.rows import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import family_of
+from .checks import write_chat
 from .control_tokens import checked_prompt
-from .prompts import (
-    EncodedPrompt,
-    all_placeholder_ids,
-    continued_field,
-    encode_messages,
-    encode_prompt,
-    write_chat,
-)
+from .join import continued_field
+from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
 
 @dataclass(eq=False)

@@ -47,8 +47,9 @@ from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored, columns_known
 from ..encoding.ablation import Ablation
 from ..encoding.control_tokens import checked_prompt
+from ..encoding.join import same_prompt
 from ..encoding.processors import check_processor
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..families import MODALITIES, family_of
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
@@ -62,6 +63,7 @@ from ..rewards.choices import named_choice
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, parse_assistant_turn
+from ..trainers.arguments import help_from_docstring
 from ..trainers.base import MultimodalTrainer
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
@@ -76,6 +78,7 @@ _GROUP = "\0group"
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 
 
+@help_from_docstring
 @dataclass
 class EvaluationConfig:
     """
@@ -129,57 +132,24 @@ class EvaluationConfig:
         `ValueError`: If a value is out of range.
     """
 
-    num_samples: int = field(default=1, metadata={"help": "Completions of each prompt."})
-    temperature: float = field(default=0.0, metadata={"help": "Temperature of sampling; 0 is greedy decoding."})
-    top_p: float = field(default=1.0, metadata={"help": "Share of probability that tokens are sampled from."})
-    top_k: int = field(default=0, metadata={"help": "Number of tokens that are sampled from; 0 is all."})
-    max_completion_length: int = field(default=256, metadata={"help": "Most tokens of a completion."})
-    batch_size: int = field(default=8, metadata={"help": "Completions sampled at once on each process."})
-    pass_at: list[int] = field(
-        default_factory=lambda: [1], metadata={"help": "The k of pass@k, at most `num_samples`."}
-    )
-    majority_at: list[int] | None = field(
-        default=None, metadata={"help": "The k of majority@k. By default those of `pass_at` but 1."}
-    )
-    correct_threshold: float = field(
-        default=1.0,
-        metadata={"help": "Smallest value of the first reward function at which a completion counts as correct."},
-    )
-    group_by: str | None = field(
-        default=None, metadata={"help": "Column by whose values accuracy is told apart too, such as `task` of MMAU."}
-    )
-    max_tool_calling_iterations: int | None = field(
-        default=None, metadata={"help": "How often a completion's calls of tools are answered at most."}
-    )
-    max_tool_media: int | None = field(
-        default=None, metadata={"help": "Media that tools return in a completion at most."}
-    )
-    ablate: str | None = field(
-        default=None,
-        metadata={
-            "help": "Kind of media without which rows are answered again, to tell how much it contributes.",
-            "choices": [None, *MODALITIES],
-        },
-    )
-    ablate_with: str = field(
-        default="blank",
-        metadata={
-            "help": "What is in its place: 'blank' is silence or grey, 'shuffled' another row's medium.",
-            "choices": ["blank", "shuffled"],
-        },
-    )
-    confidence: float = field(default=0.95, metadata={"help": "Level of the confidence intervals."})
-    seed: int = field(default=0, metadata={"help": "Seed of sampling."})
-    ignored_media_columns: list[str] | None = field(
-        default=None, metadata={"help": "Columns with media that only reward functions read."}
-    )
-    on_media_error: str | None = field(
-        default=None,
-        metadata={
-            "help": "What happens to a row that can't be read: 'raise' ends the evaluation, 'skip' leaves it out.",
-            "choices": [None, "raise", "skip"],
-        },
-    )
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_completion_length: int = 256
+    batch_size: int = 8
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    majority_at: list[int] | None = None
+    correct_threshold: float = 1.0
+    group_by: str | None = None
+    max_tool_calling_iterations: int | None = None
+    max_tool_media: int | None = None
+    ablate: str | None = field(default=None, metadata={"choices": [None, *MODALITIES]})
+    ablate_with: str = field(default="blank", metadata={"choices": ["blank", "shuffled"]})
+    confidence: float = 0.95
+    seed: int = 0
+    ignored_media_columns: list[str] | None = None
+    on_media_error: str | None = field(default=None, metadata={"choices": [None, "raise", "skip"]})
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size"):
@@ -870,18 +840,7 @@ def _complete(
 
 
 def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
-    """
-    The answer in a completion, by which completions are compared.
-
-    Args:
-        completion (`str`):
-            Text of the completion.
-        choices (`Sequence[str]`, *optional*):
-            Choices, where there are any.
-
-    Returns:
-        `str`: What [`~rewards.answers.extract_answer`] finds; the text of the choice that it names, if it does.
-    """
+    """The answer in a completion, by which completions are compared."""
     answer = extract_answer(completion)
     index = named_choice(answer, choices) if choices else None
     return answer if index is None or choices is None else choices[index]

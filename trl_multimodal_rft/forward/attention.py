@@ -65,14 +65,8 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
     """
-    Why the attention implementation of a model's text decoder doesn't compute the model's own attention.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        `str` or `None`: The reason, or `None` when it does.
+    Why the attention implementation of a model's text decoder doesn't compute the model's own masks; `None` if it
+    does.
     """
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
@@ -87,13 +81,7 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Gives a model the attention that it had before [`install_prefix_attention`], within the context.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-    """
+    """Gives a model the attention that it had before [`install_prefix_attention`], within the context."""
     config = model.get_decoder().config
     name = config._attn_implementation
     config._attn_implementation = name.removeprefix(_PREFIX)

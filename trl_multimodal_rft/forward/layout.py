@@ -318,16 +318,7 @@ class PackedRow:
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """
-    Which completions share a prompt.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt; those of a group hold the same object, or share one.
-
-    Returns:
-        `dict[EncodedPrompt, list[int]]`: Indices of completions by prompt, in order of first appearance.
-    """
+    """Which completions share a prompt."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -336,21 +327,11 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits completions into the parts that share a forward.
+    Splits completions into the parts that share a forward, as ascending indices; those of a group are in one part.
 
-    Some encoders have no mask for padding, so that a clip's features depend on the longest clip beside it, and some
-    models take one modality a call.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt.
-        isolate (`str` or `None`):
-            `"media"` puts prompts together whose media join exactly, that is, of the same modalities, without padding,
-            and images of the same sizes; a prompt without media goes with any other, but not with those whose layers
-            look at media. `"prompt"` gives each prompt a part, `None` makes one part of all.
-
-    Returns:
-        `list[list[int]]`: Indices of completions of each part, ascending. Those of a group are in one part.
+    Some encoders have no mask for padding, so that a clip's features depend on the longest clip in its forward, and
+    some models take one modality a call. `"media"` puts prompts together whose media join exactly (same modalities, no
+    padding, images of the same sizes), `"prompt"` only completions of one prompt.
     """
     if isolate is None:
         return [list(range(len(prompts)))]
@@ -379,19 +360,8 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
 
 def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
     """
-    An order of completions that keeps groups together and balances packed lengths over equally large micro-batches.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`.
-        lengths (`Sequence[int]`):
-            Each completion's number of tokens.
-        n_batches (`int`):
-            Number of micro-batches; divides `B`.
-
-    Returns:
-        `list[int]`: Indices of completions; each consecutive `B / n_batches` of them are a micro-batch. A group that
-        fits in no micro-batch whole is split over as few as possible. The micro-batches come in random order.
+    An order of completions that keeps groups together and balances packed lengths over equally large micro-batches,
+    which come in random order. A group that fits in none whole is split over as few as possible.
     """
     size = len(prompts) // n_batches
     groups = [(len(p) + sum(lengths[i] for i in members), members) for p, members in group_by_prompt(prompts).items()]
@@ -410,18 +380,7 @@ def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], 
 
 
 def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-    """
-    Tokens of the packed row that holds these completions.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt.
-        lengths (`Sequence[int]`):
-            Each completion's number of tokens.
-
-    Returns:
-        `int`: The row's length.
-    """
+    """Tokens of the packed row that holds these completions."""
     return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
 
 
@@ -430,19 +389,6 @@ def split_by_tokens(
 ) -> list[list[int]]:
     """
     Splits completions into parts of so many tokens at most, by first-fit decreasing. Those of a prompt stay together.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt.
-        lengths (`Sequence[int]`):
-            Each completion's number of tokens.
-        max_tokens (`int`):
-            Tokens of a part. A prompt that takes more with its completions is a part by itself.
-        packed (`bool`, *optional*, defaults to `True`):
-            Whether a prompt counts once, or padded rows of prompt and completion count.
-
-    Returns:
-        `list[list[int]]`: Indices of completions of each part.
     """
 
     def size(part: list[list[int]]) -> int:
@@ -455,20 +401,7 @@ def split_by_tokens(
 
 
 def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
-    """
-    Fills parts by first-fit decreasing.
-
-    Args:
-        items (`Sequence`):
-            What is put into parts.
-        size (`Callable`):
-            Size of a part from its items, the largest first.
-        capacity (`int`):
-            Size that a part may have. A larger item is a part by itself.
-
-    Returns:
-        `list[list]`: Items of each part.
-    """
+    """Fills parts by first-fit decreasing."""
     parts: list[list[T]] = []
     for item in sorted(items, key=lambda item: -size([item])):
         part = next((part for part in parts if size([*part, item]) <= capacity), None)
@@ -569,14 +502,8 @@ def pack(
 
 def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     """
-    Gives positions as many axes as those that have most: text may have one where media have several.
-
-    Args:
-        positions (`list[torch.Tensor]`):
-            Positions of shape `(1, n)` or `(R, 1, n)`.
-
-    Returns:
-        `list[torch.Tensor]`: The same, of one rank.
+    Gives positions `(1, n)` or `(R, 1, n)` as many axes as those that have most: text may have one where media have
+    several.
     """
     most = max(positions, key=lambda p: p.dim())
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]

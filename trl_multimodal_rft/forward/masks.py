@@ -30,15 +30,7 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str):
-    """
-    Sets the attention implementation in the text config within the context, without touching any module.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose config is changed.
-        name (`str`):
-            Attention implementation, such as `"sdpa"`.
-    """
+    """Sets the attention implementation in the text config within the context, without touching any module."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     config._attn_implementation = name
@@ -50,25 +42,12 @@ def attention_implementation(model: PreTrainedModel, name: str):
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, torch.Tensor | None]:
     """
-    The masks the model itself would build for a prompt followed by text.
+    The masks the model itself would build for a prompt followed by text, by layer type (`None` for models that know
+    one), cached on the prompt.
 
     They hold everything a family does to its masks: sliding windows, images or prefixes that see themselves in both
-    directions. A causal mask in their place would be wrong by up to 2 nats, silently.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        prompt ([`EncodedPrompt`]):
-            The prompt. Its masks are cached on it.
-        n_new (`int`):
-            Number of text tokens after the prompt.
-
-    Returns:
-        `dict[str | None, torch.Tensor | None]`: For each layer type (`None` for models that know one), a boolean mask
-        of shape `(P + n_new, P + n_new)` or larger, or `None` for plain causal attention.
-
-    Raises:
-        `NotImplementedError`: If the family builds its masks in no way this function knows.
+    directions. A causal mask in their place would be wrong by up to 2 nats, silently. Each is boolean, `(P + n_new, P
+    + n_new)` or larger, or `None` for plain causal attention.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -110,13 +89,6 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
 
     The rule for masks that families share, and caches, go by the config alone. A forward that makes one causal mask
     attends to everything all the same.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        [`~transformers.PreTrainedConfig`]: The model's config, or one of the decoder alone.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]
@@ -142,16 +114,7 @@ def _of_attention(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """
-    Why completions of this model can't share their prompt in one row.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        `str` or `None`: The reason, or `None` when they can.
-    """
+    """Why completions of this model can't share their prompt in one row; `None` when they can."""
     family = family_of(model)
     if family.padded is not None:
         return family.padded

@@ -44,17 +44,6 @@ class Processes:
         """
         Prompts with media of the kinds that this process lacks, where processes wait for each other's encoders:
         sharded weights are gathered, and gradients reduced, on all of them alike.
-
-        Args:
-            model (`torch.nn.Module`):
-                Model to call, as prepared by the accelerator.
-            prompts (`Sequence[EncodedPrompt]`):
-                This process's prompts.
-            beside_others (`bool`, *optional*, defaults to `False`):
-                Whether another forward of the same backward has companions, so that gradients need none here.
-
-        Returns:
-            `list[EncodedPrompt]`: The prompts, one for each kind that lacks.
         """
         if self.accelerator is None or self.accelerator.num_processes == 1:
             return []
@@ -82,23 +71,7 @@ class Processes:
         isolate: Literal["media", "prompt"] | None,
         dummies: Sequence[EncodedPrompt] = (),
     ) -> int:
-        """
-        Number of forwards, on the process where it is largest.
-
-        Args:
-            prompts (`Sequence[EncodedPrompt]`):
-                This process's prompts.
-            isolate (`str` or `None`):
-                Which of them get forwards of their own, see [`~forward.scoring.completion_scores`].
-            dummies (`Sequence[EncodedPrompt]`, *optional*):
-                Prompts that go with each of the forwards.
-
-        Returns:
-            `int`: The number.
-
-        Raises:
-            `ValueError`: If forwards of several processes that wait for each other hold different kinds of media.
-        """
+        """Number of forwards on the rank that has most."""
         parts = split_samples(prompts, isolate)
         if isolate is None or self.accelerator is None or self.accelerator.num_processes == 1:
             return len(parts)
@@ -134,19 +107,7 @@ class Processes:
 
 
 def refuse_separate_runs(num_processes: int, consequence: str) -> None:
-    """
-    Refuses to go on alone where a launcher started several processes, which Accelerate doesn't.
-
-    Args:
-        num_processes (`int`):
-            Processes that Accelerate knows of.
-        consequence (`str`):
-            What would happen, with `{launched}` for the number of processes, and the remedy. Follows "..., as it does
-            where it finds no GPU".
-
-    Raises:
-        `RuntimeError`: If they know nothing of each other.
-    """
+    """Refuses to go on alone where a launcher started several processes, which Accelerate doesn't."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and num_processes == 1:
         raise RuntimeError(
@@ -156,32 +117,12 @@ def refuse_separate_runs(num_processes: int, consequence: str) -> None:
 
 
 def kinds_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
-    """
-    Kinds of media in prompts.
-
-    Args:
-        prompts (`Iterable[EncodedPrompt]`):
-            Prompts.
-
-    Returns:
-        `set[str]`: Of `"image"`, `"video"` and `"audio"`.
-    """
+    """Kinds of media in prompts."""
     return set().union(*(prompt.modalities for prompt in prompts))
 
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
-    """
-    Kinds whose media reach weights to train before the language model does.
-
-    Args:
-        module (`torch.nn.Module`):
-            What is trained, which holds the policy and perhaps a critic, a model like it with weights of its own.
-        policy ([`~transformers.PreTrainedModel`]):
-            The policy without wrappers.
-
-    Returns:
-        `set[str]`: Of `"image"`, whose encoder sees videos too, and `"audio"`.
-    """
+    """Kinds whose media reach weights to train before the language model does."""
     kinds = {kind for kind in ("image", "audio") if kind in policy.input_modalities}
     trained = set()
     for model in module.modules():
@@ -198,17 +139,8 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> list[nn.Parameter]:
     """
-    Parameters to train that outputs don't depend on, such as layers behind the one whose features a model takes.
-
-    Args:
-        module (`torch.nn.Module`):
-            Module that holds the parameters.
-        outputs (`Iterable[torch.Tensor]`):
-            What a forward of the module returned, with its graph.
-
-    Returns:
-        `list[torch.nn.Parameter]`: The parameters. None where reentrant checkpointing hides what the outputs depend
-        on.
+    Parameters to train that outputs don't depend on, such as layers behind the one whose features are taken. None
+    where reentrant checkpointing hides it.
     """
     seen, reached = set(), set()
     nodes = [output.grad_fn for output in outputs]

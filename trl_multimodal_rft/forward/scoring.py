@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.dummies import DummyPrompt
-from ..encoding.prompts import EncodedPrompt, continued_field, join_media
+from ..encoding.join import continued_field, join_media
+from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .head import scores_of_logits
@@ -31,12 +32,6 @@ def inject(decoder: nn.Module, **kwargs):
     Overwrites keyword arguments of the text decoder within the context.
 
     The outer model sees ordinary inputs and merges media as usual, so nothing here depends on the family.
-
-    Args:
-        decoder (`torch.nn.Module`):
-            The text decoder, `model.get_decoder()`.
-        kwargs:
-            What its forward is to receive.
     """
 
     def overwrite(module, args, received):
@@ -247,16 +242,7 @@ def _own_scores(
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """
-    Whether a model's forward can leave out logits.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-
-    Returns:
-        `bool`: Whether it has the argument `logits_to_keep`.
-    """
+    """Whether a model's forward can leave out logits."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
@@ -388,17 +374,8 @@ def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     """
-    Prompts as a left-padded batch.
-
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            The rows, length `B`.
-        pad_token_id (`int`):
-            Id written on padding.
-
-    Returns:
-        `dict`: `input_ids` and `attention_mask` of shape `(B, P)`, `position_ids` of shape `(B, P)` or `(R, B, P)`,
-        and `fields` with the token fields, each `(B, P)` or, of masks of cross-attention, `(B, P, ...)`.
+    Prompts as a left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and `fields` with token
+    fields `(B, P, ...)`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
@@ -426,20 +403,7 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 
 
 def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
-    """
-    Moves media to a device and, where they are features, to the model's dtype.
-
-    Args:
-        media (`dict[str, torch.Tensor]`):
-            Media arguments of a forward.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        device (`torch.device`):
-            Where the forward runs.
-
-    Returns:
-        `dict[str, torch.Tensor]`: The moved tensors.
-    """
+    """Moves media to a device and, where they are features, to the model's dtype."""
     return {
         name: value.to(device, model.dtype if value.is_floating_point() else value.dtype)
         for name, value in media.items()

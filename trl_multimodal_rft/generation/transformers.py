@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
-from ..encoding.prompts import EncodedPrompt, join_media
+from ..encoding.join import join_media
+from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
@@ -64,21 +65,7 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """
-        Keeps what was generated.
-
-        Args:
-            cache ([`~transformers.DynamicCache`]):
-                The cache, which holds all but the last token of the longest completion.
-            mask (`torch.Tensor`):
-                1 on tokens before the completions, 0 on gaps, shape `(B, P)`.
-            prompts (`Sequence[EncodedPrompt]`):
-                What was completed.
-            completion_ids (`torch.Tensor`):
-                What was generated, shape `(B, N)`.
-            eos_token_ids (`Sequence[int]`):
-                Ids that end a completion.
-        """
+        """Keeps what was generated `(B, N)` and the mask of what came before `(B, P)`."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         self._cache, self._mask = cache, torch.cat([mask, sampled.to(mask)], dim=1)
         places = range(len(prompts)) if self.asked is None else [place for place, _ in self.asked]
@@ -93,17 +80,8 @@ class Branches:
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
         """
-        What the prompts go on with, which is no longer kept.
-
-        Args:
-            model ([`~transformers.PreTrainedModel`]):
-                Unwrapped model.
-            prompts (`Sequence[EncodedPrompt]`):
-                What is to be completed, as `asked` has it.
-
-        Returns:
-            `tuple` or `None`: The cache with a row for each prompt, its mask, and what it lacks of the prompts; `None`
-            if they are to be prefilled again, as `obstacle` says why.
+        The cache, its mask and what it lacks of the prompts, given away; `None` if the prompts must be prefilled
+        again, as `obstacle` says why.
         """
         cache, mask, held = self._cache, self._mask, self._rows
         self._cache, self._mask, self._rows = None, None, {}
@@ -324,10 +302,6 @@ def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
     Turns `output_router_logits` of a config off within the context.
 
     `generate` would compute the load-balancing loss of each decoding step, which fails on padded prompts.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
     """
     config = model.config.get_text_config(decoder=True)
     before = getattr(config, "output_router_logits", None)
@@ -347,12 +321,6 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
 
     `generate` fills options that are `None` from the model's own config, so that a `min_p` or a repetition penalty
     that a checkpoint recommends would change the distribution that completions are sampled from.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model without wrappers.
-        config ([`~transformers.GenerationConfig`]):
-            Config.
     """
     own = model.generation_config
     model.generation_config = config
@@ -413,17 +381,6 @@ def _generates_from_media(model: PreTrainedModel) -> bool:
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
-    """
-    Cuts what follows the first end-of-sequence token of each completion.
-
-    Args:
-        completion_ids (`torch.Tensor`):
-            Generated ids, shape `(B, N)`.
-        eos_token_ids (`Sequence[int]`):
-            Ids that end a completion.
-
-    Returns:
-        `list[list[int]]`: The completions, each with its end-of-sequence token if it has one.
-    """
+    """Cuts what follows the first end-of-sequence token of each completion of `(B, N)`."""
     lengths = up_to_first_end(completion_ids, eos_token_ids).sum(1).tolist()
     return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]

@@ -5,10 +5,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from accelerate.logging import get_logger
@@ -30,29 +28,41 @@ FILE_NAME = "training_curves.png"
 _SHARE_OF_TIME = 0.02  # that pictures may take from the training
 _SMOOTHED_FROM = 60  # points
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches; 1200 pixels
-_TRAINING, _HELD_OUT = "C0", "C1"
+_HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
 
 
-@dataclass
-class _Curve:
-    """Values by step; what lies between `low` and `high` is shaded."""
-
-    label: str
-    values: dict[int, float]
-    low: dict[int, float] = field(default_factory=dict)
-    high: dict[int, float] = field(default_factory=dict)
-    colour: str = _TRAINING
-
-
-@dataclass
-class _Panel:
+class _Panel(NamedTuple):
     title: str
     unit: str
-    curves: list[_Curve]
-    number: str = "{:.3g}"  # how the last value is written
-    share: bool = False  # of 1
-    largest: float = math.inf  # of values that are drawn, and the smallest
-    smallest: float = -math.inf
+    metrics: dict[str, str]  # patterns of names by label, which the pattern's group replaces
+    limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
+
+
+_PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
+    _Panel(
+        "Reward",
+        "mean ± std of completions",
+        {"training": r"(?:rollout/)?reward", "held out": r"eval_reward(?:_mean)?"},
+    ),
+    _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, (-0.03, 1.03)),
+    _Panel("Reward functions", "mean of completions", {"": "rewards/(.+)/mean"}),
+    _Panel("Entropy", "nats per token", {"entropy": "entropy"}),
+    _Panel(
+        "Completion length",
+        "tokens, shortest to longest",
+        {"length": "completions/mean_length|response_length_mean"},
+    ),
+    _Panel(
+        "Contribution of media",
+        "nats per token",
+        {"all": "media/contribution", **{kind: f"media/contribution/{kind}" for kind in MODALITIES}},
+        (0.0, math.inf),
+    ),
+    _Panel("KL divergence from the reference", "nats per token", {"kl": "kl"}),
+    # Of a critic that knows nothing yet it may be far below 0
+    _Panel("Explained variance", "share of variance", {"explained": "explained_variance"}, (-1.03, math.inf)),
+    _Panel("Value loss", "half the squared error", {"loss": "value_loss|critic_loss"}),
+)
 
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
@@ -73,10 +83,11 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     number at a panel's corner, or at a curve's name, is the last value.
     """
     figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
-    panels = _panels(log_history)
+    metrics = _logged(log_history)
+    panels = {panel.title: panel for panel in _PANELS if _curves(panel, metrics)}
     if not panels:
         raise ValueError("The log has no reward, nor anything else that is drawn; train for at least `logging_steps`.")
-    names = [panel.title for panel in panels]
+    names = [*panels]
     if len(names) % _COLUMNS:
         names = names[:1] * (_COLUMNS if len(names) > 1 else 1) + names[1:]  # the first is as wide as the picture
     n_columns = min(len(names), _COLUMNS)
@@ -84,43 +95,79 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     figure = figure_module.Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.4), dpi=_DPI, layout="constrained")
     places = figure.subplot_mosaic(rows)
     last_step = max(1, *(entry["step"] for entry in log_history))
-    for panel in panels:
-        axes = places[panel.title]
-        _draw(axes, panel)
+    for panel in panels.values():
+        axes, share = places[panel.title], panel.title == "Held-out accuracy"
+        _draw(axes, _curves(panel, metrics), metrics, "{:.1%}" if share else "{:.3g}", 1 if share else 0)
+        axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_ylabel(panel.unit, fontsize=9)
+        bottom, top = axes.get_ylim()
+        if top > panel.limits[0]:
+            axes.set_ylim(max(bottom, panel.limits[0]), min(top, panel.limits[1]))
         axes.set_xlim(-0.02 * last_step, 1.02 * last_step)
         axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-        if panel.share:
+        if share:
             axes.yaxis.set_major_formatter(ticker.PercentFormatter(1))
     if title is not None:
         figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
 
 
-def _draw(axes: "Axes", panel: _Panel) -> None:
-    for curve in panel.curves:
-        values = pd.Series(curve.values, dtype=float).sort_index()
-        low, high = (pd.Series(edge, dtype=float).sort_index() for edge in (curve.low, curve.high))
-        mark = "o" if len(values) <= _SMOOTHED_FROM else None
-        last = panel.number.format(values.dropna().iloc[-1])
-        style = {"color": curve.colour, "label": f"{curve.label} {last}", "marker": mark, "markersize": 2.5}
-        if len(values) > _SMOOTHED_FROM:
-            axes.plot(values.index, values, color=curve.colour, linewidth=0.6, alpha=0.4)
-            values, low, high = (smoothed(series) for series in (values, low, high))
-        axes.fill_between(low.index, low, high, color=curve.colour, alpha=0.18, linewidth=0)
+def _logged(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
+    """Values of each metric by step. TRL logs `None` where there was nothing to average."""
+    values: dict[str, dict[int, float]] = {}
+    for entry in history:
+        for name, value in entry.items():
+            if value is None or isinstance(value, (int, float)):
+                values.setdefault(name, {})[entry["step"]] = math.nan if value is None else float(value)
+    return {name: pd.Series(found, dtype=float).sort_index() for name, found in values.items()}
+
+
+def _curves(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
+    """Names of a panel's metrics that have values, by label."""
+    found = {}
+    for label, pattern in panel.metrics.items():
+        for name, values in metrics.items():
+            if (match := re.fullmatch(pattern, name)) and values.notna().any():
+                found.setdefault(label or (match[1].replace("_", " ") if name.startswith("eval_") else match[1]), name)
+    if {"accuracy", "pass@1"} <= found.keys():
+        del found["pass@1"]  # the same number
+    return {} if panel.title == "Reward functions" and len(found) == 1 else found
+
+
+def _edges(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
+    """What is shaded around a curve: its standard deviation, its interval, or from the least to the most."""
+    if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
+        return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
+    low, high = f"{name}_low", f"{name}_high"
+    if "length" in name:
+        low, high = name.replace("mean", "min"), name.replace("mean", "max")
+    if low not in metrics or high not in metrics:
+        return None
+    steps = metrics[low].index.intersection(metrics[high].index)
+    return metrics[low][steps], metrics[high][steps]
+
+
+def _draw(
+    axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number: str, first_colour: int
+) -> None:
+    for i, (label, name) in enumerate(curves.items()):
+        values, edges, colour = metrics[name], _edges(name, metrics), f"C{(i + first_colour) % 10}"
+        last, is_long = number.format(values.dropna().iloc[-1]), len(values) > _SMOOTHED_FROM
+        if is_long:
+            axes.plot(values.index, values, color=colour, linewidth=0.6, alpha=0.4)
+            values, edges = smoothed(values), edges and tuple(map(smoothed, edges))
+        if edges:
+            axes.fill_between(edges[0].index, *edges, color=colour, alpha=0.18, linewidth=0)
+        style = {"color": colour, "label": f"{label} {last}", "marker": None if is_long else "o", "markersize": 2.5}
         axes.plot(values.index, values, linewidth=1.6, **style)
-    axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("update", fontsize=9)
-    axes.set_ylabel(panel.unit, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    bottom, top = axes.get_ylim()
-    if top > panel.smallest:
-        axes.set_ylim(max(bottom, panel.smallest), min(top, panel.largest))
-    if len(panel.curves) > 1:
+    if len(curves) > 1:
         axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
     else:
-        axes.set_title(last, loc="right", fontsize=10, color=curve.colour)
+        axes.set_title(last, loc="right", fontsize=10, color=colour)
 
 
 def smoothed(values: "pd.Series") -> "pd.Series":
@@ -131,96 +178,6 @@ def smoothed(values: "pd.Series") -> "pd.Series":
     fortieth.
     """
     return values.ewm(span=max(len(values) / 40, 1), ignore_na=True).mean()
-
-
-def _panels(history: list[dict[str, Any]]) -> list[_Panel]:
-    """The panels that something was logged for."""
-    panels = [
-        _Panel("Reward", "mean ± std of completions", list(_rewards(history))),
-        _Panel(
-            "Held-out accuracy",
-            "rows, confidence interval",
-            list(_accuracies(history)),
-            number="{:.1%}",
-            share=True,
-            smallest=-0.03,
-            largest=1.03,
-        ),
-        _Panel("Reward functions", "mean of completions", list(_reward_functions(history))),
-        _Panel("Entropy", "nats per token", _plain(history, "entropy")),
-        _Panel("Completion length", "tokens, shortest to longest", list(_lengths(history))),
-        _Panel("Contribution of media", "nats per token", list(_contributions(history)), smallest=0.0),
-        _Panel("KL divergence from the reference", "nats per token", _plain(history, "kl")),
-        # Of a critic that knows nothing yet it may be far below 0
-        _Panel("Explained variance", "share of variance", _plain(history, "explained_variance"), smallest=-1.03),
-        _Panel("Value loss", "half the squared error", _plain(history, "value_loss", "critic_loss")),
-    ]
-    for panel in panels:
-        panel.curves = [curve for curve in panel.curves if any(not math.isnan(v) for v in curve.values.values())]
-    return [panel for panel in panels if panel.curves]
-
-
-def _logged(history: list[dict[str, Any]], *names: str) -> dict[int, float]:
-    """
-    Values by step of the first of these metrics that was logged; of [`PPOTrainerVL`] they have other names. TRL logs
-    `None` where there was nothing to average.
-    """
-    for name in names:
-        values = {entry["step"]: entry[name] for entry in history if name in entry}
-        if values:
-            return {step: math.nan if value is None else float(value) for step, value in values.items()}
-    return {}
-
-
-def _plain(history: list[dict[str, Any]], *names: str) -> list[_Curve]:
-    return [_Curve(names[0], _logged(history, *names))]
-
-
-def _rewards(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    means = _logged(history, "reward", "rollout/reward")
-    spread = _logged(history, "reward_std", "rollout/reward_std")
-    steps = means.keys() & spread.keys()
-    low, high = ({step: means[step] + sign * spread[step] for step in steps} for sign in (-1, 1))
-    yield _Curve("training", means, low, high)
-    yield _Curve("held out", _logged(history, "eval_reward", "eval_reward_mean"), colour=_HELD_OUT)
-
-
-def _reward_functions(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    matches = [re.fullmatch(r"rewards/(.+)/mean", name) for name in _names(history)]
-    names = [match[1] for match in matches if match]
-    if len(names) > 1:
-        for i, name in enumerate(names):
-            yield _Curve(name, _logged(history, f"rewards/{name}/mean"), colour=f"C{i % 10}")
-
-
-def _accuracies(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    pattern = rf"eval_(accuracy(_without_({'|'.join(MODALITIES)}))?|(pass|majority)@\d+)"
-    names = [name for name in _names(history) if re.fullmatch(pattern, name)]
-    if {"eval_accuracy", "eval_pass@1"} <= {*names}:
-        names.remove("eval_pass@1")  # the same number
-    for i, name in enumerate(names):
-        low, high = _logged(history, f"{name}_low"), _logged(history, f"{name}_high")
-        steps = low.keys() & high.keys()
-        edges = ({step: edge[step] for step in steps} for edge in (low, high))
-        label = name.removeprefix("eval_").replace("_", " ")
-        yield _Curve(label, _logged(history, name), *edges, colour=f"C{(i + 1) % 10}")
-
-
-def _lengths(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    names = ("mean", "min", "max")
-    mean, low, high = (_logged(history, f"completions/{name}_length", f"response_length_{name}") for name in names)
-    yield _Curve("length", mean, low, high)
-
-
-def _contributions(history: list[dict[str, Any]]) -> Iterator[_Curve]:
-    yield _Curve("all", _logged(history, "media/contribution"))
-    for i, kind in enumerate(MODALITIES, start=1):
-        yield _Curve(kind, _logged(history, f"media/contribution/{kind}"), colour=f"C{i}")
-
-
-def _names(history: Iterable[dict[str, Any]]) -> list[str]:
-    """What was logged, in the order of its first time."""
-    return list(dict.fromkeys(name for entry in history for name in entry))
 
 
 class TrainingCurvesCallback(TrainerCallback):
@@ -262,7 +219,8 @@ class TrainingCurvesCallback(TrainerCallback):
         self._write(args, state)
 
     def _write(self, args, state) -> None:
-        if not state.is_world_process_zero or not _panels(state.log_history):
+        metrics = _logged(state.log_history)
+        if not state.is_world_process_zero or not any(_curves(panel, metrics) for panel in _PANELS):
             return
         start = time.perf_counter()
         folder = Path(args.output_dir)

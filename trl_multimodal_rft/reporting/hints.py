@@ -12,7 +12,7 @@ logger = get_logger(__name__)
 
 
 def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
-    """How long rewards have not told completions apart."""
+    """Steps since rewards last differed between completions."""
     if grouped:
         return _steps(history, "reward", lambda logs: logs["frac_reward_zero_std"] == 1)
     return _steps(history, "reward", lambda logs: _is_constant(logs["reward"], logs["reward_std"]))
@@ -20,8 +20,8 @@ def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Reward functions that have given all completions of a run the same reward. One that tells nothing apart any more,
-    such as that of a form which the model has learned, is none of them.
+    Reward functions that have given all completions of a run the same reward. A function that used to differ,
+    such as one that rewards a format which the model has learned, isn't one of them.
     """
     found = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
@@ -70,7 +70,7 @@ class EqualRewardsHint(TrainerCallback):
                 f"(mean {mean:.3g}{functions}), of which nothing is learned. Look at what is sampled "
                 "(`log_completions=True`): whether the reward functions find the answer in it, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
-                "higher `temperature` and more `num_generations` tell more completions apart."
+                "higher `temperature` and more `num_generations` make completions differ more."
             )
         for name in constant.keys() - self._named:
             self._named.add(name)

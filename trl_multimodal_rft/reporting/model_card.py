@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
+from jinja2 import Environment
 from transformers import is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
@@ -26,6 +26,8 @@ from ..families import MODALITIES
 from .curves import FILE_NAME as CURVES
 from .origins import base_metadata, is_hub_name
 
+
+_TEMPLATES = Path(__file__).with_name("templates")
 
 _VERSIONS = {
     "trl-multimodal-rft": "trl-multimodal-rft",
@@ -59,23 +61,11 @@ PAPERS: dict[str, Any] = {
     "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
 }
 
-# For each kind, what is imported, how a file is read as in training, and the block of the message
-_MEDIA = {
-    "image": (
-        ["from transformers.image_utils import load_image"],
-        ['image = load_image("image.png")  # turned as its EXIF orientation says'],
-        '{"type": "image", "image": image}',
-    ),
-    "audio": (
-        ["import soundfile", "import soxr"],
-        [
-            'audio, rate = soundfile.read("audio.wav", dtype="float32", always_2d=True)',
-            "audio = soxr.resample(audio.mean(axis=1), rate, {rate})  # mono, {rate} Hz",
-        ],
-        '{"type": "audio", "audio": audio}',
-    ),
-    "video": ([], [], '{"type": "video", "video": "video.mp4"}'),
-}
+
+# Options that are named where they are on, and where they are set
+_IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
+_IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
+_IF_SET += ("ema_decay",)
 
 
 def in_text(name: str) -> str:
@@ -166,43 +156,20 @@ def quick_start(
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
     """Code that asks a model about files, complete but for the files."""
-    processor = "AutoProcessor" if kinds else "AutoTokenizer"
-    imports = [line for kind in kinds for line in _MEDIA[kind][0]]
-    reads = [line.format(rate=rate) for kind in kinds for line in _MEDIA[kind][1]]
-    blocks = [_MEDIA[kind][2] for kind in kinds]
-    imports.append(f"from transformers import {', '.join(sorted([processor, model_class]))}")
-    if base_model is not None:
-        imports.append("from peft import PeftModel")
-    lines = [*sorted(imports, key=lambda line: (line.startswith("from"), line.lower())), ""]
-    model, adapter = (json.dumps(name, ensure_ascii=False) for name in (base_model or folder, folder))
-    lines.append(f'model = {model_class}.from_pretrained({model}, device_map="auto")')
-    if base_model is not None:
-        lines.append(f"model = PeftModel.from_pretrained(model, {adapter})")
-    lines += [f"processor = {processor}.from_pretrained({adapter})", *reads]
-    messages = []
-    for i, (role, text) in enumerate(conversation, 1):
-        content = json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)  # would end the block of code
-        if kinds:
-            own = blocks if i == len(conversation) else []
-            content = ", ".join([*own, f'{{"type": "text", "text": {content}}}'])
-            content = f"[{content}]"
-        messages.append(f'{{"role": {json.dumps(role)}, "content": {content}}}')
-    lines += [
-        f"messages = [{', '.join(messages)}]",
-        "inputs = processor.apply_chat_template(",
-        "    [messages],",
-        "    add_generation_prompt=True,",
-        "    tokenize=True,",
-        "    return_dict=True,",
-        '    return_tensors="pt",',
-        *(f"    {name}={value!r}," for name, value in (template_kwargs or {}).items()),
-        # Only a processor's media are of the model's precision
-        f").to(model.device{', model.dtype' if kinds else ''})",
-        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens})",
-        'answer = output[0, inputs["input_ids"].size(1) :]',
-        "print(processor.decode(answer, skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    # Three backticks would end the block of code
+    environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
+    template = environment.from_string(_TEMPLATES.joinpath("quick_start.md").read_text(encoding="utf-8"))
+    return template.render(
+        model_class=model_class,
+        folder=folder,
+        kinds=kinds,
+        max_new_tokens=max_new_tokens,
+        base_model=base_model,
+        rate=rate,
+        template_kwargs=template_kwargs or {},
+        conversation=conversation,
+    )
 
 
 def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
@@ -230,7 +197,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
     card = ModelCard.from_template(
         data,
-        template_path=str(files("trl_multimodal_rft.reporting").joinpath("templates", "model_card.md")),
+        template_path=str(_TEMPLATES / "model_card.md"),
         model_name=in_text(name),
         base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
@@ -301,27 +268,10 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     if quantile < 1:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
         lines.append(("Tokens trained on", share + _cited("top_entropy_quantile")))
-    for name in (
-        "soft_overlong_cache",
-        "reward_running_scale",
-        "reward_clip_range",
-        "dynamic_sampling",
-        "replay_buffer_size",
-    ):
-        if options.get(name):
-            lines.append((f"`{name}`", f"`{options[name]}`{_cited(name)}"))
-    for name in (
-        "learning_rate",
-        "num_generations",
-        "temperature",
-        "max_completion_length",
-        "num_iterations",
-        "vf_coef",
-        "ema_decay",
-    ):
-        if options.get(name) is not None:
-            lines.append((f"`{name}`", f"`{options[name]}`"))
-    return lines
+    shown = [name for name in _IF_ON if options.get(name)] + [
+        name for name in _IF_SET if options.get(name) is not None
+    ]
+    return [*lines, *((f"`{name}`", f"`{options[name]}`{_cited(name)}") for name in shown)]
 
 
 def _divergence(options: dict[str, Any]) -> str:
@@ -351,7 +301,7 @@ def _option(value: str, name: str) -> str:
 
 
 def _cited(name: str) -> str:
-    """The paper of an option that has one, whatever its value."""
+    """The paper of an option, for any of its values."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
 

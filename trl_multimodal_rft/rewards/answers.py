@@ -55,7 +55,7 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
     The answer is what [`extract_answer`] finds: the content of the first `<answer>...</answer>`; without such tags, of
     the last `\\boxed{}`, what follows `####` or a closing "the answer is"; or else the whole completion. It equals the
-    reference when the two are the same text apart from case, whitespace and punctuation, or the same number (`"0.5"`
+    reference when the two are the same text except for case, whitespace and punctuation, or the same number (`"0.5"`
     and `".50"`), or the same choice (`"B"`, `"(B)"`, `"dog"` and `"B. dog"`), or else, both of them a bare expression,
     when they are symbolically equal (`"0.5"` and `"\\frac{1}{2}"`), which takes `math_verify`. Units of an answer in
     LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number inside a
@@ -129,17 +129,7 @@ vars(format_reward)["required_in_prompt"] = "<answer>"  # which prompts ask for,
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:
-    """
-    Text of a completion.
-
-    Args:
-        completion (`str` or `list[dict[str, str]]`):
-            Completion, plain or conversational.
-
-    Returns:
-        `str`: The text, of a conversational completion that of its last message; nothing if that is a tool's, which
-        the model left without an answer.
-    """
+    """Text of a completion: of a conversational one that of its last message, empty if a tool wrote that."""
     if isinstance(completion, str):
         return completion
     last = completion[-1]
@@ -227,23 +217,7 @@ def _unwrapped(answer: str) -> str:
 
 
 def references_of(solution: Any, place: int, name: str) -> list[str]:
-    """
-    The references of a row, any of which is right.
-
-    Args:
-        solution (`Any`):
-            A text, a number, a list of these, or `None`.
-        place (`int`):
-            Place of the row, for errors.
-        name (`str`):
-            Name of the reward function, for errors.
-
-    Returns:
-        `list[str]`: References; none where the reward doesn't apply.
-
-    Raises:
-        [`RowError`]: If one is something else, such as a dictionary.
-    """
+    """The references of a row, any of which is right; none where the reward doesn't apply."""
     if hasattr(solution, "tolist"):  # an array or a tensor
         solution = solution.tolist()
     several = solution if isinstance(solution, (list, tuple)) else [solution]
@@ -261,16 +235,7 @@ def references_of(solution: Any, place: int, name: str) -> list[str]:
 
 
 def normalize_answer(text: str) -> str:
-    """
-    Takes away what doesn't tell answers apart.
-
-    Args:
-        text (`str`):
-            Answer.
-
-    Returns:
-        `str`: In lower case, with single spaces and without punctuation, that of numbers aside.
-    """
+    """Removes what doesn't distinguish answers."""
     # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
     return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
 

@@ -18,7 +18,7 @@ from ..data.rules import MediaRules
 
 
 _LARGEST = torch.finfo(torch.float32).max  # in which rewards are summed up
-# Arguments of every reward function, by name, beside the columns of the dataset
+# Arguments of every reward function, by name, in addition to the columns of the dataset
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -37,20 +37,7 @@ class RowError(ValueError):
 
 
 def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
-    """
-    Checks whether a reward function takes what it is called with.
-
-    Args:
-        reward_func (`Callable`):
-            Reward function.
-        name (`str`):
-            What errors call it.
-        given (`Collection[str]`, *optional*):
-            Names of all arguments. By default those that it gets with any dataset.
-
-    Raises:
-        `ValueError`: If it doesn't.
-    """
+    """Checks whether a reward function takes what it is called with."""
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # of some builtins
@@ -100,17 +87,6 @@ def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prom
     """
     Warnings of reward functions that reward what no prompt asks for. A function says what that is with its attribute
     `required_in_prompt`, as [`format_reward`] does.
-
-    Args:
-        reward_funcs (`Sequence`):
-            Reward functions and reward models.
-        names (`Sequence[str]`):
-            What warnings call them.
-        prompts (`Sequence`):
-            Prompts of the first batch, text or messages.
-
-    Returns:
-        `list[str]`: The warnings.
     """
     required = {
         name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
@@ -132,21 +108,7 @@ def checked_reward(
     rows: Sequence[int] | None = None,
 ) -> Callable:
     """
-    Wraps a reward function so that wrong parameters and a wrong return value are named.
-
-    Args:
-        reward_func (`Callable`):
-            Reward function with TRL's signature, plain or async.
-        name (`str`, *optional*):
-            What errors call it. Defaults to its own name.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
-            What it gets as `media_rules` if it has a parameter of this name.
-        rows (`Sequence[int]`, *optional*):
-            Number of each completion's row in its dataset, for errors.
-
-    Returns:
-        `Callable`: The function with the same name and signature, which raises a `ValueError` unless it returns one
-        finite number or `None` per completion.
+    Wraps a reward function so that wrong parameters and a wrong return value raise a `ValueError` that names them.
     """
     name = name or get_callable_name(reward_func)
     further = {} if media_rules is None else rules_for(reward_func, media_rules)
@@ -174,18 +136,7 @@ def checked_reward(
 
 
 def rules_for(reward_func: Callable, media_rules: MediaRules) -> dict[str, MediaRules]:
-    """
-    Rules for media as an argument of a reward function. Others get what TRL's trainers give, and nothing else.
-
-    Args:
-        reward_func (`Callable`):
-            Reward function.
-        media_rules ([`~data.rules.MediaRules`]):
-            The rules.
-
-    Returns:
-        `dict`: The argument, if the function has a parameter `media_rules`.
-    """
+    """Rules for media as an argument of a reward function. Others get what TRL's trainers give, and nothing else."""
     asked = "media_rules" in inspect.signature(reward_func).parameters
     return {"media_rules": media_rules} if asked else {}
 
@@ -193,25 +144,7 @@ def rules_for(reward_func: Callable, media_rules: MediaRules) -> dict[str, Media
 def check_rewards(
     rewards: Any, n_completions: int, name: str, rows: Sequence[int] | None = None
 ) -> list[float | None]:
-    """
-    Checks what a reward function returned.
-
-    Args:
-        rewards (`Any`):
-            What it returned.
-        n_completions (`int`):
-            Number of completions that it got.
-        name (`str`):
-            What errors call it.
-        rows (`Sequence[int]`, *optional*):
-            Number of each completion's row in its dataset, for errors.
-
-    Returns:
-        `list[float | None]`: The rewards.
-
-    Raises:
-        `ValueError`: If that isn't one number that is finite in float32, or `None`, for each completion.
-    """
+    """Checks what a reward function returned."""
     source = f"The reward function '{name}' returned"
     try:
         if isinstance(rewards, (dict, str)):
@@ -240,37 +173,12 @@ def check_rewards(
 
 
 def is_finite(value: Any) -> bool:
-    """
-    Whether a value is a number that float32 holds, as rewards are.
-
-    Args:
-        value (`Any`):
-            Any value.
-
-    Returns:
-        `bool`: `False` for 1e39, too.
-    """
+    """Whether a value is a number that float32 holds, as rewards are."""
     return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 
 def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
-    """
-    What a reward function returned, as a tensor.
-
-    Args:
-        rewards (`Any`):
-            What [`check_rewards`] takes, or a tensor with `NaN` where the reward doesn't apply.
-        n_completions (`int`):
-            Number of completions that the function got.
-        name (`str`):
-            What errors call it.
-
-    Returns:
-        `torch.Tensor`: Rewards on the CPU, float32, shape `(n_completions,)`.
-
-    Raises:
-        `ValueError`: If that isn't one finite reward for each completion.
-    """
+    """What a reward function returned, as float32 on the CPU, shape `(n_completions,)`."""
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):
             raise ValueError(
@@ -282,16 +190,7 @@ def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """
-    Names under which metrics are kept apart, as of two lambdas.
-
-    Args:
-        names (`Sequence[str]`):
-            Names of reward functions.
-
-    Returns:
-        `list[str]`: The same, with `_2`, `_3` and so on after those that came before.
-    """
+    """Names under which metrics are logged: those that repeat, as of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
         own, number = name, 1

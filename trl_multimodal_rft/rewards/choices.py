@@ -72,24 +72,9 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
     Which of the choices an answer names.
 
-    In this order: the text of a choice, apart from case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
+    In this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
     or `"B. Woman"`, unless another choice's text follows; or text that has all words of one choice and no word that
     only others have, which is the rule of [MMAU](https://huggingface.co/papers/2410.19168).
-
-    Args:
-        answer (`str`):
-            Answer, without tags.
-        choices (`Sequence[str]`):
-            Texts of the choices, without letters.
-
-    Returns:
-        `int` or `None`: Index of the choice, `None` if the answer names none, or more than one.
-
-    Example:
-    ```python
-    >>> [named_choice(answer, ["Man", "Woman"]) for answer in ("woman", "B", "(B) Man", "It is a woman.", "A child")]
-    [1, 1, None, 1, None]
-    ```
     """
     # "A." many times over makes neither a deep recursion nor as many readings of all the text
     letters, left, lengths = [], _n_characters(answer), {_n_characters(choice) for choice in choices}

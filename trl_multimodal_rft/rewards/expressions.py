@@ -35,7 +35,7 @@ def equal(answer: str, reference: str) -> bool:
 
 
 class _Comparer:
-    """A process that compares, started where there is none."""
+    """A process that compares, started by the first comparison."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ def _serve() -> None:
     print("ready", file=answers, flush=True)
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            # Ends the process from a thread of its own, whatever a library in C is doing
+            # Ends the process from another thread, even while a C library runs
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)
             guess, gold = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             is_equal = bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=None)

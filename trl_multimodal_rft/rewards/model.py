@@ -15,8 +15,10 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
 from ..data.features import as_encoded
 from ..data.rules import DEFAULT_RULES, MediaRules
+from ..encoding.join import join_media, same_prompt
+from ..encoding.media import decode_media, replace_refs
 from ..encoding.processors import check_processor
-from ..encoding.prompts import decode_media, join_media, placeholder_tokens, replace_refs, same_prompt
+from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
 
 
@@ -33,7 +35,8 @@ class RewardModel:
     A reward function that asks a model, with the signature of TRL's.
 
     The model reads prompt and completion together, with the prompt's media, through its own processor and chat
-    template, whatever family the policy is of. It runs where it is, without gradients, and is put in evaluation mode.
+    template; the policy may be of another family. It stays on its device, runs
+    without gradients, and is put in evaluation mode.
 
     Args:
         model (`torch.nn.Module`):
@@ -245,17 +248,6 @@ def read_as_text(
 ) -> Callable[..., list[float]]:
     """
     A reward function that asks a model of text, which gets the names of media in their place, such as `"<image>"`.
-
-    Args:
-        model (`torch.nn.Module`):
-            Sequence classifier with one label, see [`RewardModel`].
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        template_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for `apply_chat_template`.
-
-    Returns:
-        `Callable`: The reward function. All completions are scored in one forward, as TRL's trainers do.
     """
 
     def reward(prompts: list, completions: list, **columns) -> list[float]:

@@ -64,16 +64,7 @@ def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[
 
 
 def add_rewards(rewards: torch.Tensor) -> torch.Tensor:
-    """
-    Adds up rewards that may not apply to a completion.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, `NaN` where they don't apply, shape `(number of rewards, ...)`.
-
-    Returns:
-        `torch.Tensor`: Sums over the first dimension of those that apply, `NaN` where none does.
-    """
+    """Adds up rewards over the first dimension, `NaN` where none applies: `(n_rewards, ...)` to `(...)`."""
     return torch.where(rewards.isnan().all(0), torch.nan, rewards.nansum(0))
 
 
@@ -162,7 +153,7 @@ def _for_its_rows(
 
             arguments["log_extra"] = log_extra
             if not rows:
-                # TRL's table would go on with the values of an earlier batch
+                # TRL's table would repeat the values of an earlier batch
                 for column in sorted(extra_columns):
                     log_extra(column, [])
         return rows, arguments

@@ -55,7 +55,7 @@ class RemoteReward:
             How often to try again if the server is busy (408, 425, 429), fails (5xx), breaks off, answers with a page,
             or can't be reached; `None` for as long as `patience` lasts.
         patience (`float`, *optional*, defaults to `3600.0`):
-            Seconds for all attempts of a request together. A run waits with its state, and goes on.
+            Seconds for all attempts of a request together. A run keeps its state while it waits.
         backoff (`float`, *optional*, defaults to `1.0`):
             Seconds before the first retry, doubled for each further one, up to a minute.
         sampling_rate (`int`, *optional*, defaults to `16000`):

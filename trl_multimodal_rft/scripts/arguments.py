@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments of the scripts beside those of configs and of [`~trl.ModelConfig`], and how they are read."""
+"""Arguments of the scripts that are in neither a config nor [`~trl.ModelConfig`], and how they are parsed."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,6 @@ from .options import launched_parser, read_keys, shipped
 class PromptArguments(ScriptArguments, DatasetMixtureConfig):
     r"""Arguments of scripts that read a dataset of prompts, or several ([`~trl.DatasetMixtureConfig`])."""
 
-    # Makes the column `prompt` of a dataset without one, or another in its place: a text in which `{column}` is what
-    # that column of the row holds. Other braces stay (`\boxed{}`), and `{{word}}` is `{word}`
     prompt: str | None = field(
         default=None,
         metadata={
@@ -26,7 +24,6 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
             "Other braces stay, and `{{word}}` is `{word}`."
         },
     )
-    # Text of the system message that every prompt begins with
     system_prompt: str | None = field(
         default=None, metadata={"help": "Text of the system message that every prompt begins with."}
     )
@@ -36,12 +33,10 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
 class RunArguments:
     """Arguments of scripts that train."""
 
-    # Whether the progress bar and the dictionaries of transformers are shown instead of one line per log
     disable_compact_log: bool = field(
         default=False,
         metadata={"help": "Show transformers' progress bar and dictionaries instead of one line per log."},
     )
-    # Whether to build everything, take one step, show it and stop without saving anything
     dry_run: bool = field(
         default=False,
         metadata={"help": "Build everything, take one step, show it and stop without saving anything."},
@@ -55,9 +50,6 @@ class RunArguments:
 class RFTScriptArguments(PromptArguments):
     """Script arguments of what samples completions."""
 
-    # Names of functions in `trl_multimodal_rft.rewards` or of TRL's, or dotted paths to others, also of modules in the
-    # working directory. If there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts
-    # are to ask for
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
@@ -65,7 +57,6 @@ class RFTScriptArguments(PromptArguments):
             "there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts must ask for."
         },
     )
-    # A sequence classifier, on the Hub or in a folder, whose score is the first reward
     reward_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "A sequence classifier, on the Hub or in a folder, whose score is the first reward."},
@@ -86,7 +77,6 @@ class RLScriptArguments(RunArguments, RFTScriptArguments):
 class SFTScriptArguments(RunArguments, PromptArguments):
     """Script arguments of supervised training."""
 
-    # Makes the column `completion` as `prompt` makes its own
     completion: str | None = field(
         default=None, metadata={"help": "Makes the column `completion`, as `prompt` makes its own."}
     )
@@ -96,8 +86,6 @@ class SFTScriptArguments(RunArguments, PromptArguments):
 class PPOScriptArguments(RLScriptArguments):
     """Script arguments of PPO."""
 
-    # Critic: a saved critic, a reward model or a backbone, of the policy's family, on the Hub or in a folder. If
-    # `None`, it is a copy of the policy, or a head on it with `shared_trunk`
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -105,14 +93,10 @@ class PPOScriptArguments(RLScriptArguments):
             "of the policy, or a head on it with `shared_trunk`."
         },
     )
-    # Path or name of the dataset for the supervised loss, with `ptx_coef`: columns `prompt` and `completion`, or
-    # `messages`, and media columns
     ptx_dataset_name: str | None = field(
         default=None, metadata={"help": "Path or name of the dataset for the supervised loss, with `ptx_coef`."}
     )
-    # Configuration of that dataset
     ptx_dataset_config: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
-    # Split of that dataset
     ptx_dataset_split: str = field(default="train", metadata={"help": "Split of that dataset."})
 
 

@@ -22,15 +22,8 @@ _CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "dat
 
 def input_error(error: BaseException) -> str | None:
     """
-    The message of an error of input, for which nobody needs a traceback.
-
-    Args:
-        error (`BaseException`):
-            Error.
-
-    Returns:
-        `str`, *optional*: The message in one line. `None` of other errors, and of those in others' code, such as a
-            reward function.
+    The message of an error of input, in one line. `None` of others, and of those in others' code, such as a reward
+    function.
     """
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None

@@ -15,7 +15,7 @@ from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..evaluation.report import summary
 from ..models.pretrained import load_trained
 from ..rewards.named import load_reward_funcs
-from .arguments import RFTScriptArguments, parse
+from .arguments import RFTScriptArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
 
 
@@ -30,30 +30,22 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 class EvaluationArguments:
     """What to evaluate on, and where the results go."""
 
-    # `"mmau"`, `"avqa"` or `"geo3k"`: layout of `dataset_name`. If `None`, it has this package's columns
     benchmark: str | None = field(
         default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
     )
-    # Folder with the audio files of a benchmark
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
-    # Folder that relative paths of media in rows start from. By default the working directory
     media_dir: str | None = field(
         default=None,
         metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
     )
-    # Number of rows, from the first on. By default all
     max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
-    # What happens to audio longer than the model's window: `"raise"` or `"truncate"`
     audio_overlong: Literal["raise", "truncate"] = field(
         default="raise", metadata={"help": "What happens to audio longer than the model's window."}
     )
-    # What happens to control tokens in texts of messages: `"allow"`, `"raise"` or `"strip"`; by default a warning
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = field(
         default=None, metadata={"help": "What happens to control tokens in texts of messages; by default a warning."}
     )
-    # Folder for `metrics.json` and `rows.parquet`
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
-    # Whether code that comes with a model is run
     trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
 
 
@@ -140,7 +132,3 @@ def main(
     result.save(evaluation_args.output_dir)
     accelerator.print(summary(result))
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

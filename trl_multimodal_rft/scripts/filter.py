@@ -14,11 +14,11 @@ from trl import ModelConfig
 from ..data.folders import check_empty, write_folder
 from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult
-from .arguments import RFTScriptArguments, parse
+from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name
 
 
-# In the folder, beside the rows
+# In the folder of the rows
 REPORT = "filter.json"
 
 
@@ -26,15 +26,12 @@ REPORT = "filter.json"
 class FilterArguments(EvaluationArguments):
     """Which rows are kept."""
 
-    # Share of a row's answers with the medium that must be correct
     min_accuracy_with: float = field(
         default=0.5, metadata={"help": "Share of a row's answers with the medium that must be correct."}
     )
-    # Share of its answers without the medium that may be correct
     max_accuracy_without: float = field(
         default=0.25, metadata={"help": "Share of its answers without the medium that may be correct."}
     )
-    # Folder for the rows that are kept, which `load_dataset` reads, and for the report `filter.json`. It must be empty
     output_dir: str = field(
         default="outputs/filter", metadata={"help": "Empty folder for the rows that are kept, and the report."}
     )
@@ -138,7 +135,3 @@ def main(
         write_folder(dataset.select(kept), filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

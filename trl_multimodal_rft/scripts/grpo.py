@@ -5,7 +5,7 @@ from trl import ModelConfig
 
 from ..trainers.grpo_config import MultimodalGRPOConfig
 from ..trainers.grpo_trainer import MultimodalGRPOTrainer
-from .arguments import RLScriptArguments, parse
+from .arguments import RLScriptArguments
 from .training import run
 
 
@@ -15,7 +15,3 @@ ARGUMENTS = (RLScriptArguments, MultimodalGRPOConfig, ModelConfig)
 def main(script_args: RLScriptArguments, training_args: MultimodalGRPOConfig, model_args: ModelConfig) -> None:
     """Trains and saves a model."""
     run("grpo", MultimodalGRPOTrainer, script_args, training_args, model_args)
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

@@ -75,7 +75,7 @@ def _group(owner: type, name: str) -> str:
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Those of `accelerate launch`, whose values go on as words."""
+    """Those of `accelerate launch`, whose values are passed on as words."""
     found = []
     for action in launch_command_parser()._actions:
         if action.dest in _NOT_TAKEN or not action.option_strings:

@@ -34,6 +34,8 @@ _ONLY_IN_FULL_HELP = ("transformers", "launch")
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
 _LISTED = 8  # choices that `--help` lists before the description
+# What the values of options are, by the names of what reads them
+_KINDS = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
 
 
 class Key(NamedTuple):
@@ -114,18 +116,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def parse_args(self, args=None, namespace=None):
-        """
-        Parses a command line. Ends the process at an unknown option, before it asks for those that are missing.
-
-        Args:
-            args (`Sequence[str]`, *optional*):
-                Arguments, those of the process by default.
-            namespace (`argparse.Namespace`, *optional*):
-                Values over which the command line wins.
-
-        Returns:
-            `argparse.Namespace`: Parsed options.
-        """
+        """Parses a command line. Ends the process at an unknown option, before it asks for those that are missing."""
         required = [action for action in self._actions if action.required and action.option_strings]
         for action in required:  # unknown options first
             action.required = False
@@ -141,11 +132,17 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            names = [str(each) for each in action.choices]
+            near = did_you_mean(str(value), names)
+            raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(names)}.{near}")
+
+    def _get_value(self, action, arg_string):
         try:
-            super()._check_value(action, value)
+            return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            near = did_you_mean(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, error.message + "." * bool(near) + near) from None
+            kind = _KINDS.get(getattr(action.type, "__name__", ""))
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}.") if kind else error from None
 
     def _near(self, name: str) -> str:
         names = [each[2:] for action in self._actions for each in action.option_strings if each.startswith("--")]
@@ -156,19 +153,6 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """
         Parses a command line whose `--config` may name a file or a recipe of this package. The command line wins.
-
-        Args:
-            argv (`Sequence[str]`):
-                Arguments.
-            of_run (`Callable`, *optional*):
-                Gives the keys of a run the names of this command's options, of which others are ignored. By default an
-                unknown key is an error.
-
-        Returns:
-            `argparse.Namespace`: Parsed options.
-
-        Raises:
-            `ValueError`: If the file can't be read, or a key isn't an option or has no value of it.
         """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
@@ -205,55 +189,30 @@ class Parser(argparse.ArgumentParser):
             if key.value is None and not getattr(action, "is_optional", False):
                 continue
             try:
-                value = _value(action, key)
-                self._check_choices(action, value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{key.where}: `{name}`: {error}") from error
+                value = self._read(action, key)
+            except argparse.ArgumentError as error:
+                raise ValueError(f"{key.where}: `{name}`: {error.message}") from error
             if isinstance(action, LaunchAction):
                 if value is not False:
                     action(self, values, [] if value is True else value)
             else:
                 setattr(values, action.dest, value)
 
-    def _check_choices(self, action: argparse.Action, value: Any) -> None:
-        for each in value if isinstance(value, list) and action.nargs == "+" else [value]:
-            if action.choices is not None and each is not None and each not in action.choices:
-                raise ValueError(
-                    f"{each!r} is not one of {', '.join(map(str, action.choices))}."
-                    + did_you_mean(str(each), map(str, action.choices))
-                )
-
-
-def _value(action: argparse.Action, key: Key) -> Any:
-    """Value of an option for what a config file has, read as the command line would be."""
-    convert: Any = action.type or str
-    name = getattr(convert, "__name__", "value")
-    if key.value is None:
-        return None
-    if action.nargs == "*" and isinstance(key.value, bool):  # `--debug`
-        return [] if key.value else None
-    if action.nargs == 0 or name == "bool":
-        return key.value if isinstance(key.value, bool) else _converted(to_bool, "bool", key.value, key.text)
-    if action.nargs in ("+", "*"):
-        items = [(key.value, key.text)] if key.texts is None else list(zip(key.value, key.texts, strict=True))
-        return [_converted(convert, name, *item) for item in items]
-    return _converted(convert, name, key.value, key.text, action.choices)
-
-
-def _converted(convert: Any, name: str, value: Any, text: str | None, choices: Iterable | None = None) -> Any:
-    if name == "str":
-        # YAML reads `no` as false; whatever else isn't text goes to the config as it is
-        return text if text is not None and (isinstance(value, str) or text in (choices or ())) else value
-    if name in ("json", "loads"):
-        return value if text is None or not isinstance(value, str) else convert(text)
-    try:
-        if text is not None:
-            return convert(text)
-    except ValueError:
-        pass
-    kinds = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
-    shown = text if text is not None else json.dumps(value)
-    raise ValueError(f"{shown!r} is not {kinds.get(name, name)}.")
+    def _read(self, action: argparse.Action, key: Key) -> Any:
+        """Value of an option for what a config file has, read as the command line would be."""
+        kind, takes_several = getattr(action.type, "__name__", "str"), action.nargs in ("+", "*")
+        if isinstance(key.value, bool) and action.nargs == "*":  # `--debug`
+            return [] if key.value else None
+        if isinstance(key.value, bool) and (action.nargs == 0 or kind == "bool"):
+            return key.value
+        is_json = kind in ("json", "loads") and not isinstance(key.value, str)
+        if key.value is None or is_json or (kind == "str" and key.text is None and not takes_several):
+            return key.value
+        words = key.texts if takes_several and key.texts is not None else [key.text]
+        words = [json.dumps(key.value) if word is None else word for word in words]
+        if action.nargs == 0:
+            return self._get_value(argparse.Action([], action.dest, type=_bool), words[0])
+        return self._get_values(action, words)
 
 
 def to_bool(text: str) -> bool:
@@ -318,34 +277,12 @@ def table() -> dict[str, Any]:
 
 
 def options_of(command: str) -> list[dict[str, Any]]:
-    """
-    Options of a launched command.
-
-    Args:
-        command (`str`):
-            Its name.
-
-    Returns:
-        `list[dict[str, Any]]`: Rows of the table.
-    """
+    """Options of a launched command."""
     return [option for option in table()["options"] if command in option["commands"]]
 
 
 def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
-    """
-    Parser of a command that `accelerate launch` runs.
-
-    Args:
-        prog (`str`):
-            Words of the command.
-        options (`Iterable[dict[str, Any]]`):
-            Rows of the table, to which those of `accelerate launch` are added.
-        description (`str`, *optional*):
-            What it does.
-
-    Returns:
-        [`Parser`]: The parser, which sets only what is given.
-    """
+    """Parser of a command that `accelerate launch` runs."""
     epilog = (
         "`--help-all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
         "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "

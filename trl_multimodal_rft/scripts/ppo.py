@@ -8,7 +8,7 @@ from trl import ModelConfig
 from ..data.named import load_rows
 from ..trainers.ppo_config import MultimodalPPOConfig
 from ..trainers.ppo_trainer import MultimodalPPOTrainer
-from .arguments import PPOScriptArguments, parse
+from .arguments import PPOScriptArguments
 from .training import run
 
 
@@ -27,7 +27,3 @@ def critic_inputs(script_args: PPOScriptArguments) -> dict[str, Any]:
         "value_model": script_args.value_model_name_or_path,
         "ptx_dataset": None if name is None else load_rows(name, config, split, streaming=False),
     }
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

@@ -29,16 +29,7 @@ def check_run(command: str, args: argparse.Namespace) -> None:
 
 
 def check_names(args: argparse.Namespace) -> None:
-    """
-    Checks the names of models and datasets that look like paths.
-
-    Args:
-        args (`argparse.Namespace`):
-            Parsed arguments.
-
-    Raises:
-        `ValueError`: If nothing is there.
-    """
+    """Checks the names of models and datasets that look like paths."""
     mixture = [each.get("path") for each in getattr(args, "datasets", None) or () if isinstance(each, dict)]
     for name in [*(getattr(args, option, None) for option in NAMES), *mixture]:
         if isinstance(name, str):

@@ -25,7 +25,7 @@ _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
     """
-    Adds columns of text to a dataset, or puts others in the place of those it has. Media stay where they are stored,
+    Adds columns of text to a dataset, or replaces those that it has. Media stay where they are stored,
     neither read nor copied.
     """
     texts = {name: template for name, template in templates.items() if template is not None}

@@ -5,7 +5,7 @@ from trl import ModelConfig
 
 from ..trainers.rloo_config import MultimodalRLOOConfig
 from ..trainers.rloo_trainer import MultimodalRLOOTrainer
-from .arguments import RLScriptArguments, parse
+from .arguments import RLScriptArguments
 from .training import run
 
 
@@ -15,7 +15,3 @@ ARGUMENTS = (RLScriptArguments, MultimodalRLOOConfig, ModelConfig)
 def main(script_args: RLScriptArguments, training_args: MultimodalRLOOConfig, model_args: ModelConfig) -> None:
     """Trains and saves a model."""
     run("rloo", MultimodalRLOOTrainer, script_args, training_args, model_args)
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

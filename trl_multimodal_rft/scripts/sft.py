@@ -5,7 +5,7 @@ from trl import ModelConfig
 
 from ..trainers.sft_config import MultimodalSFTConfig
 from ..trainers.sft_trainer import MultimodalSFTTrainer
-from .arguments import SFTScriptArguments, parse
+from .arguments import SFTScriptArguments
 from .training import run
 
 
@@ -15,7 +15,3 @@ ARGUMENTS = (SFTScriptArguments, MultimodalSFTConfig, ModelConfig)
 def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, model_args: ModelConfig) -> None:
     """Trains and saves a model."""
     run("sft", MultimodalSFTTrainer, script_args, training_args, model_args)
-
-
-if __name__ == "__main__":
-    main(*parse(ARGUMENTS))

@@ -5,10 +5,11 @@ import functools
 import inspect
 import math
 import os
+import re
 import typing
 from dataclasses import fields
 from importlib.util import find_spec
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -18,77 +19,33 @@ from ..data.loading import install
 from ..spelling import did_you_mean
 
 
-_POSITIVE, _NOT_NEGATIVE, _ONE_OR_MORE, _SHARE = "(0, inf]", "[0, inf]", "[1, inf]", "[0, 1]"
-
-# Interval of each argument
-RANGES = {
-    # transformers
-    "adam_beta1": "[0, 1)",
-    "adam_beta2": "[0, 1)",
-    "adam_epsilon": _NOT_NEGATIVE,
-    "gradient_accumulation_steps": _ONE_OR_MORE,
-    "learning_rate": "[0, inf)",
-    "num_train_epochs": "[0, inf)",
-    "per_device_eval_batch_size": _ONE_OR_MORE,
-    "per_device_train_batch_size": _ONE_OR_MORE,
-    "weight_decay": _NOT_NEGATIVE,
-    # Sampling
-    "generation_batch_size": _ONE_OR_MORE,
-    "max_completion_length": _ONE_OR_MORE,
-    "max_tool_media": _NOT_NEGATIVE,
-    "min_p": _SHARE,
-    "num_generations_eval": _ONE_OR_MORE,
-    "repetition_penalty": "(0, inf)",
-    "steps_per_generation": _ONE_OR_MORE,
-    "temperature": "(0, inf)",
-    "top_k": "[-1, inf]",
-    "top_p": "(0, 1]",
-    "vllm_gpu_memory_utilization": "(0, 1]",
-    "vllm_importance_sampling_clip_max": _POSITIVE,
-    "vllm_importance_sampling_clip_min": _NOT_NEGATIVE,
-    "vllm_max_model_length": _ONE_OR_MORE,
-    "vllm_tensor_parallel_size": _ONE_OR_MORE,
-    # Loss and updates
-    "beta": "[0, inf)",
-    "cliprange_value": _POSITIVE,
-    "cpgd_drift_clamp": _POSITIVE,
-    "cpgd_drift_coef": _NOT_NEGATIVE,
-    "delta": _POSITIVE,
-    "ema_decay": "(0, 1)",
-    "epsilon": _NOT_NEGATIVE,
-    "epsilon_high": _NOT_NEGATIVE,
-    "freezing_actor_steps": _NOT_NEGATIVE,
-    "gamma": _SHARE,
-    "kl_horizon": _POSITIVE,
-    "kl_target": _POSITIVE,
-    "lam": _SHARE,
-    "max_length": "[2, inf]",
-    "max_skipped_updates": _NOT_NEGATIVE,
-    "num_iterations": _ONE_OR_MORE,
-    "num_ppo_epochs": _ONE_OR_MORE,
-    "off_policy_mask_threshold": _NOT_NEGATIVE,
-    "per_device_ptx_batch_size": _ONE_OR_MORE,
-    "ptx_coef": "[0, inf)",
-    "ref_model_mixup_alpha": _SHARE,
-    "ref_model_sync_steps": _ONE_OR_MORE,
-    "router_aux_loss_coef": _NOT_NEGATIVE,
-    "sapo_temperature_neg": _POSITIVE,
-    "sapo_temperature_pos": _POSITIVE,
-    "top_entropy_quantile": "(0, 1]",
-    "value_learning_rate": "(0, inf)",
-    "value_warmup_steps": _NOT_NEGATIVE,
-    "vf_coef": "(0, inf)",
-    # Batches, media and logs
-    "dynamic_sampling_max_rounds": _ONE_OR_MORE,
-    "max_logged_media": _ONE_OR_MORE,
-    "max_logged_megabytes": _POSITIVE,
-    "max_skipped_rows": _NOT_NEGATIVE,
-    "max_tokens_per_microbatch": _ONE_OR_MORE,
-    "media_contribution_steps": _NOT_NEGATIVE,
-    "media_prefetch": _NOT_NEGATIVE,
-    "replay_buffer_size": _NOT_NEGATIVE,
-    "replay_max_age": _ONE_OR_MORE,
+# Arguments of TRL, transformers and this package by the interval that they must be in
+_IN_INTERVALS = {
+    "[0, inf]": (
+        "adam_epsilon cpgd_drift_coef epsilon epsilon_high freezing_actor_steps max_skipped_rows max_skipped_updates "
+        "max_tool_media media_contribution_steps media_prefetch off_policy_mask_threshold replay_buffer_size "
+        "router_aux_loss_coef value_warmup_steps vllm_importance_sampling_clip_min weight_decay"
+    ),
+    "[0, inf)": "beta learning_rate num_train_epochs ptx_coef",
+    "(0, inf]": (
+        "cliprange_value cpgd_drift_clamp delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
+        "sapo_temperature_pos vllm_importance_sampling_clip_max"
+    ),
+    "(0, inf)": "repetition_penalty temperature value_learning_rate vf_coef",
+    "[1, inf]": (
+        "dynamic_sampling_max_rounds generation_batch_size gradient_accumulation_steps max_completion_length "
+        "max_logged_media max_tokens_per_microbatch num_generations_eval num_iterations num_ppo_epochs "
+        "per_device_eval_batch_size per_device_ptx_batch_size per_device_train_batch_size ref_model_sync_steps "
+        "replay_max_age steps_per_generation vllm_max_model_length vllm_tensor_parallel_size"
+    ),
+    "[2, inf]": "max_length",
+    "[-1, inf]": "top_k",
+    "[0, 1]": "gamma lam min_p ref_model_mixup_alpha",
+    "[0, 1)": "adam_beta1 adam_beta2",
+    "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
+    "(0, 1)": "ema_decay",
 }
+RANGES = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
 
 # Trackers of the extra `logging`
 _LOGGING = ("tensorboard", "trackio", "wandb")
@@ -106,6 +63,23 @@ _REMEDIES = {
     "top_k": "0 samples from all tokens",
     "top_p": "1 samples from all tokens",
 }
+
+
+_LONGEST_HELP = 280  # characters, where it has more than a sentence
+
+
+def help_from_docstring(config_class: type) -> type:
+    """Gives the fields of a config as help what its docstring says of them, where they have none."""
+    text = inspect.cleandoc(config_class.__doc__ or "")
+    described = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
+    for option in fields(config_class):
+        if option.name in described and "help" not in option.metadata:
+            words = re.sub(r"\[([^\]]*)\](?:\([^)]*\))?", r"\1", " ".join(described[option.name].split()))
+            parts = re.split(r"(?<=[.;])\s+", words.replace("`~", "`").replace("$\\lambda$", "lambda"))
+            while len(" ".join(parts)) > _LONGEST_HELP and len(parts) > 1:
+                parts.pop()
+            option.metadata = MappingProxyType({**option.metadata, "help": " ".join(parts).rstrip(".;") + "."})
+    return config_class
 
 
 class KnownKeywords:

@@ -33,7 +33,8 @@ from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
 from ..encoding.control_tokens import checked_prompt
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens, same_prompt
+from ..encoding.join import same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ..forward.layout import group_by_prompt, micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions
-from .arguments import check_values
+from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range
 
 
@@ -22,6 +22,7 @@ _K2_IN_LOSS = [name for name, own in ESTIMATORS.items() if own.kl_in_loss == "k2
 _DUAL_CLIP_DELTA = 3.0
 
 
+@help_from_docstring
 @dataclass
 class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[inconsistent-inheritance]
     r"""
@@ -113,34 +114,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         default="group_norm",
         metadata={"help": f"How rewards become advantages: {described(None, 'group')}, or in Python a function."},
     )
-    norm_level: str = field(
-        default="token",
-        metadata={
-            "help": "For 'reinforce_baseline', whether each 'token' or each 'sequence' counts once in the whitening.",
-            "choices": ["token", "sequence"],
-        },
-    )
-    cpgd_weight: str = field(
-        default="clip_filter_like",
-        metadata={
-            "help": "For 'cpgd', the weight of a group: 'none', 'std' or 'clip_filter_like'.",
-            "choices": ["none", "std", "clip_filter_like"],
-        },
-    )
-    soft_overlong_cache: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens below `max_completion_length` from which on a completion is penalized for its "
-            "length, up to -1."
-        },
-    )
-    reward_running_scale: bool = field(
-        default=False,
-        metadata={"help": "Whether to divide rewards by their standard deviation over the run so far."},
-    )
-    reward_clip_range: list[float] | None = field(
-        default=None, metadata={"help": "Range (min, max) to clip rewards to, after scaling."}
-    )
+    norm_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
+    cpgd_weight: str = field(default="clip_filter_like", metadata={"choices": ["none", "std", "clip_filter_like"]})
+    soft_overlong_cache: int | None = None
+    reward_running_scale: bool = False
+    reward_clip_range: list[float] | None = None
     kl_estimator: str | None = field(
         default=None,
         metadata={
@@ -156,56 +134,17 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             f"to True for {' and '.join(map(repr, _IN_REWARD))}."
         },
     )
-    kl_target: float | None = field(
-        default=None,
-        metadata={"help": "KL divergence per token, in nats, that an adaptive controller of `beta` holds."},
-    )
-    kl_horizon: int = field(
-        default=10000,
-        metadata={"help": "Number of completions over which the adaptive controller adapts."},
-    )
-    cpgd_drift_coef: float = field(
-        default=0.01, metadata={"help": "For `loss_type='cpgd'`, coefficient of the policy drift."}
-    )
-    cpgd_drift_clamp: float = field(
-        default=2.0, metadata={"help": "For `loss_type='cpgd'`, largest weight of a token in the drift."}
-    )
-    entropy_scope: str = field(
-        default="batch",
-        metadata={
-            "help": "Where tokens compete for `top_entropy_quantile`: in the 'batch' of an optimizer step, in their "
-            "'sequence' or in the 'micro_batch'.",
-            "choices": ["batch", "sequence", "micro_batch"],
-        },
-    )
-    entropy_source: str = field(
-        default="rollout",
-        metadata={
-            "help": "Entropies of the policy that sampled ('rollout') or of the 'current' one.",
-            "choices": ["rollout", "current"],
-        },
-    )
-    entropy_renormalize: bool = field(
-        default=False,
-        metadata={"help": "Whether to average the policy loss over the tokens that are trained on instead of all."},
-    )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={"help": "Whether to draw more prompts until the batch is full of groups with different rewards."},
-    )
-    dynamic_sampling_max_rounds: int = field(
-        default=4, metadata={"help": "How often to sample for one batch at most."}
-    )
-    replay_buffer_size: int = field(
-        default=0,
-        metadata={
-            "help": "Number of past groups with different rewards that each process keeps to stand in for groups "
-            "without."
-        },
-    )
-    replay_max_age: int = field(
-        default=8, metadata={"help": "Number of optimizer steps after which a kept group is dropped."}
-    )
+    kl_target: float | None = None
+    kl_horizon: int = 10000
+    cpgd_drift_coef: float = 0.01
+    cpgd_drift_clamp: float = 2.0
+    entropy_scope: str = field(default="batch", metadata={"choices": ["batch", "sequence", "micro_batch"]})
+    entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
+    entropy_renormalize: bool = False
+    dynamic_sampling: bool = False
+    dynamic_sampling_max_rounds: int = 4
+    replay_buffer_size: int = 0
+    replay_max_age: int = 8
 
     _has_critic = False
 

@@ -11,12 +11,20 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
-from .arguments import KnownKeywords, check_batches, check_generation_kwargs, check_packages, check_values
+from .arguments import (
+    KnownKeywords,
+    check_batches,
+    check_generation_kwargs,
+    check_packages,
+    check_values,
+    help_from_docstring,
+)
 
 
 logger = logging.getLogger(__name__)
 
 
+@help_from_docstring
 @dataclass
 class MediaArguments(KnownKeywords):
     r"""
@@ -96,109 +104,25 @@ class MediaArguments(KnownKeywords):
         ValueError: If arguments are out of range. The message names them and the remedy.
     """
 
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens that are forwarded with their activations at once, at most. A micro-batch with more is "
-            "differentiated in parts, with the loss and gradient of the whole."
-        },
-    )
-    audio_overlong: str = field(
-        default="raise",
-        metadata={
-            "help": "What happens to audio that is longer than the model's window: 'raise' or 'truncate'.",
-            "choices": ["raise", "truncate"],
-        },
-    )
-    ignored_media_columns: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Columns with media that only reward functions read, `audio`, `image` and `video` included: they "
-            "aren't put into prompts."
-        },
-    )
-    special_tokens_in_text: str | None = field(
-        default=None,
-        metadata={
-            "help": "What happens to control tokens such as <|im_end|> in texts of messages and in what tools return: "
-            "'allow', 'raise' or 'strip'. By default a warning for rows, and 'raise' for tools.",
-            "choices": ["allow", "raise", "strip"],
-        },
-    )
-    media_prefetch: int = field(
-        default=1,
-        metadata={
-            "help": "How many generation batches ahead the media of training rows are fetched, decoded and run "
-            "through the processor, by `dataloader_num_workers` processes, at least one. 0 does it when they are "
-            "needed."
-        },
-    )
-    on_media_error: str = field(
-        default="raise",
-        metadata={
-            "help": "What happens to a row that can't be read: 'raise' ends the run, 'skip' puts another row in its "
-            "place and lists it in `skipped_rows.jsonl`.",
-            "choices": ["raise", "skip"],
-        },
-    )
-    max_skipped_rows: float = field(
-        default=0.1,
-        metadata={
-            "help": "How many rows may be skipped before the run ends with an error: a number, or below 1 a share of "
-            "the dataset's rows."
-        },
-    )
-    allowed_media_protocols: list[str] = field(
-        default_factory=lambda: list(DEFAULT_RULES.allowed_media_protocols),
-        metadata={"help": "Protocols of the URLs that rows may name, those of each link of a chained URL included."},
-    )
-    allowed_media_folders: list[str] | None = field(
-        default=None,
-        metadata={"help": "Folders in which local files that rows name must be, links followed. `None` allows all."},
-    )
-    allowed_media_domains: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Hosts of the web servers that rows name, and of those that they redirect to. `None` allows all."
-        },
-    )
-    max_media_bytes: int = field(default=DEFAULT_RULES.max_media_bytes, metadata={"help": "Largest file of a medium."})
-    max_image_pixels: int = field(
-        default=DEFAULT_RULES.max_image_pixels,
-        metadata={"help": "Most pixels of an image, and of a frame of a video."},
-    )
-    max_audio_seconds: float = field(
-        default=DEFAULT_RULES.max_audio_seconds, metadata={"help": "Longest sound that is decoded."}
-    )
-    max_video_seconds: float = field(
-        default=DEFAULT_RULES.max_video_seconds, metadata={"help": "Longest video of which frames are decoded."}
-    )
-    max_video_pixels: int = field(
-        default=DEFAULT_RULES.max_video_pixels,
-        metadata={"help": "Most pixels of all frames of a video together, as the processor gets them."},
-    )
-    media_timeout: float = field(
-        default=DEFAULT_RULES.media_timeout,
-        metadata={
-            "help": "Seconds in which a download must be complete, all attempts together, and as many for unpacking "
-            "it from an archive, and for decoding an image."
-        },
-    )
-    media_dir: str | None = field(
-        default=DEFAULT_RULES.media_dir,
-        metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
-    )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Number of updates in a row that may be skipped because a gradient isn't finite."},
-    )
-    checkpoint_manifest: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether checkpoints list sizes and checksums of their files, and are compared with the list "
-            "before a run goes on from them."
-        },
-    )
+    max_tokens_per_microbatch: int | None = None
+    audio_overlong: str = field(default="raise", metadata={"choices": ["raise", "truncate"]})
+    ignored_media_columns: list[str] | None = None
+    special_tokens_in_text: str | None = field(default=None, metadata={"choices": ["allow", "raise", "strip"]})
+    media_prefetch: int = 1
+    on_media_error: str = field(default="raise", metadata={"choices": ["raise", "skip"]})
+    max_skipped_rows: float = 0.1
+    allowed_media_protocols: list[str] = field(default_factory=lambda: list(DEFAULT_RULES.allowed_media_protocols))
+    allowed_media_folders: list[str] | None = None
+    allowed_media_domains: list[str] | None = None
+    max_media_bytes: int = DEFAULT_RULES.max_media_bytes
+    max_image_pixels: int = DEFAULT_RULES.max_image_pixels
+    max_audio_seconds: float = DEFAULT_RULES.max_audio_seconds
+    max_video_seconds: float = DEFAULT_RULES.max_video_seconds
+    max_video_pixels: int = DEFAULT_RULES.max_video_pixels
+    media_timeout: float = DEFAULT_RULES.media_timeout
+    media_dir: str | None = DEFAULT_RULES.media_dir
+    max_skipped_updates: int = 5
+    checkpoint_manifest: bool = True
 
     def __post_init__(self):
         # TRL's defaults have the deprecated names, which transformers would warn of
@@ -246,6 +170,7 @@ class MediaArguments(KnownKeywords):
         return copied
 
 
+@help_from_docstring
 @dataclass
 class MultimodalArguments(MediaArguments):
     r"""
@@ -313,68 +238,16 @@ class MultimodalArguments(MediaArguments):
             the remedy.
     """
 
-    packing: str = field(
-        default="prefix",
-        metadata={
-            "help": "How completions are scored and trained on: 'prefix' forwards each prompt and its media once for "
-            "all its completions, 'padded' uses one padded row per completion.",
-            "choices": ["prefix", "padded"],
-        },
-    )
-    keep_groups_together: bool = field(
-        default=True,
-        metadata={"help": "Whether to put whole groups in a micro-batch and to balance its packed lengths."},
-    )
-    max_tool_media: int | None = field(
-        default=None,
-        metadata={"help": "Most images, sounds and videos that tools may return within a completion. `None`: any."},
-    )
-    disable_dropout: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to turn off dropout. `None` turns it off around the language model, where it also keeps "
-            "batch norms at their running statistics; `False` leaves the model as it is."
-        },
-    )
-    vllm_engine_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Arguments for `vllm.LLM` beside those that TRL sets, over which they win."}
-    )
-    vllm_sync_adapter: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the "
-            "adapter merged into them. `None` does so where the weights have 4 bits."
-        },
-    )
-    max_logged_media: int | None = field(
-        default=8,
-        metadata={
-            "help": "How many prompts have their media in a table of completions (`log_completions`), the first ones. "
-            "`None` means all; `log_multimodal=False` leaves out all media."
-        },
-    )
-    max_logged_megabytes: float = field(
-        default=32.0,
-        metadata={
-            "help": "How much the media of a prompt may take in a table of completions; those that take more are left "
-            "out."
-        },
-    )
-    media_contribution_steps: int = field(
-        default=10,
-        metadata={
-            "help": "Number of optimizer steps between measurements of how far log-probabilities of completions move "
-            "without the media of their prompts (`media/contribution`). 0 measures nothing."
-        },
-    )
-    self_check: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to measure on the first batch that packed and padded forwards agree, that the media "
-            "change the log-probabilities, that prompts in one row don't see each other, and that recomputed "
-            "log-probabilities are those of sampling."
-        },
-    )
+    packing: str = field(default="prefix", metadata={"choices": ["prefix", "padded"]})
+    keep_groups_together: bool = True
+    max_tool_media: int | None = None
+    disable_dropout: bool | None = None
+    vllm_engine_kwargs: dict | str | None = None
+    vllm_sync_adapter: bool | None = None
+    max_logged_media: int | None = 8
+    max_logged_megabytes: float = 32.0
+    media_contribution_steps: int = 10
+    self_check: bool = True
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON

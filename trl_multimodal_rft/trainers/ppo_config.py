@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from transformers import SchedulerType
 
 from ..algorithms.advantages import described
-from .arguments import check_values
+from .arguments import check_values, help_from_docstring
 from .grpo_config import MultimodalGRPOConfig
 from .multimodal_config import check_choice
 
 
+@help_from_docstring
 @dataclass
 class MultimodalPPOConfig(MultimodalGRPOConfig):
     r"""
@@ -76,46 +77,20 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             f"{described(None, 'group')}, or in Python a function."
         },
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
-    bootstrap_truncated: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the critic's value stands for what would have come after a completion that was cut off."
-        },
-    )
-    shared_trunk: bool = field(
-        default=False,
-        metadata={"help": "Whether the critic is only a head on the policy's last hidden states."},
-    )
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss beside the policy loss."})
-    cliprange_value: float | None = field(
-        default=0.2, metadata={"help": "How far a value may move from the one at sampling. `None` doesn't clip."}
-    )
-    value_learning_rate: float | None = field(
-        default=None, metadata={"help": "Initial learning rate of the critic. Defaults to `learning_rate`."}
-    )
-    value_lr_scheduler_type: str | None = field(
-        default=None,
-        metadata={"help": "Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`."},
-    )
-    value_warmup_steps: float | None = field(
-        default=None, metadata={"help": "Warmup of the critic's learning rate. Defaults to `warmup_steps`."}
-    )
-    freezing_actor_steps: int = field(
-        default=0, metadata={"help": "Number of optimizer steps in the beginning that train the critic alone."}
-    )
-    num_ppo_epochs: int = field(
-        default=4, metadata={"help": "Number of times each batch of completions is trained on."}
-    )
-    ema_decay: float | None = field(
-        default=None,
-        metadata={"help": "Decay of an exponential moving average of the policy's weights, per optimizer step."},
-    )
-    ptx_coef: float = field(default=0.0, metadata={"help": "Weight of the supervised loss on `ptx_dataset`."})
-    per_device_ptx_batch_size: int = field(
-        default=1, metadata={"help": "Number of supervised rows beside each micro-batch."}
-    )
+    gamma: float = 1.0
+    lam: float = 0.95
+    bootstrap_truncated: bool = False
+    shared_trunk: bool = False
+    vf_coef: float = 0.1
+    cliprange_value: float | None = 0.2
+    value_learning_rate: float | None = None
+    value_lr_scheduler_type: str | None = None
+    value_warmup_steps: float | None = None
+    freezing_actor_steps: int = 0
+    num_ppo_epochs: int = 4
+    ema_decay: float | None = None
+    ptx_coef: float = 0.0
+    per_device_ptx_batch_size: int = 1
 
     _has_critic = True
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from trl import RLOOConfig
 
-from .arguments import check_values
+from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice
 
 
+@help_from_docstring
 @dataclass
 class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[inconsistent-inheritance]
     r"""
@@ -33,42 +34,23 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
             What is done with a weight out of bounds: `"sequence_mask"` leaves out the completion,
             `"sequence_truncate"` takes the bound.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
-            Upper bound.
+            Upper bound of the weight of a completion.
         vllm_importance_sampling_clip_min (`float`, *optional*):
-            Lower bound.
+            Lower bound of the weight of a completion.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
     """
 
-    advantage_estimator: str | None = field(
-        default=None, metadata={"help": "Not for this trainer, whose loss takes RLOO's one value per completion."}
-    )
-    max_tool_calling_iterations: int | None = field(
-        default=None, metadata={"help": "Turns of tools in a completion at most. `None` allows any number."}
-    )
-    vllm_importance_sampling_correction: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether each completion is weighed by how much more likely it is under the policy than under "
-            "vLLM."
-        },
-    )
+    advantage_estimator: str | None = None
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = field(
-        default="sequence_mask",
-        metadata={
-            "help": "What is done with a weight out of bounds: 'sequence_mask' leaves out the completion, "
-            "'sequence_truncate' takes the bound.",
-            "choices": ["sequence_mask", "sequence_truncate"],
-        },
+        default="sequence_mask", metadata={"choices": ["sequence_mask", "sequence_truncate"]}
     )
-    vllm_importance_sampling_clip_max: float | None = field(
-        default=3.0, metadata={"help": "Upper bound of the weights for vLLM."}
-    )
-    vllm_importance_sampling_clip_min: float | None = field(
-        default=None, metadata={"help": "Lower bound of the weights for vLLM."}
-    )
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self):
         check_values(self)

@@ -1,10 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the trainer for supervised rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import SFTConfig
 
+from .arguments import help_from_docstring
 from .multimodal_config import MediaArguments
 
 
@@ -30,6 +31,7 @@ _NOT_HERE = {
 }
 
 
+@help_from_docstring
 @dataclass
 class MultimodalSFTConfig(MediaArguments, SFTConfig):
     r"""
@@ -55,24 +57,9 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
             the remedy.
     """
 
-    remove_unused_columns: bool | None = field(
-        default=False,
-        metadata={"help": "Whether columns that the trainer doesn't know are taken from the rows."},
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of a row. Longer ones of text are cut; those with media are an error, or skipped "
-            "(`on_media_error`). `None` takes rows as they are."
-        },
-    )
-    packing: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the rows of a micro-batch are forwarded one behind the other, without padding. "
-            "`max_tokens_per_microbatch` bounds a forward."
-        },
-    )
+    remove_unused_columns: bool | None = False
+    max_length: int | None = None
+    packing: bool = False
 
     def __post_init__(self):
         super().__post_init__()

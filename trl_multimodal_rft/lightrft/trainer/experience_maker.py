@@ -18,8 +18,9 @@ from ...algorithms.kl import FixedKLController, approx_kl
 from ...data.columns import rows_to_messages
 from ...data.features import restore_media
 from ...data.unread import check_columns
+from ...encoding.join import join_media
 from ...encoding.processors import check_processor
-from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, join_media, placeholder_tokens
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
 from ...families import family_of
 from ...forward.scoring import left_pad
 from ...models.modes import evaluation_mode

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...encoding.prompts import EncodedPrompt, join_media
+from ...encoding.join import join_media
+from ...encoding.prompts import EncodedPrompt
 from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience
 
 

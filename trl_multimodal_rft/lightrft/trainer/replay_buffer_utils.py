@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ...encoding.prompts import cat_padded
+from ...encoding.join import cat_padded
 from ...families import media_padding
 from .experience import (
     VISION_FIELDS,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..encoding.prompts import EncodedPrompt, placeholder_token_ids, prompt_position_ids
-from ..families import MODALITIES, family_of
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt, placeholder_token_ids, prompt_position_ids
+from trl_multimodal_rft.families import MODALITIES, family_of
+
 from .tiny_models import VOCABULARY, meant_ids
 
 

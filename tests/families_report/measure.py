@@ -2,33 +2,32 @@
 """Measures how exactly a family is scored and sampled, on a tiny model, against the model's own plain forward."""
 
 import copy
-import importlib
 import multiprocessing
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.families import ALL_FAMILIES
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 
-from ..data.columns import rows_to_messages
-from ..encoding.prompts import EncodedPrompt, encode_prompt
-from ..families import family_of
-from ..forward.attention import install_prefix_attention
-from ..forward.head import add_fused_head
-from ..forward.layout import group_by_prompt, split_samples
-from ..forward.masks import sharing_obstacle
-from ..forward.scoring import to_model
-from ..policy import Fallbacks, PolicyForward, training_obstacle
+from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.forward.scoring import to_model
+from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
+
 from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids
 from .tiny_models import tiny_model
 
@@ -48,13 +47,13 @@ class Measurement:
     family: str  # its `model_type`
     kinds: str = ""  # kinds of media that were measured
     real: bool = False  # whether prompts came from a real processor
-    # `"packed"` or `"padded"`, with `"apart"` if prompts are forwarded apart, or `"refused"`; `"wrong: ..."` and
-    # `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
+    # `"packed"` or `"padded"`, with `"isolated"` if prompts get forward passes of their own, or `"refused"`;
+    # `"wrong: ..."` and `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
     mode: str = "not built"
     logps: float | None = None  # largest difference of log-probabilities, in nats
     gradient: float | None = None  # difference of the gradient, relative to its norm
     sharing: str = ""  # whether samples share a prefill: `"yes"`, `"no"`, or what is wrong
-    note: str = ""  # what is to be said beside
+    note: str = ""  # remark
 
 
 def measure_all(
@@ -102,7 +101,7 @@ def _send(sender, function: Callable[[str], Measurement], name: str) -> None:
 
 
 def measure_class(name: str, class_name: str) -> Measurement:
-    """Measures a tiny model with made-up media."""
+    """Measures a tiny model with synthetic media."""
     found = Measurement(name)
     try:
         model = tiny_model(getattr(transformers, class_name))
@@ -132,11 +131,11 @@ def measure_class(name: str, class_name: str) -> Measurement:
     return measure(model, prompts, found) if seen else found
 
 
-def measure_real(name: str, path: str, class_name: str | None = None) -> Measurement:
+def measure_real(name: str, class_name: str | None = None) -> Measurement:
     """Measures a tiny model with its real processor."""
     found = Measurement(name, real=True)
     try:
-        family = real_families(path)[name]
+        family = ALL_FAMILIES[name]
         model, processor = family.build()
         chats = family.prompts()
         for block in (block for chat in chats for block in chat[0]["content"] if block["type"] == "audio"):
@@ -150,15 +149,6 @@ def measure_real(name: str, path: str, class_name: str | None = None) -> Measure
         found = measure_class(name, class_name)
         return replace(found, note="; ".join(filter(None, (reason, found.note))))
     return measure(model, prompts, replace(found, kinds=", ".join(family.modalities)))
-
-
-def real_families(path: str) -> Mapping[str, Any]:
-    """Families of which tiny models can be built with their processors."""
-    file = Path(path).resolve()
-    if (folder := str(file.parents[1])) not in sys.path:
-        sys.path.insert(0, folder)
-    module = importlib.import_module(f"{file.parent.name}.{file.stem}")
-    return getattr(module, "ALL_FAMILIES", None) or module.FAMILIES
 
 
 def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Measurement) -> Measurement:
@@ -211,7 +201,7 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
 
 
 def _mode(fallbacks: Fallbacks) -> str:
-    return ("packed" if fallbacks.packing else "padded") + (", apart" if fallbacks.isolate else "")
+    return ("packed" if fallbacks.packing else "padded") + (", isolated" if fallbacks.isolate else "")
 
 
 def _remedy(score, fallbacks: Fallbacks) -> str:
@@ -222,7 +212,7 @@ def _remedy(score, fallbacks: Fallbacks) -> str:
                 other = Fallbacks(packing=packing, isolate=isolate, logits_from_model=logits_from_model)
                 try:
                     if max(score(other)) <= TOLERANCE:
-                        own = ", own logits" if logits_from_model else ""
+                        own = "; logits from the model" if logits_from_model else ""
                         return f"exact if {_mode(other)}{f' ({isolate})' if isolate else ''}{own}"
                 except Exception:
                     continue

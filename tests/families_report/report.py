@@ -1,0 +1,111 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Measures tiny models of all families and writes the table of `docs/models.md`."""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import transformers
+from helpers.families import ALL_FAMILIES
+from transformers import CONFIG_MAPPING
+
+from trl_multimodal_rft.cli.families import classes_with_media
+from trl_multimodal_rft.families import FAMILIES, MODALITIES, family_of
+
+from .measure import Measurement, measure_all, measure_class, measure_real
+
+
+# What `docs/vllm.md` says of families that were run with vLLM, except for media of which it makes other tokens
+VLLM = {
+    "idefics3": "yes",
+    "internvl": "yes",
+    "glm4v": "images",
+    "llava": "no",
+    "llava_onevision": "no",
+    "paligemma": "no",
+    "phi4_multimodal": "no",
+    "qwen2_5_omni": "yes",
+    "qwen2_5_vl": "yes",
+    "qwen2_audio": "yes",
+    "qwen2_vl": "yes",
+    "qwen3_omni_moe": "no",
+    "qwen3_vl": "yes",
+    "qwen3_vl_moe": "no",
+    "voxtral": "no",
+}
+
+
+def measurable() -> dict[str, str]:
+    """Families that complete prompts with media, each class once."""
+    found: dict[str, str] = {}
+    parts = {model_type for family in FAMILIES for model_type in family.trained_part}
+    for model_type, name in sorted(classes_with_media().items()):
+        model_class = getattr(transformers, name)
+        takes_media = not {*MODALITIES}.isdisjoint(model_class.input_modalities)
+        if model_type in parts or not takes_media or name in found.values() or not model_class.can_generate():
+            continue
+        if not model_class.config_class().is_encoder_decoder:
+            found[model_type] = name
+    return found
+
+
+# What stands before measurements in a file
+MARK = "<!-- measured -->"
+
+HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "shared prefill", "vLLM", "remark")
+
+
+def cells(found: Measurement) -> tuple[str, ...]:
+    """One row of the table of measurements."""
+    numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
+    vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
+    if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
+        vllm = f"but {', '.join(missing)}"
+    real = "real" if found.real else "synthetic" if found.kinds else ""
+    return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
+
+
+def table(measured: list[Measurement]) -> str:
+    """Measurements in Markdown."""
+    modes = [each.mode.split(":")[0] for each in measured]
+    totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
+    rows = [HEADER, tuple("---" for _ in HEADER), *map(cells, measured)]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return f"With {versions}: {totals}.\n\n" + "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures families, prints the table, and writes it into a page."""
+    parser = argparse.ArgumentParser("families_report", description=__doc__)
+    add = parser.add_argument
+    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
+    add("--synthetic", action="store_true", help="random tensors instead of what processors return, for all families")
+    add("--time_limit", type=float, default=180, help="seconds that a family may take")
+    add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
+    add("--output", type=Path, help="page in Markdown whose table is replaced")
+    args = parser.parse_args(argv)
+    classes = measurable()
+    work = {name: functools.partial(measure_class, class_name=value) for name, value in classes.items()}
+    if not args.synthetic:
+        real = [name for name in ALL_FAMILIES if name in CONFIG_MAPPING]
+        for name in real:
+            work.pop(f"{name}_thinker", None)  # of the same model
+            work[name] = functools.partial(measure_real, class_name=classes.get(name))
+    if args.only is not None:
+        if unknown := [name for name in args.only if name not in work]:
+            parser.error(f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}")
+        work = {name: work[name] for name in args.only}
+    found = []
+    for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
+        found.append(each)
+        print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
+    text = table(found)
+    print(text, end="")
+    if args.output is not None:
+        before = args.output.read_text(encoding="utf-8").partition(MARK)[0] if args.output.exists() else ""
+        args.output.write_text(f"{before}{MARK}\n\n{text}", encoding="utf-8")
