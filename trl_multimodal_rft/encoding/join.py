@@ -1,0 +1,82 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts in one forward: their media and token fields joined, and whether two are the same."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from ..data.columns import MediaRef
+from ..families import PATCH_ROWS, family_of, indexed_media, media_padding
+from .prompts import EncodedPrompt
+
+
+def same_prompt(a: Any, b: Any) -> bool:
+    """Whether two prompts have the same messages and media. Media are compared by value, decoders by type."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (np.ndarray, PIL.Image.Image)) and type(a) is type(b):
+        return np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, MediaRef) and isinstance(b, MediaRef):
+        return same_prompt(a.source, b.source) and a.options == b.options
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_prompt(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same_prompt(x, y) for x, y in zip(a, b, strict=True))
+    if type(a).__eq__ is object.__eq__:
+        return type(a) is type(b)
+    return type(a) is type(b) and a == b
+
+
+def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
+    """
+    A token field of prompts `(B, P, ...)` with that of text after them, as `generate` continues it: `(B, P + n_new,
+    ...)`.
+    """
+    family = family_of(model)
+    behind = values[:, -1:]
+    if name not in family.token_masks:
+        behind = torch.full_like(behind, family.token_field_fill.get(name, 0))
+    return torch.cat([values, behind.expand(-1, n_new, *behind.shape[2:])], dim=1)
+
+
+def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
+    """
+    Joins the media of several prompts into one forward's arguments.
+
+    Tensors are concatenated on their first dimension, or the last if they are a row of patches, and padded on the
+    right on the others. Indices into another tensor are shifted by what earlier prompts hold of it.
+    """
+    collected: dict[str, list[torch.Tensor]] = {}
+    places: Counter[str] = Counter()  # in each tensor so far
+    for prompt in prompts:
+        for name, value in prompt.media.items():
+            indexed = indexed_media(name)
+            if indexed is not None:
+                value = torch.where(value < 0, value, value + places[indexed])
+            collected.setdefault(name, []).append(value)
+        places.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
+    rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
+    return {
+        name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
+        for name, values in collected.items()
+    }
+
+
+def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
+    """Concatenates tensors on one dimension, the others padded on the right to the largest."""
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [m - s for m, s in zip(largest, tensor.shape, strict=True)]
+        missing[dim] = 0
+        pairs = [p for m in reversed(missing) for p in (0, m)]
+        padded.append(F.pad(tensor, pairs, value=value) if any(missing) else tensor)
+    return torch.cat(padded, dim)

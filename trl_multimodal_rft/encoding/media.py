@@ -1,0 +1,221 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Media as a processor takes them: decoded, sampled and resized as it would."""
+
+import base64
+import io
+import itertools
+import math
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_utils import SizeDict
+from transformers.utils import logging
+
+from ..data.columns import QWEN_OPTIONS, MediaRef
+from ..data.loading import (
+    load_audio,
+    load_image,
+    load_video,
+    load_with_qwen_vl_utils,
+    qwen_frame_indices,
+    qwen_frame_size,
+    require_module,
+)
+from ..families import AUDIO_EXTRACTORS, family_of_processor
+from .ablation import Ablation, blank, fitted
+
+
+logger = logging.get_logger(__name__)
+
+# Options by which a block chooses the frames of its video, and their size, and those that are qwen-vl-utils' alone
+_FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
+_QWEN_ONLY = {"min_frames", "max_frames"}
+_SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
+
+# Settings of a video processor that it doesn't hand to its rule of sampling
+_NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+
+# Frames per second that Qwen's models are given where nothing says more
+_QWEN_FPS = 2.0
+
+
+def decode_media(
+    refs: list[MediaRef],
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    audio_overlong: Literal["raise", "truncate"],
+    ablation: Ablation | None = None,
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """
+    Decodes media as a processor takes them, by the `id` of their reference, with `processor_kwargs` that describe
+    them.
+    """
+    decoded: dict[int, Any] = {}
+    video_metadata: list[dict[str, Any]] = []
+    kwargs: dict[str, Any] = {}
+    family = family_of_processor(processor)
+    # One call of the processor resizes all images or none
+    resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
+    others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
+    turns = itertools.cycle(others)
+    for ref in refs:
+        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS)
+        if unused:
+            logger.warning_once(
+                f"{type(processor).__name__} doesn't read {', '.join(unused)} of blocks, which have no effect; set "
+                "them in the configuration of its processor."
+            )
+        medium, metadata = _decode(ref, processor, audio_overlong, resized)
+        if ablation is not None and ref.kind == ablation.kind:
+            medium = fitted(next(turns), medium) if others else blank(medium)
+        if ref.kind == "audio" and family.takes_base64_audio:
+            medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
+        decoded[id(ref)] = medium
+        if metadata is not None:
+            video_metadata.append(metadata)
+    if video_metadata:
+        kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
+    for kind in resized:
+        kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
+    return decoded, kwargs
+
+
+def _decode(
+    ref: MediaRef, processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
+) -> tuple[Any, dict[str, Any] | None]:
+    """A medium, of a kind that is resized here or by the processor, and the metadata of a video."""
+    if ref.kind == "audio":
+        return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
+    if ref.kind == "image":
+        if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
+            raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
+        if "image" not in resized:
+            return load_image(ref), None
+        ref_with_limits = replace(
+            ref, options={**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
+        )
+        return load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size), None
+    if "video" in resized:
+        return _qwen_video(ref, processor)
+    return load_video(ref, _frame_sampler(ref, processor))
+
+
+def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A video sampled and resized by the options of its block, within the processor's limits, or by the processor."""
+    video_processor, options = processor.video_processor, ref.options
+    size = getattr(processor, "videos_kwargs", {}).get("size", video_processor.size)  # what its call goes by
+    sampler = _frame_sampler(ref, processor)
+    if sampler is None:
+        names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
+        limits = {name: getattr(video_processor, name, None) for name in names}
+        known = {name: value for name, value in limits.items() if value is not None}
+        sampler = partial(qwen_frame_indices, {**known, **options})
+    if options.keys() & _SIZE_OPTIONS:
+        whole = family_of_processor(processor).bounds_whole_videos
+
+        def frame_size(count: int, height: int, width: int) -> tuple[int, int]:
+            limits = _pixel_limits(size, options, count if whole else 1)
+            return qwen_frame_size({**limits, **options}, video_processor.patch_size, count, height, width)
+
+        loaded: Any = load_with_qwen_vl_utils(ref, video_processor.patch_size, sampler, frame_size)
+        frames, metadata = loaded
+    else:
+        array, metadata = load_video(ref, sampler, partial(_resized_frames, video_processor, size))
+        frames = torch.from_numpy(array).permute(0, 3, 1, 2)
+    return frames, {**metadata, "fps": metadata["fps"] or _QWEN_FPS}
+
+
+def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> np.ndarray:
+    """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them together."""
+    if not video_processor.do_resize:
+        return frames
+    whole = video_processor.resize(
+        videos=torch.empty(1, count, 3, *frames.shape[1:3], dtype=torch.uint8, device="meta"),
+        size=SizeDict(**limits) if isinstance(limits, dict) else limits,
+        resample=video_processor.resample,
+        factor=video_processor.patch_size * video_processor.merge_size,
+        temporal_factor=video_processor.temporal_patch_size,
+        cap_pixels_per_frame=getattr(video_processor, "cap_pixels_per_frame", None),
+    )
+    from transformers.video_processing_utils import BaseVideoProcessor  # which takes torchvision
+
+    size = SizeDict(height=whole.size(-2), width=whole.size(-1))
+    tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    resized = BaseVideoProcessor.resize(video_processor, tensor, size, video_processor.resample)
+    return resized.permute(0, 2, 3, 1).numpy()
+
+
+def _chooses_its_size(ref: MediaRef) -> bool:
+    return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
+
+
+def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, float]:
+    """Limits of an image or a frame, where `size` bounds `count` of them. An option for one moves the other."""
+    return {
+        "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
+        "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
+    }
+
+
+def _base64_wav(waveform: np.ndarray, rate: int) -> str:
+    buffer = io.BytesIO()
+    require_module("soundfile", "audio").write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
+    """Sampling rate the processor wants, in Hz, and the longest audio its encoder sees whole, in seconds."""
+    extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
+    if extractor is None:
+        raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
+    limit = family_of_processor(processor).audio_limit
+    return extractor.sampling_rate, None if limit is None else limit(processor)
+
+
+def _frame_sampler(ref: MediaRef, processor):
+    """The processor's own choice of frames, where the block doesn't choose."""
+    if not hasattr(processor, "video_processor"):
+        raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
+    known = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
+    sampling = None if known & ref.options.keys() else frame_sampling(processor)
+    if sampling is None:
+        return None
+    video_processor = processor.video_processor
+    names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
+    # Those of its settings that the processor hands to its rule, which needn't look at the others
+    settings = {name: getattr(video_processor, name, None) for name in names}
+    return partial(video_processor.sample_frames, **{**settings, **sampling})
+
+
+def frame_sampling(processor) -> dict[str, Any] | None:
+    """Arguments by which a processor samples frames of a file; `None` where it takes all of them."""
+    video_processor, family = processor.video_processor, family_of_processor(processor)
+    has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
+    if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
+        return {}
+    return {"fps": _QWEN_FPS} if family.has_qwen_vl_utils else None
+
+
+def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
+    """Puts decoded media into messages."""
+
+    def block(part):
+        kind, value = part["type"], part.get(part["type"])
+        if not isinstance(value, MediaRef):
+            return part
+        medium = decoded[id(value)]
+        if isinstance(medium, Path):
+            return {"type": kind, "path": str(medium)}
+        return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
+
+    return [
+        {**message, "content": [block(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
