@@ -22,6 +22,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.families import TOKEN_FIELDS, family_of
 from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.trainers.engine import check_settings
 
 
 every_family = pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
@@ -114,7 +115,7 @@ def test_by_name(name, tmp_path):
     saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
 
-    trainer.checks.on_prompts(trainer.model, messages, prompts, trainer._check_settings)
+    trainer.checks.on_prompts(trainer.model, messages, prompts, lambda: check_settings(trainer))
     assert policy.fallbacks == Fallbacks(isolate=family_of(model).isolate)
     assert trainer.checks.self_check.media.keys() == set(family.modalities)
     assert min(trainer.checks.self_check.media.values()) > 5e-3

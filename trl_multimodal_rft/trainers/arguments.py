@@ -82,17 +82,22 @@ def help_from_docstring(config_class: type) -> type:
     return config_class
 
 
+def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
+    """Raises a `TypeError` about an unknown keyword argument of a constructor that names what to use instead."""
+    parameters = inspect.signature(cls.__init__).parameters
+    unknown = kwargs.keys() - parameters.keys()
+    # A constructor with `**kwargs` may take them itself
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        name = min(unknown)
+        message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
+        raise TypeError(message + did_you_mean(name, parameters))
+
+
 class KnownKeywords:
-    """Lets the error about an unknown keyword argument of a constructor name what to use instead."""
+    """A class whose constructor checks its keywords, see [`check_keywords`]."""
 
     def __new__(cls, *args, **kwargs):
-        parameters = inspect.signature(cls.__init__).parameters
-        unknown = kwargs.keys() - parameters.keys()
-        # A constructor with `**kwargs` may take them itself
-        if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            name = min(unknown)
-            message = f"{cls.__name__} got an unexpected keyword argument '{name}'."
-            raise TypeError(message + did_you_mean(name, parameters))
+        check_keywords(cls, kwargs)
         return super().__new__(cls)
 
 

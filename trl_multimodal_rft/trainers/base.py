@@ -3,18 +3,17 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from datasets import IterableDataset
 from torch import nn
-from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 from trl import is_conversational
 from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import (
     use_adapter,
@@ -25,9 +24,8 @@ from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import log_metrics
 from ..checks.checks import Checks
 from ..checks.media_contribution import is_due, media_contribution
-from ..checks.self_check import RunSettings
 from ..data.batches import BatchShape, repeat_order
-from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, strip_media
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.features import restore_media
 from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
@@ -42,7 +40,6 @@ from ..generation.transformers import Branches
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward
-from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..reporting.model_card import conversation_of
@@ -51,16 +48,15 @@ from ..rewards.model import read_as_text
 from ..rewards.named import as_reward_funcs
 from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
-from ..rollout.reward import check_readers, reward_metrics, reward_rollout
+from ..rollout.reward import check_readers, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import TransformersSampler, VLLMSampler
+from ..rollout.samplers import VLLMSampler
 from ..rollout.score import engine_correction, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
-from .arguments import KnownKeywords, check_arguments
+from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
-from .engine import make_sampler, naming_checkpoint
-from .finite import naming_broken_logits
+from .engine import check_settings, make_sampler, naming_checkpoint
 from .setup import (
     around_trl_constructor,
     enable_packing,
@@ -84,7 +80,7 @@ from .setup import (
 logger = get_logger(__name__)
 
 
-class MultimodalTrainer(KnownKeywords, CheckpointMixin):
+class MultimodalTrainer(CheckpointMixin):
     """
     Base of the trainers that sample completions. Constructor, config, loop, engines and names of metrics are TRL's;
     rollout and loss are functions of a [`~rollout.rollout.Rollout`].
@@ -219,23 +215,6 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    @contextmanager
-    def _generating(self):
-        """The model, ready to generate."""
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-            naming_broken_logits(self.state.global_step, self.model.dtype),
-        ):
-            yield model
-
     # Rows and prompts
 
     def get_train_dataloader(self):
@@ -332,7 +311,7 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
         if self.args.self_check and self.model.training and prompts:
             if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
                 messages = [self._checked_prompt(each, number) for each, number in zip(messages, numbers, strict=True)]
-            self.checks.on_prompts(self.model, messages, prompts, self._check_settings)
+            self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
         return rollout
 
     def _read_rows(self, inputs: Sequence[Any]) -> list[EncodedRow]:
@@ -454,17 +433,6 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
             **options,
         )
 
-    def _sample_with(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool):
-        """What transformers samples, for the self-check."""
-        return self._policy.sample(
-            self.model_wrapped,
-            prompts,
-            config,
-            self._tokenizer.pad_token_id,
-            shared_prefill=shared_prefill,
-            generating=self._generating,
-        )
-
     def _complete(
         self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
     ) -> list[list[int]]:
@@ -545,50 +513,6 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
         given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         rewards = reward_rollout(rollout, functions, given, loop, profile).to(self.accelerator.device)
         rollout.rewards_per_func = self.accelerator.gather(rewards)
-
-    def _log_rollout(self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor) -> None:
-        """TRL's metrics of rewards and its table of completions; the check of the engine, media and first example."""
-        per_func, names = rollout.rewards_per_func, self.reward_func_names
-        for name, value in reward_metrics(per_func, names, rewards, is_std_zero).items():
-            self._mode_metrics[name].append(value)
-        for i, name in enumerate(names):
-            self._logs["rewards"][name].extend(per_func[:, i].tolist())
-        self._logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
-        self._logs["completion"].extend(gather_object(strip_media(rollout.completions)))
-        self._log_by_rewards(len(rollout))
-        if self._media_log is not None:
-            shown = rollout.completions if self.tools else None
-            self._media_log.add(rollout.messages, self._group_size, shown)
-        self._show_first(rollout)
-
-    def _log_by_rewards(self, n: int) -> None:
-        """What reward functions logged, in the same order on all ranks, as TRL does."""
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            values = self._pending_extra_logs.get(column, [None] * n)
-            self._logs["extra"][column].extend(gather_object(values))
-        self._pending_extra_logs.clear()
-        for name in sorted(set(gather_object(list(self._pending_metrics)))):
-            values = self._pending_metrics.get(name, [])
-            stats = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=self.accelerator.device)
-            total, count = self.accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
-            self._mode_metrics[name].append(total / count)
-        self._pending_metrics.clear()
-
-    def _log_advantages(self, advantages: torch.Tensor) -> None:
-        """What is trained on, over all ranks, in the table of completions; per token as their mean."""
-        self._logs["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
-
-    def _show_first(self, rollout: Rollout) -> None:
-        display = waiting_display(self) if self.model.training else None
-        if display is not None:
-            ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
-            display.show_example(
-                rollout.prompts[0].input_ids.tolist(),
-                rollout.messages[0],
-                ids[mask].tolist(),
-                reference=rollout.rows[0].get("solution"),
-                rewards=dict(zip(self.reward_func_names, rollout.rewards_per_func[0].tolist(), strict=True)),
-            )
 
     def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks, padded on the right."""
@@ -733,22 +657,3 @@ class MultimodalTrainer(KnownKeywords, CheckpointMixin):
             found = media_contribution(self._policy, self.model, completions, rollout.loss_mask, encode)
             for name, value in found.items():
                 self._metrics["train"][name].append(value)
-
-    def _check_settings(self) -> RunSettings:
-        samples = isinstance(self.sampler, TransformersSampler) and self.sampler.continuous_batching is None
-        return RunSettings(
-            load_processor=self._processor_as_loaded,
-            template_kwargs=self._template_kwargs(),
-            generation_config=self.generation_config,
-            eos_token_ids=self.eos_token_ids,
-            sample=self._sample_with if samples else None,
-            generating=self._generating,
-            changes=sampling_changes(self.args),
-            audio_overlong=self.args.audio_overlong,
-            engine_positions=self.use_vllm,
-        )
-
-    def _processor_as_loaded(self):
-        """The processor as transformers loads it, to compare with; a processor that was passed stays as it is."""
-        source = self._processor_source
-        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)

@@ -23,6 +23,7 @@ from ..policy import Fallbacks
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
+from .arguments import check_keywords
 from .checkpoint_files import (
     PARTIAL,
     checkpoints,
@@ -79,6 +80,10 @@ class CheckpointMixin(Trainer):
     _end_on_signal: EndOnSignal | None = None
     _n_skipped = 0  # successive updates
     _checked_step: int | None = None  # the latest whose weights were checked before sampling
+
+    def __new__(cls, *args, **kwargs):
+        check_keywords(cls, kwargs)
+        return super().__new__(cls)
 
     def _add_checkpoint_callbacks(self) -> None:
         """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""

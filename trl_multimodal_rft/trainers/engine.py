@@ -3,7 +3,7 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from transformers import AutoProcessor, GenerationConfig
 from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
 
+from ..checks.self_check import RunSettings
+from ..encoding.prompts import EncodedPrompt
 from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .checkpoint_files import checkpoints, step_of
-from .setup import media_limits
+from .finite import naming_broken_logits
+from .setup import media_limits, sampling_changes
 
 
 logger = get_logger(__name__)
@@ -89,6 +94,57 @@ def make_engine(
     )
 
 
+@contextmanager
+def generating(trainer: Any) -> Iterator[Any]:
+    """The trainer's model, ready to generate."""
+    args = trainer.args
+    with (
+        unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=args.ds3_gather_for_generation,
+            generation_kwargs=trainer.generation_kwargs,
+            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        ) as model,
+        torch.no_grad(),
+        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        naming_broken_logits(trainer.state.global_step, trainer.model.dtype),
+    ):
+        yield model
+
+
+def check_settings(trainer: Any) -> RunSettings:
+    """What the self-check compares the policy with."""
+    sampler, source = trainer.sampler, trainer._processor_source
+
+    def load_processor() -> Any:
+        """The processor as transformers loads it, to compare with; one that was passed is taken as it is."""
+        return trainer.processing_class if source is None else AutoProcessor.from_pretrained(**source)
+
+    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> Any:
+        return trainer._policy.sample(
+            trainer.model_wrapped,
+            prompts,
+            config,
+            trainer._tokenizer.pad_token_id,
+            shared_prefill=shared_prefill,
+            generating=functools.partial(generating, trainer),
+        )
+
+    samples = isinstance(sampler, TransformersSampler) and sampler.continuous_batching is None
+    return RunSettings(
+        load_processor=load_processor,
+        template_kwargs=trainer._template_kwargs(),
+        generation_config=trainer.generation_config,
+        eos_token_ids=trainer.eos_token_ids,
+        sample=sample if samples else None,
+        generating=functools.partial(generating, trainer),
+        changes=sampling_changes(trainer.args),
+        audio_overlong=trainer.args.audio_overlong,
+        engine_positions=trainer.use_vllm,
+    )
+
+
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
     """vLLM or transformers, as the trainer's config says."""
     args, profile = trainer.args, functools.partial(profiling_context, trainer)
@@ -99,7 +155,7 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
             trainer.generation_config,
             trainer.eos_token_ids,
             trainer._tokenizer.pad_token_id,
-            trainer._generating,
+            functools.partial(generating, trainer),
             profile,
             getattr(trainer, "continuous_batching_config", None),
             torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,

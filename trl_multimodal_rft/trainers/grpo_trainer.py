@@ -27,6 +27,7 @@ from ..rollout.groups import GroupBuffer, GroupExchange
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
+from .rollout_logs import log_rollout
 from .setup import resolve_config
 
 
@@ -270,8 +271,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout.live = self._local(live, n)
         local = self._local(advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
-        self._log_rollout(rollout, rewards, zero_std)
-        self._log_advantages(advantages)
+        log_rollout(self, rollout, rewards, zero_std, advantages)
         if args.kl_in_reward:
             mask = rollout.loss_mask
             kl = approx_kl(rollout.old_per_token_logps, rollout.ref_per_token_logps, mask, "k1")

@@ -17,6 +17,7 @@ from ..rollout.advantages import is_std_zero, leave_one_out, weighted_sum
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
+from .rollout_logs import log_rollout
 from .setup import resolve_config
 
 
@@ -145,8 +146,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         group_ids = self.accelerator.gather(rollout.group_ids)
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = self._local(advantages, n)
-        self._log_rollout(rollout, rewards, is_std_zero(shaped, self._group_size))
-        self._log_advantages(advantages)
+        log_rollout(self, rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
         if self.use_vllm and args.vllm_importance_sampling_correction:
             # A weight on the advantage is one on the loss
             rollout.advantages = rollout.advantages * self._engine_ratios(rollout)[:, 0]

@@ -40,7 +40,7 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.model_card import conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from .arguments import KnownKeywords, check_arguments
+from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .setup import (
     check_family,
@@ -73,7 +73,7 @@ _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs",
 _COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
-class MultimodalSFTTrainer(KnownKeywords, CheckpointMixin, SFTTrainer):
+class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
