@@ -258,7 +258,7 @@ def test_smolvlm_as_it_is_released(tmp_path):
         assert_same_features(seen, expected)
         assert seen.media["pixel_values"].shape[1] == 3
     frames = {"prompt": prompts[0], "video": video(4, 84, 56)["video"]}
-    assert trainer._encode(rows_to_messages([frames])[0]["prompt"], 0).media["pixel_values"].shape[1] == 4
+    assert trainer.prompts.encode(rows_to_messages([frames])[0]["prompt"], 0).media["pixel_values"].shape[1] == 4
 
 
 # What a model hears

@@ -99,7 +99,7 @@ def test_by_name(name, tmp_path):
     assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id
     chats = [[{**chat[0], "content": [as_users_write(block) for block in chat[0]["content"]]}] for chat in chats]
     messages = [row["prompt"] for row in rows_to_messages([{"prompt": chat} for chat in chats])]
-    prompts = [trainer._encode(message, row) for row, message in enumerate(messages)]
+    prompts = [trainer.prompts.encode(message, row) for row, message in enumerate(messages)]
     for prompt, expected in zip(prompts, inputs, strict=True):
         assert_same_features(prompt, expected)
 

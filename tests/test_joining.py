@@ -53,7 +53,7 @@ def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path
     options["self_check"] = True
     trainer = make_trainer(MultimodalGRPOTrainer, "perception_lm", rows, tmp_path, **options)
     trainer.train()
-    encoded = [trainer._encode(row["prompt"], 0) for row in rows_to_messages(list(rows))]
+    encoded = [trainer.prompts.encode(row["prompt"], 0) for row in rows_to_messages(list(rows))]
     tiles = [prompt.media["pixel_values"].size(1) for prompt in encoded]
     assert tiles[0] == tiles[1] != tiles[2] != tiles[3]
     repeated = [prompt for prompt in encoded for _ in range(2)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What completions and prompts are made of that come as lists of ids."""
+"""Rows to prompts, and lists of ids to completions."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -7,8 +7,59 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..data.columns import iter_refs
+from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
+from .environments import Environments
+from .prompts import PromptEncoder
 from .rollout import Rollout
+from .stream import EncodedRow
+
+
+def template_tools(toolbox: Environments, environments: Sequence[Any] | None, index: int) -> dict[str, Any]:
+    """Arguments of the chat template for a completion whose tools are those of its environment."""
+    return {} if environments is None else {"tools": [*toolbox.tools_in(environments[index]).values()] or None}
+
+
+def collect(
+    rows: Sequence[EncodedRow],
+    encoder: PromptEncoder,
+    toolbox: Environments,
+    *,
+    encodes_text: bool,
+    group_size: int,
+    pad_token_id: int,
+    accelerator: Accelerator,
+) -> Rollout:
+    """
+    Rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`, the user's
+    `rollout_func` tokenizes rows of text.
+    """
+    columns, numbers = [row.row for row in rows], [row.number for row in rows]
+    messages, environments = [row.messages for row in rows], None
+    if toolbox:
+        environments, messages = toolbox.enter(messages, columns, numbers)
+    # A group may straddle ranks
+    group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
+    prompts: list[EncodedPrompt] = []
+    if encodes_text or any(next(iter_refs(each), None) is not None for each in messages):
+        for i, row in enumerate(rows):
+            same_group = i > 0 and group_ids[i] == group_ids[i - 1]
+            if row.prompt is not None:
+                prompts.append(row.prompt)
+            elif same_group and same_prompt(messages[i], messages[i - 1]):
+                prompts.append(prompts[-1])
+            else:
+                prompts.append(encoder.encode(messages[i], row.number, **template_tools(toolbox, environments, i)))
+    return Rollout(
+        prompts,
+        group_ids.to(accelerator.device),
+        pad_token_id,
+        rows=columns,
+        numbers=numbers,
+        messages=messages,
+        environments=environments,
+    )
 
 
 # What `rollout_func` returns that isn't a column for reward functions

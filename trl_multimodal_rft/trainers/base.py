@@ -25,14 +25,11 @@ from ..algorithms.metrics import log_metrics
 from ..checks.checks import Checks
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.batches import BatchShape, repeat_order
-from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
-from ..data.rows import Row
 from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
-from ..encoding.control_tokens import checked_prompt
-from ..encoding.join import same_prompt
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..forward.layout import group_by_prompt, micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
@@ -46,8 +43,9 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import checked_reward, distinct_names, missing_instructions
 from ..rewards.model import read_as_text
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import complete, take_custom_rollout
+from ..rollout.collect import collect, complete, take_custom_rollout, template_tools
 from ..rollout.environments import Environments, rows_for_environments
+from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import check_readers, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
@@ -160,19 +158,28 @@ class MultimodalTrainer(CheckpointMixin):
             max_tokens=args.max_tokens_per_microbatch,
         )
         self.checks = Checks(self._policy, self.accelerator, self._any_process)
-        self._own_tokens = placeholder_tokens(self._unwrapped(self.model), self.processing_class)
+        self.rollout_func, self.tools = rollout_func, self.toolbox.tools
+        set_tools(self, of_environments)
+        self.prompts = PromptEncoder(
+            self._unwrapped(self.model),
+            self.processing_class,
+            {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None},
+            args.audio_overlong,
+            args.media_rules,
+            args.ignored_media_columns or (),
+            args.special_tokens_in_text,
+            for_engine=args.use_vllm,
+        )
         makes_prompts = bool(self.toolbox) or rollout_func is not None
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=None if makes_prompts else self._encode_row,
-            messages=self._messages,
+            encode=None if makes_prompts else self.prompts.encode_row,
+            messages=self.prompts.messages,
             columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
-        self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        set_tools(self, of_environments)
         if loaded.ref_model is not None:
             self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -236,81 +243,32 @@ class MultimodalTrainer(CheckpointMixin):
         """Micro-batches between one generation batch and the next."""
         return self.args.steps_per_generation * self.num_iterations
 
-    def _encode_row(self, row: Row) -> EncodedPrompt | None:
-        """The prompt of a row that has media."""
-        check_has_prompt(row)
-        (prompt,) = self._messages([row])
-        if next(iter_refs(prompt), None) is None:
-            self._checked_prompt(prompt, row.number)
-            return None
-        return self._encode(prompt, row.number)
-
-    def _messages(self, rows: list[Row]) -> list[Any]:
-        """The prompts of rows of a batch, with their media; `None` if environments make them."""
-        if "prompt" not in rows[0]:
-            return [None] * len(rows)
-        ignored, rules = self.args.ignored_media_columns or (), self.args.media_rules
-        return [each["prompt"] for each in rows_to_messages(rows, ignored, self._own_tokens, rules)]
-
-    def _encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs) -> EncodedPrompt:
-        return encode_prompt(
-            self._checked_prompt(prompt, row),
-            self.processing_class,
-            self._unwrapped(self.model),
-            template_kwargs={**self._template_kwargs(), **template_kwargs},
-            audio_overlong=self.args.audio_overlong,
-            keep_decoded=self.use_vllm,
-            engine_positions=self.use_vllm,
-            ablation=ablation,
-            row=row,
-        )
-
-    def _checked_prompt(self, prompt: Any, row: int) -> Any:
-        return checked_prompt(prompt, self.processing_class, self.args.special_tokens_in_text, row)
-
-    def _template_kwargs(self) -> dict[str, Any]:
-        return {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None}
-
     # The stages of a rollout, in the order in which a trainer's `_generate_and_score_completions` calls them
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         """Rows, environments and encoded prompts."""
         rows = self._read_rows(inputs)
-        columns, numbers = [row.row for row in rows], [row.number for row in rows]
-        messages, environments = [row.messages for row in rows], None
-        if self.toolbox:
-            environments, messages = self.toolbox.enter(messages, columns, numbers)
-        # A group may straddle ranks
-        group_ids = (torch.arange(len(rows)) + self.accelerator.process_index * len(rows)) // self._group_size
-        prompts: list[EncodedPrompt] = []
-        if self.rollout_func is None or any(next(iter_refs(each), None) is not None for each in messages):
-            for i, row in enumerate(rows):
-                same_group = i > 0 and group_ids[i] == group_ids[i - 1]
-                if row.prompt is not None:
-                    prompts.append(row.prompt)
-                elif same_group and same_prompt(messages[i], messages[i - 1]):
-                    prompts.append(prompts[-1])
-                else:
-                    prompts.append(self._encode(messages[i], row.number, **self._tools_of(environments, i)))
+        rollout = collect(
+            rows,
+            self.prompts,
+            self.toolbox,
+            encodes_text=self.rollout_func is None,
+            group_size=self._group_size,
+            pad_token_id=self._tokenizer.pad_token_id,
+            accelerator=self.accelerator,
+        )
+        rollout.step = self.state.global_step
+        prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
+        columns = rollout.rows
         self._columns_seen.update(columns[0])
         if len(self._asked) < 2:
             self._asked.update(map(conversation_of, messages))
         self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
             self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
-        rollout = Rollout(
-            prompts,
-            group_ids.to(self.accelerator.device),
-            self._tokenizer.pad_token_id,
-            rows=columns,
-            numbers=numbers,
-            messages=messages,
-            environments=environments,
-            step=self.state.global_step,
-        )
         if self.args.self_check and self.model.training and prompts:
             if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
-                messages = [self._checked_prompt(each, number) for each, number in zip(messages, numbers, strict=True)]
+                messages = [self.prompts.checked(each, number) for each, number in zip(messages, numbers, strict=True)]
             self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
         return rollout
 
@@ -328,12 +286,6 @@ class MultimodalTrainer(CheckpointMixin):
                 takes = modalities(self._unwrapped(self.model), self.args)
                 warn_of_unread(self.args, {name: [dict(row) for row in stored]}, takes, extent="first")
         return rows
-
-    def _tools_of(self, environments: list[Any] | None, index: int) -> dict[str, Any]:
-        """Arguments for the chat template of a prompt whose tools are those of its environment."""
-        if environments is None:
-            return {}
-        return {"tools": [*self.toolbox.tools_in(environments[index]).values()] or None}
 
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
@@ -650,8 +602,8 @@ class MultimodalTrainer(CheckpointMixin):
         if every and self.model.training and is_due(every, self.state.global_step, n_steps):
 
             def encode(row: int, ablation: Ablation) -> EncodedPrompt:
-                tools = self._tools_of(rollout.environments, row)
-                return self._encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
+                tools = template_tools(self.toolbox, rollout.environments, row)
+                return self.prompts.encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
 
             completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
             found = media_contribution(self._policy, self.model, completions, rollout.loss_mask, encode)

@@ -134,7 +134,7 @@ def check_settings(trainer: Any) -> RunSettings:
     samples = isinstance(sampler, TransformersSampler) and sampler.continuous_batching is None
     return RunSettings(
         load_processor=load_processor,
-        template_kwargs=trainer._template_kwargs(),
+        template_kwargs=trainer.prompts.template_kwargs,
         generation_config=trainer.generation_config,
         eos_token_ids=trainer.eos_token_ids,
         sample=sample if samples else None,

@@ -1,0 +1,65 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows to messages to encoded prompts, as a trainer or an evaluation is configured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..data.columns import iter_refs, rows_to_messages
+from ..data.rows import Row
+from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.unread import check_has_prompt
+from ..encoding.ablation import Ablation
+from ..encoding.control_tokens import checked_prompt
+from ..encoding.prompts import EncodedPrompt, encode_prompt, placeholder_tokens
+
+
+@dataclass
+class PromptEncoder:
+    """Encodes the prompts of rows for a model."""
+
+    model: Any  # unwrapped
+    processor: Any
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of `apply_chat_template`
+    audio_overlong: Literal["raise", "truncate"] = "raise"
+    media_rules: MediaRules = DEFAULT_RULES
+    ignored_media_columns: Sequence[str] = ()
+    special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
+    for_engine: bool = False  # whether vLLM samples, which takes decoded media and has positions of its own
+
+    def __post_init__(self):
+        self._placeholders = placeholder_tokens(self.model, self.processor)
+
+    def messages(self, rows: Sequence[Row]) -> list[Any]:
+        """The prompts of rows of a batch, with their media; `None` if environments make them."""
+        if "prompt" not in rows[0]:
+            return [None] * len(rows)
+        placed = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules)
+        return [row["prompt"] for row in placed]
+
+    def encode_row(self, row: Row) -> EncodedPrompt | None:
+        """The prompt of a row; `None` if it has no media, as text is tokenized like the other rows of its batch."""
+        check_has_prompt(row)
+        (prompt,) = self.messages([row])
+        if next(iter_refs(prompt), None) is None:
+            self.checked(prompt, row.number)
+            return None
+        return self.encode(prompt, row.number)
+
+    def encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs: Any) -> EncodedPrompt:
+        """The prompt of a row's messages, without its media of a kind if an ablation is given."""
+        return encode_prompt(
+            self.checked(prompt, row),
+            self.processor,
+            self.model,
+            template_kwargs={**self.template_kwargs, **template_kwargs},
+            audio_overlong=self.audio_overlong,
+            keep_decoded=self.for_engine,
+            engine_positions=self.for_engine,
+            ablation=ablation,
+            row=row,
+        )
+
+    def checked(self, prompt: Any, row: int) -> Any:
+        """Messages whose control tokens are dealt with."""
+        return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
