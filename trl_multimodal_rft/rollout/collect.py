@@ -126,8 +126,8 @@ def complete(
     pad_to_multiple_of: int | None,
     mask_truncated: bool,
     accelerator: Accelerator,
-) -> dict[str, float]:
-    """Adds completions to a rollout, with their masks; TRL's metrics of lengths over all ranks, and `n_tokens`."""
+) -> tuple[dict[str, float], int]:
+    """Adds completions to a rollout, with their masks. Returns TRL's metrics of lengths, and tokens, of all ranks."""
     device, pad_token_id = accelerator.device, rollout.pad_token_id
     rollout.ids = ids
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
@@ -149,10 +149,9 @@ def complete(
     table = torch.stack([prompts, lengths, ended.long(), in_loss], dim=1).to(device)
     prompts, lengths, ended, in_loss = accelerator.gather(table).cpu().unbind(1)
     rollout.num_items_in_batch = in_loss.sum().to(device)
-    metrics = {"n_tokens": int(prompts.sum() + lengths.sum())}
-    metrics["completions/clipped_ratio"] = 1 - ended.float().mean().item()
+    metrics = {"completions/clipped_ratio": 1 - ended.float().mean().item()}
     terminated = lengths[ended == 1]
     for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()
-    return metrics
+    return metrics, int(prompts.sum() + lengths.sum())

@@ -6,15 +6,41 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from torch import nn
 from trl.trainer.utils import nanstd
 
 from ..data.columns import iter_refs
 from ..data.features import restore_media
+from ..data.rules import MediaRules
 from ..rewards.calls import call_rewards, reward_arguments
+from ..rewards.checks import checked_reward
+from ..rewards.model import read_as_text
 from .rollout import Rollout
 
 
 logger = get_logger(__name__)
+
+
+def checked_functions(
+    rollout: Rollout,
+    names: Sequence[str],
+    reward_funcs: Sequence[Any],
+    processors: Sequence[Any],
+    template_kwargs: dict[str, Any],
+    media_rules: MediaRules,
+) -> dict[str, Callable]:
+    """Reward functions by name, whose arguments and results are checked; models of text read completions as text."""
+    readers = [name for name, each in zip(names, reward_funcs, strict=True) if isinstance(each, nn.Module)]
+    check_readers(readers, rollout.messages, rollout.completions)
+    return {
+        name: checked_reward(
+            read_as_text(each, processor, template_kwargs) if name in readers else each,
+            name,
+            media_rules,
+            rollout.numbers,
+        )
+        for name, each, processor in zip(names, reward_funcs, processors, strict=True)
+    }
 
 
 def reward_rollout(

@@ -20,6 +20,7 @@ from ..encoding.conversations import conversation, encode_prefix, encode_turn, n
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..families import family_of
 from ..forward.masks import linear_masks
+from .environments import Environments
 from .rollout import Rollout
 
 
@@ -235,6 +236,31 @@ def parse_assistant_turn(
     """A turn of the model's as a message."""
     callables: Any = list(tools.values())
     return parse_response(tokenizer, ids, prefix=before, tools=callables)
+
+
+def first_turns(
+    rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments
+) -> list[dict[str, Any]]:
+    """First turns as messages, with their calls if the tokenizer can parse them."""
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
+        texts = processing_class.batch_decode(ids, skip_special_tokens=True)
+        return [{"role": "assistant", "content": text} for text in texts]
+    environments = rollout.environments or [None] * len(rollout)
+    return [
+        parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), toolbox.tools_in(environment))
+        for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
+    ]
+
+
+def turn_metrics(
+    counts: Counter[str], n: int, sum_over_ranks: Callable[[list[float]], list[float]]
+) -> dict[str, float]:
+    """Metrics of tools over all ranks, from the counts of this rank's `n` completions."""
+    *ended, calls, failures, total = sum_over_ranks([*(counts[name] for name in (*ENDS, "calls", "failures")), n])
+    metrics = {f"tools/ended_by_{name}": each / total for name, each in zip(ENDS, ended, strict=True)}
+    metrics["tools/call_frequency"] = calls / total
+    return {**metrics, "tools/failure_frequency": failures / calls if calls else 0.0}
 
 
 def take_turns(

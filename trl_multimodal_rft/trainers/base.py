@@ -40,18 +40,17 @@ from ..policy import PolicyForward
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..reporting.model_card import conversation_of
-from ..rewards.checks import checked_reward, distinct_names, missing_instructions
-from ..rewards.model import read_as_text
+from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
 from ..rollout.collect import collect, complete, take_custom_rollout, template_tools
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
-from ..rollout.reward import check_readers, reward_rollout
+from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
 from ..rollout.score import engine_correction, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from ..rollout.turns import ENDS, ToolLoop, parse_assistant_turn, take_turns
+from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
@@ -218,6 +217,10 @@ class MultimodalTrainer(CheckpointMixin):
     def _mode_metrics(self) -> dict[str, list[float]]:
         return self._metrics["train" if self.model.training else "eval"]
 
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._mode_metrics[name].append(value)
+
     @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
@@ -303,12 +306,12 @@ class MultimodalTrainer(CheckpointMixin):
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
         elif is_chat:
-            rollout.completions = [[each] for each in self._as_messages(rollout, ids)]
+            rollout.completions = [[each] for each in first_turns(rollout, ids, self.processing_class, self.toolbox)]
         else:
             rollout.completions = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
 
         pad: Any = self.pad_to_multiple_of
-        metrics = complete(
+        metrics, n_tokens = complete(
             rollout,
             ids,
             logps,
@@ -319,23 +322,9 @@ class MultimodalTrainer(CheckpointMixin):
             accelerator=self.accelerator,
         )
         if self.model.training:
-            self.state.num_input_tokens_seen += int(metrics["n_tokens"])
+            self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        for name, value in metrics.items():
-            if name != "n_tokens":
-                self._mode_metrics[name].append(value)
-
-    def _as_messages(self, rollout: Rollout, ids: list[list[int]]) -> list[dict[str, Any]]:
-        """First turns as messages, with their calls if the tokenizer can parse them."""
-        tokenizer: Any = self._tokenizer
-        if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
-            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-            return [{"role": "assistant", "content": text} for text in texts]
-        environments = rollout.environments or [None] * len(rollout)
-        return [
-            parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), self.toolbox.tools_in(environment))
-            for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
-        ]
+        self._log_metrics(metrics)
 
     def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
         """Calls tools and samples further turns, until no completion ends with a call."""
@@ -347,18 +336,14 @@ class MultimodalTrainer(CheckpointMixin):
 
         tools = [self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
         loop = self._tool_loop(tools, complete=sample)
-        ids, logps, mask, counts = take_turns(rollout, ids, logps, self._as_messages(rollout, ids), loop)
+        first = first_turns(rollout, ids, self.processing_class, self.toolbox)
+        ids, logps, mask, counts = take_turns(rollout, ids, logps, first, loop)
         if not self.use_vllm and counts["turns_taken"]:
             self._log_continuation_mode(branches.obstacle)
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
         if self.model.training:
             self.checks.on_tool_media(self.model, rollout.prompts, ids, self.use_vllm)
-        numbers = [counts[name] for name in (*ENDS, "calls", "failures")]
-        *ended, calls, failures, total = self._sum_over_ranks([*numbers, len(ids)])
-        for name, n in zip(ENDS, ended, strict=True):
-            self._mode_metrics[f"tools/ended_by_{name}"].append(n / total)
-        self._mode_metrics["tools/call_frequency"].append(calls / total)
-        self._mode_metrics["tools/failure_frequency"].append(failures / calls if calls else 0.0)
+        self._log_metrics(turn_metrics(counts, len(ids), self._sum_over_ranks))
         return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
@@ -402,8 +387,8 @@ class MultimodalTrainer(CheckpointMixin):
             self.args.vllm_importance_sampling_clip_min,
             self.args.vllm_importance_sampling_clip_max,
         )
-        for name, (value, combine) in metrics.items():
-            self._mode_metrics[name].append(combine(self.accelerator.gather(value)).item())
+        gather = self.accelerator.gather
+        self._log_metrics({name: combine(gather(value)).item() for name, (value, combine) in metrics.items()})
         return ratios
 
     def _log_continuation_mode(self, obstacle: str | None) -> None:
@@ -443,24 +428,14 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
-        for warning in (
-            () if self._rewarded else missing_instructions(self.reward_funcs, self.reward_func_names, rollout.messages)
-        ):
-            logger.warning(warning)
-        self._rewarded = True
-        named = [*zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)]
-        check_readers(
-            [name for name, each, _ in named if isinstance(each, nn.Module)], rollout.messages, rollout.completions
+        names, funcs = self.reward_func_names, self.reward_funcs
+        if not self._rewarded:
+            self._rewarded = True
+            for warning in missing_instructions(funcs, names, rollout.messages):
+                logger.warning(warning)
+        functions = checked_functions(
+            rollout, names, funcs, self.reward_processing_classes, self.chat_template_kwargs, self.args.media_rules
         )
-        functions = {
-            name: checked_reward(
-                read_as_text(each, processor, self.chat_template_kwargs) if isinstance(each, nn.Module) else each,
-                name,
-                self.args.media_rules,
-                rollout.numbers,
-            )
-            for name, each, processor in named
-        }
         loop, profile = getattr(self, "async_loop", None), functools.partial(profiling_context, self)
         given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         rewards = reward_rollout(rollout, functions, given, loop, profile).to(self.accelerator.device)

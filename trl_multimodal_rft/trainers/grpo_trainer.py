@@ -206,8 +206,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
-            for name, value in metrics.items():
-                self._metrics["train"][name].append(value)
+            self._log_metrics(metrics)
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
                     rollout.ref_per_token_logps = self._score_reference(rollout)
