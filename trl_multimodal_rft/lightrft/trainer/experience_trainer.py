@@ -308,7 +308,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._action_counts.append(self.accelerator.reduce(counts).tolist())
         n_tokens = self._action_counts[-1][0] if n_tokens is None else n_tokens
         ones = torch.ones_like(mask, dtype=torch.float32)
-        return Rollout(
+        rollout = Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
             self._pad_token,
@@ -321,11 +321,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             scorable=scorable,
             token_weights=ones if weights is None else placed([row.float() for row in weights]),
             step=self.state.global_step,
-            **{
-                name: placed([getattr(item, field).float() for item in items])
-                for field, name in self._action_fields.items()
-            },
         )
+        for field, name in self._action_fields.items():
+            rollout[name] = placed([getattr(item, field).float() for item in items])
+        return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """The prompt of a sample; the same object as an equal one, so that a forward shares it."""
