@@ -241,10 +241,9 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     model, processor = load("qwen2_5_vl")
     args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
-    # Set with an environment only, and when training starts
-    later = {"_env_tools", "_batch_environments", "current_gradient_accumulation_steps", "_initial_global_step"}
-    later |= {"commit_scheduler", "entropy_coef", "_last_world_entropy"}  # with their options only
-    later |= {"_sync_tool_dicts", "_async_tool_dicts", "async_loop", "max_tool_calling_iterations"}  # with tools only
+    # Set when training starts, and with their options or async functions only
+    later = {"current_gradient_accumulation_steps", "_initial_global_step", "async_loop"}
+    later |= {"commit_scheduler", "entropy_coef", "_last_world_entropy"}
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
     arguments = set(re.findall(r"\bargs\.(\w+)", source))

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean, pstdev, pvariance
 
 import pytest
@@ -792,7 +793,7 @@ class BrokenReference(Ours):
 
     def _compute_loss(self, model, inputs):
         if self.broken and not self._trains("policy"):
-            inputs = {**inputs, "ref_per_token_logps": inputs["ref_per_token_logps"] * torch.nan}
+            inputs = replace(inputs, ref_per_token_logps=inputs["ref_per_token_logps"] * torch.nan)
         return super()._compute_loss(model, inputs)
 
 

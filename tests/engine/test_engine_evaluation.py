@@ -69,9 +69,9 @@ def test_evaluation_during_training_and_after(tmp_path):
     trainer.model.load_state_dict(start)  # as one that was read from a checkpoint
     assert completions(evaluate_trainer(trainer, held_out, length_and_sum, greedy)) != completions(own)
 
-    trainer.drawn = ()
+    trainer.sampler.taken()
     metrics = trainer.evaluate(held_out)
-    assert [len(each) for each in trainer.drawn] == [4, 4]  # two completions of each of four prompts
+    assert [len(each) for each in trainer.sampler.taken()] == [4, 4]  # two completions of each of four prompts
     assert metrics["eval_reward"] > 0
 
 

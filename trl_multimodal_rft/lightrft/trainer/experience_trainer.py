@@ -21,9 +21,9 @@ from ...algorithms.losses import LOSSES
 from ...data.features import undecoded
 from ...data.rows import EndlessRows
 from ...encoding.prompts import EncodedPrompt
-from ...forward.scoring import left_pad
 from ...models.wrapped import is_unsharded
-from ...trainers import groups
+from ...rollout import groups
+from ...rollout.rollout import Rollout
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -288,7 +288,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _inputs_of(
         self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
-    ) -> dict[str, Any]:
+    ) -> Rollout:
         """The micro-batch as the trainer takes it: prompts, and completions padded on the right."""
         device = self.actor.device
         pins = self.args.dataloader_pin_memory and device.type == "cuda"
@@ -307,25 +307,24 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         counts = torch.stack([mask.sum(), (mask * scorable[:, None]).sum()]).float()
         self._action_counts.append(self.accelerator.reduce(counts).tolist())
         n_tokens = self._action_counts[-1][0] if n_tokens is None else n_tokens
-        ids = left_pad(prompts, self._pad_token)
-        batch = {
-            "prompt_ids": ids["input_ids"].to(device),
-            "prompt_mask": ids["attention_mask"].to(device),
-            "completion_ids": placed(actions, self._pad_token),
-            "completion_mask": placed([torch.ones_like(each) for each in actions]),
-            "tool_mask": mask,  # an action that doesn't count is seen all the same
-            # Of a generation batch, as the trainer counts them
-            "num_items_in_batch": torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
-            "encoded_prompts": prompts,
-            "packed": [self._policy.fallbacks.packing and self.actor.packing_samples]
-            * len(items),  # as in the rollout
-            "scorable": scorable,
-        }
-        for field, name in self._action_fields.items():
-            batch[name] = placed([getattr(item, field).float() for item in items])
         ones = torch.ones_like(mask, dtype=torch.float32)
-        batch["high_entropy_weights"] = ones if weights is None else placed([row.float() for row in weights])
-        return batch
+        rollout = Rollout(
+            prompts,
+            torch.arange(len(prompts), device=device),  # a loss compares no groups
+            self._pad_token,
+            completion_ids=placed(actions, self._pad_token),
+            completion_mask=placed([torch.ones_like(each) for each in actions]),
+            tool_mask=mask,  # an action that doesn't count is seen all the same
+            # Of a generation batch, as the trainer counts them
+            num_items_in_batch=torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
+            packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
+            scorable=scorable,
+            token_weights=ones if weights is None else placed([row.float() for row in weights]),
+            step=self.state.global_step,
+        )
+        for field, name in self._action_fields.items():
+            rollout[name] = placed([getattr(item, field).float() for item in items])
+        return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """The prompt of a sample; the same object as an equal one, so that a forward shares it."""
