@@ -45,7 +45,7 @@ class Environments:
         self.standalone = list(tools)
         self.media_rules = media_rules
         self.several = isinstance(factory, dict)
-        self.factories: dict[str | None, Callable] = {}
+        self.factories: dict[Any, Callable] = {}
         if factory is not None:
             self.factories = dict(factory) if isinstance(factory, dict) else {None: factory}
         # One of each kind, to know its tools and whether it gives a reward
@@ -76,7 +76,7 @@ class Environments:
 
     def fresh(self) -> "Environments":
         """The same with new environments."""
-        factory = self.factories if self.several else self.factories.get(None)
+        factory: Any = self.factories if self.several else self.factories.get(None)
         return Environments(self.standalone, factory, self.media_rules)
 
     def enter(

@@ -87,6 +87,16 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
+    # Attributes of TRL's trainers, whose types TRL leaves open
+    processing_class: Any
+    reward_funcs: Any
+    reward_processing_classes: Any
+    chat_template_kwargs: Any
+    num_generations: Any
+    num_generations_eval: Any
+    max_completion_length: Any
+    lr_scheduler: Any
+    _logit_bias: dict[int, float]
 
     def __init__(
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs

@@ -63,6 +63,7 @@ class CheckpointMixin(Trainer):
     """
 
     args: Any
+    processing_class: Any
     accelerator: Any
     model: Any
     optimizer: Any

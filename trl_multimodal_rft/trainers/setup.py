@@ -392,7 +392,8 @@ def load_parts(
             "revision": revision,
             "trust_remote_code": args.trust_remote_code,
         }
-        processing_class = load_processor(*source.values())
+        name: Any = source["pretrained_model_name_or_path"]
+        processing_class = load_processor(name, revision, args.trust_remote_code)
     check_family(model, processing_class, args.max_completion_length)
     check_head_cast(model, args)
     check_processor(processing_class)
