@@ -4,7 +4,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
@@ -12,7 +11,8 @@ from torch import nn
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
-from ..policy import Completions, PolicyForward
+from ..policy import PolicyForward
+from ..rollout.rollout import Rollout
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
 
@@ -67,22 +67,15 @@ class Checks:
             self._show()
 
     def on_engine(
-        self,
-        model: nn.Module,
-        step: int,
-        completions: Completions,
-        mask: torch.Tensor,
-        sampling_logps: torch.Tensor,
-        *,
-        dtype: torch.dtype,
-        logit_bias: dict[int, float],
-        has_tools: bool,
+        self, model: nn.Module, step: int, rollout: Rollout, engine: Any, logit_bias: dict[int, float], has_tools: bool
     ) -> None:
         """Compares an engine's log-probabilities, after the self-check: on its first rollout, and after an update."""
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
-            self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
+            self._engine_check = EngineCheck(self.policy, check, engine.dtype, logit_bias)
+        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
+        mask, sampling_logps = rollout.loss_mask, rollout.sampling_per_token_logps
         is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
         if has_tools:
             is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new

@@ -434,11 +434,17 @@ def evaluate_trainer(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
     trainer.sampler.invalidate_weights()  # an engine may have other weights, wherever these are from
+
+    @torch.no_grad()
+    def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
+        step = trainer.state.global_step
+        return trainer.sampler(trainer.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
+
     policy = _Policy(
         model=trainer.model,
         base=trainer._unwrapped(trainer.model),
         processor=trainer.processing_class,
-        complete=torch.no_grad()(trainer._complete),
+        complete=complete,
         template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
         audio_overlong=trainer.args.audio_overlong,
         media_rules=trainer.args.media_rules,

@@ -10,8 +10,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import IterableDataset
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 from trl import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
@@ -19,7 +18,6 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
-from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import log_metrics
 from ..checks.checks import Checks
@@ -27,7 +25,6 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
-from ..data.unread import check_has_prompt, check_reward_columns
 from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..forward.layout import group_by_prompt, micro_batch_order
@@ -37,8 +34,6 @@ from ..generation.transformers import Branches
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward
-from ..reporting.hints import EqualRewardsHint
-from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
@@ -55,7 +50,9 @@ from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
 from .setup import (
+    add_log_callbacks,
     around_trl_constructor,
+    check_first_rows,
     enable_packing,
     first_fallbacks,
     has_unread_rows,
@@ -65,8 +62,10 @@ from .setup import (
     prepare_reference,
     refuse_several_runs,
     refuse_unchecked_steps,
+    reward_sources,
     sampling_changes,
     set_tools,
+    suppress_placeholders,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
@@ -126,15 +125,7 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
-        of_environments = self.toolbox.reward_funcs()
-        if not reward_funcs:
-            reward_funcs, of_environments = [*of_environments.values()], {}
-        if not reward_funcs:
-            raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
-        reward_processors = kwargs.pop("reward_processing_classes", None) or [None] * len(reward_funcs)
-        if not isinstance(reward_processors, list):
-            reward_processors = [reward_processors]
-        loaded_rewards = [isinstance(f, str) for f in reward_funcs]
+        sources = reward_sources(reward_funcs, kwargs.pop("reward_processing_classes", None), self.toolbox)
 
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
@@ -143,18 +134,15 @@ class MultimodalTrainer(CheckpointMixin):
         # Datasets whose rows are looked at when the first ones come
         datasets = ("train_dataset", "eval_dataset")
         self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
-        self._media_log: MediaLog | None = None  # what the tables of completions show
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
                 model=loaded.model,
-                reward_funcs=reward_funcs,
+                reward_funcs=sources.reward_funcs,
                 args=args,
                 processing_class=loaded.processing_class,
                 # TRL reads texts with them, and asks for padding, which processors don't have
-                reward_processing_classes=[
-                    p.tokenizer if isinstance(p, ProcessorMixin) else p for p in reward_processors
-                ],
+                reward_processing_classes=[getattr(each, "tokenizer", each) for each in sources.processors],
                 quantization_config=quantization_config,
                 **kwargs,
             )
@@ -168,7 +156,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.checks = Checks(self._policy, self.accelerator, self._any_process)
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        set_tools(self, of_environments)
+        set_tools(self, sources.of_environments)
         self.prompts = PromptEncoder(
             self._unwrapped(self.model),
             self.processing_class,
@@ -192,33 +180,17 @@ class MultimodalTrainer(CheckpointMixin):
         if loaded.ref_model is not None:
             self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
         self.reward_func_names = distinct_names(self.reward_func_names)
-        for i, (processor, by_name) in enumerate(zip(reward_processors, loaded_rewards, strict=True)):
+        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             self.reward_funcs[i] = with_media_reader(self, self.reward_funcs[i], processor, by_name)
-        if args.log_completions:
-            self.log_completions = False  # TRL's tables hold no audio or video
-            self._media_log = MediaLog(
-                args.generation_batch_size,
-                args.max_logged_media if args.log_multimodal else 0,
-                args.max_logged_megabytes,
-                self.accelerator.process_index,
-                self.accelerator.num_processes,
-            )
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
-        if not args.use_vllm and placeholders:
-            # A sampled placeholder would stand for media that aren't there
-            suppressed = sorted(placeholders | set(self.generation_config.suppress_tokens or []))
-            self.generation_config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
-            # Never sampled, they are never discouraged either, so the saved model must go on without them
-            self._unwrapped(self.model).generation_config.suppress_tokens = suppressed
+        if not args.use_vllm:
+            suppress_placeholders(self, placeholders)
         self.use_vllm = args.use_vllm
         self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self._unwrapped(self.model), self.ref_model, args)
         self._add_checkpoint_callbacks()
-        if self._media_log is not None:
-            self.add_callback(MediaLogCallback(self, self._media_log))
-        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-        self.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
+        self._media_log = add_log_callbacks(self)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
@@ -260,7 +232,8 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         """Rows, environments and encoded prompts."""
-        rows = self._read_rows(inputs)
+        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
+        check_first_rows(self, [row.stored for row in rows])
         rollout = collect(
             rows,
             self.prompts,
@@ -272,8 +245,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
-        columns = rollout.rows
-        self._columns_seen.update(columns[0])
+        self._columns_seen.update(rollout.rows[0])
         if len(self._asked) < 2:
             self._asked.update(map(conversation_of, messages))
         self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
@@ -284,21 +256,6 @@ class MultimodalTrainer(CheckpointMixin):
                 messages = [self.prompts.checked(each, number) for each, number in zip(messages, numbers, strict=True)]
             self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
         return rollout
-
-    def _read_rows(self, inputs: Sequence[Any]) -> list[EncodedRow]:
-        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        stored = [row.stored for row in rows]
-        if not all(isinstance(each, nn.Module) for each in self.reward_funcs):
-            check_reward_columns(stored[0], 0)
-        if not self.toolbox:
-            for row in stored:
-                check_has_prompt(row)
-            name = "train_dataset" if self.model.training else "eval_dataset"
-            if name in self._unseen:
-                self._unseen.remove(name)
-                takes = modalities(self._unwrapped(self.model), self.args)
-                warn_of_unread(self.args, {name: [dict(row) for row in stored]}, takes, extent="first")
-        return rows
 
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
@@ -312,10 +269,9 @@ class MultimodalTrainer(CheckpointMixin):
         if not self.tools:
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
-        is_chat = is_conversational({"prompt": rollout.messages[0]})
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
-        elif is_chat:
+        elif is_conversational({"prompt": rollout.messages[0]}):
             rollout.completions = [[each] for each in first_turns(rollout, ids, self.processing_class, self.toolbox)]
         else:
             rollout.completions = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -335,6 +291,9 @@ class MultimodalTrainer(CheckpointMixin):
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
         self._log_metrics(metrics)
+        # Once, so that old, reference and current log-probabilities agree
+        lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
+        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size)
 
     def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
         """Calls tools and samples further turns, until no completion ends with a call."""
@@ -349,7 +308,11 @@ class MultimodalTrainer(CheckpointMixin):
         first = first_turns(rollout, ids, self.processing_class, self.toolbox)
         ids, logps, mask, counts = take_turns(rollout, ids, logps, first, loop)
         if not self.use_vllm and counts["turns_taken"]:
-            self._log_continuation_mode(branches.obstacle)
+            why = branches.obstacle
+            how = f"prefills the conversation again: {why}" if why else "continues from its cache"
+            if how != self._continuation_mode:
+                logger.info(f"After results of tools, generation {how}.")
+                self._continuation_mode = how
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
         if self.model.training:
             self.checks.on_tool_media(self.model, rollout.prompts, ids, self.use_vllm)
@@ -380,13 +343,6 @@ class MultimodalTrainer(CheckpointMixin):
             **options,
         )
 
-    def _complete(
-        self, prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None = None
-    ) -> list[list[int]]:
-        """Completions under another config than that of training, each up to its end."""
-        step = self.state.global_step
-        return self.sampler(self.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
-
     def _engine_ratios(self, rollout: Rollout) -> torch.Tensor:
         """Importance ratios of the policy to the engine, `(N, C)` or `(N, 1)`, and TRL's metrics of them."""
         ratios, metrics = engine_correction(
@@ -400,12 +356,6 @@ class MultimodalTrainer(CheckpointMixin):
         gather = self.accelerator.gather
         self._log_metrics({name: combine(gather(value)).item() for name, (value, combine) in metrics.items()})
         return ratios
-
-    def _log_continuation_mode(self, obstacle: str | None) -> None:
-        how = "continues from its cache" if obstacle is None else f"prefills the conversation again: {obstacle}"
-        if how != self._continuation_mode:
-            logger.info(f"After results of tools, generation {how}.")
-            self._continuation_mode = how
 
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
@@ -429,12 +379,6 @@ class MultimodalTrainer(CheckpointMixin):
         model: Any = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._score_rollout(self.model, rollout).logps
-
-    def _choose_packing(self, rollout: Rollout) -> None:
-        """Once per rollout, so that old, reference and current log-probabilities agree."""
-        lengths = rollout.completion_mask.sum(1).tolist()
-        size = self.args.per_device_train_batch_size
-        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size)
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
@@ -559,7 +503,6 @@ class MultimodalTrainer(CheckpointMixin):
         return scores.logps, scores.entropies, scores.aux_loss
 
     def _engine_context(self) -> AbstractContextManager:
-        """Around calls of the engine."""
         return naming_checkpoint(self.args.output_dir, self.state.global_step) if self.is_in_train else nullcontext()
 
     # Checks
@@ -569,17 +512,8 @@ class MultimodalTrainer(CheckpointMixin):
         if not (self.use_vllm and self.model.training) or sampling_changes(self.args):
             return
         if self.checks.self_check is not None and rollout.sampling_per_token_logps is not None:
-            engine: Any = self.vllm_generation
-            self.checks.on_engine(
-                self.model,
-                self.state.global_step,
-                (rollout.prompts, rollout.completion_ids, rollout.completion_mask),
-                rollout.loss_mask,
-                rollout.sampling_per_token_logps,
-                dtype=engine.dtype,
-                logit_bias=self._logit_bias,
-                has_tools=bool(self.tools),
-            )
+            step, has_tools = self.state.global_step, bool(self.tools)
+            self.checks.on_engine(self.model, step, rollout, self.vllm_generation, self._logit_bias, has_tools)
 
     def _log_contribution(self, rollout: Rollout) -> None:
         every = self.args.media_contribution_steps
@@ -592,5 +526,4 @@ class MultimodalTrainer(CheckpointMixin):
 
             completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
             found = media_contribution(self._policy, self.model, completions, rollout.loss_mask, encode)
-            for name, value in found.items():
-                self._metrics["train"][name].append(value)
+            self._log_metrics(found)

@@ -15,7 +15,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
 from ..algorithms.advantages import estimate_advantages
-from ..algorithms.entropy import adapted_entropy_coef, high_entropy_weights
+from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ..algorithms.losses import LOSSES, LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ..algorithms.metrics import Window, log_metrics, token_mean
@@ -25,6 +25,7 @@ from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
 from ..rollout.groups import GroupBuffer, GroupExchange
 from ..rollout.rollout import Rollout
+from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .grpo_config import MultimodalGRPOConfig
 from .rollout_logs import log_rollout
@@ -180,6 +181,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; "
                 "pass a `Dataset`."
             )
+        self._token_filter: Any = TokenFilter(args, self._gather_rows, self.accelerator.process_index)
         self._groups: GroupExchange | None = None
         if args.dynamic_sampling or args.replay_buffer_size > 0:
             n_groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
@@ -217,7 +219,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._check_policy()
         rollout = self._collect(inputs)
         self._sample(rollout)
-        self._choose_packing(rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout)
@@ -331,60 +332,33 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             torch.accelerator.synchronize()
         self._extra_scoring_time += time.perf_counter() - start
 
-    # High-entropy tokens, see https://huggingface.co/papers/2506.01939
+    # High-entropy tokens
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        args = self.args
-        if args.top_entropy_quantile < 1 and args.entropy_source == "rollout":
+        if self._token_filter.is_on and self.args.entropy_source == "rollout":
             # Sequences don't compete, so any window will do
-            window = self._micro_batches_together or len(micro_batches)
+            window = self._token_filter.window or len(micro_batches)
             for start in range(0, len(micro_batches), window):
                 parts = micro_batches[start : start + window]
-                self._mark_tokens(parts, [part.old_entropies for part in parts])
+                self._token_filter.mark(parts, [part.old_entropies for part in parts])
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
-        args, window = self.args, self._micro_batches_together
-        if args.top_entropy_quantile == 1 or (args.entropy_source, args.entropy_scope) != ("current", "batch"):
-            return
-        if window and self._step % window == 0:
+        args, window = self.args, self._token_filter.window
+        scores_window = (args.entropy_source, args.entropy_scope) == ("current", "batch")
+        if self._token_filter.is_on and scores_window and self._step % window == 0:
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._extra_time():
                 entropies = [self._score_rollout(self.model, part).entropies for part in parts]
-            self._mark_tokens(parts, entropies)
-
-    @property
-    def _micro_batches_together(self) -> int | None:
-        """Micro-batches whose tokens compete; `None` if those of a sequence do."""
-        return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_scope)
-
-    def _mark_tokens(self, micro_batches: list[Rollout], entropies: list[torch.Tensor]) -> None:
-        """Weights of the tokens of micro-batches, of all ranks together."""
-        mask = torch.cat([each.loss_mask for each in micro_batches])
-        weights = self._high_entropy_weights(torch.cat(entropies), mask)
-        for each, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
-            each.token_weights = part
-
-    def _high_entropy_weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        args = self.args
-        return high_entropy_weights(
-            entropies,
-            mask,
-            args.top_entropy_quantile,
-            scope=args.entropy_scope,
-            renormalize=args.entropy_renormalize,
-            gather=self._gather_rows,
-            rank=self.accelerator.process_index,
-        )
+            self._token_filter.mark(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
         """Weights of the tokens in the policy loss, `(B, C)`, or 1."""
-        args = self.args
-        if rollout.token_weights is not None or args.top_entropy_quantile == 1:
+        if rollout.token_weights is not None or not self._token_filter.is_on:
             return rollout.get("token_weights", 1.0)
-        if args.entropy_scope == "micro_batch" and args.entropy_source == "current" and not args.entropy_renormalize:
-            return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - args.top_entropy_quantile)
-        return self._high_entropy_weights(entropies, rollout.loss_mask)
+        if self._token_filter.is_trls:
+            return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
+        return self._token_filter.weights(entropies, rollout.loss_mask)
 
     # Loss
 

@@ -123,7 +123,6 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         self._check_policy()
         rollout = self._collect(inputs)
         self._sample(rollout)
-        self._choose_packing(rollout)
         rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout)

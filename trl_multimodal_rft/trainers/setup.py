@@ -29,10 +29,11 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
+from ..algorithms.advantages import ESTIMATORS
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
-from ..data.unread import check_columns, columns_known
+from ..data.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
@@ -44,8 +45,10 @@ from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
+from ..reporting.hints import EqualRewardsHint
+from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..rewards.model import RewardModel
-from ..rollout.environments import template_for_tools
+from ..rollout.environments import Environments, template_for_tools
 from .arguments import check_output_dir, refuse_classes
 
 
@@ -210,6 +213,20 @@ def has_unread_rows(dataset) -> bool:
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
+
+
+def check_first_rows(trainer: Any, rows: list[Any]) -> None:
+    """Refuses rows without a prompt, and columns that nothing reads, of which streams tell with their first rows."""
+    if not all(isinstance(each, nn.Module) for each in trainer.reward_funcs):
+        check_reward_columns(rows[0], 0)
+    if not trainer.toolbox:
+        for row in rows:
+            check_has_prompt(row)
+        name = "train_dataset" if trainer.model.training else "eval_dataset"
+        if name in trainer._unseen:
+            trainer._unseen.remove(name)
+            takes = modalities(unwrapped(trainer.accelerator, trainer.model), trainer.args)
+            warn_of_unread(trainer.args, {name: [dict(row) for row in rows]}, takes, extent="first")
 
 
 def media_limits(args, *datasets) -> dict[str, int]:
@@ -499,6 +516,56 @@ def set_tools(trainer: Any, reward_funcs: dict[str, Callable]) -> None:
         thread, trainer.async_loop, ready = start_event_loop_in_daemon(name=f"{type(trainer).__name__}-AsyncLoop")
         ready.wait()
         atexit.register(shutdown_event_loop_in_daemon, thread, trainer.async_loop)
+
+
+@dataclass
+class RewardSources:
+    """Reward functions as TRL's constructor takes them, and those of environments, which are added to them."""
+
+    reward_funcs: list[Any]
+    processors: list[Any]
+    by_name: list[bool]  # whether a reward model is loaded by its name
+    of_environments: dict[str, Callable]
+
+
+def reward_sources(reward_funcs: list[Any] | None, processors: Any, toolbox: Environments) -> RewardSources:
+    """What rewards completions. Raises `ValueError` if nothing does."""
+    of_environments = toolbox.reward_funcs()
+    if not reward_funcs:
+        reward_funcs, of_environments = [*of_environments.values()], {}
+    if not reward_funcs:
+        raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
+    processors = processors or [None] * len(reward_funcs)
+    processors = processors if isinstance(processors, list) else [processors]
+    return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
+
+
+def suppress_placeholders(trainer: Any, placeholders: set[int]) -> None:
+    """Keeps transformers from sampling placeholders, which would stand for media that don't exist."""
+    model_config, config = unwrapped(trainer.accelerator, trainer.model).generation_config, trainer.generation_config
+    if placeholders:
+        suppressed = sorted(placeholders | set(config.suppress_tokens or []))
+        config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
+        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+        model_config.suppress_tokens = suppressed
+
+
+def add_log_callbacks(trainer: Any) -> MediaLog | None:
+    """Adds the callbacks that log completions and hint at equal rewards; what holds the media to log."""
+    args, log = trainer.args, None
+    if args.log_completions:
+        trainer.log_completions = False  # TRL's tables hold no audio or video
+        log = MediaLog(
+            args.generation_batch_size,
+            args.max_logged_media if args.log_multimodal else 0,
+            args.max_logged_megabytes,
+            trainer.accelerator.process_index,
+            trainer.accelerator.num_processes,
+        )
+        trainer.add_callback(MediaLogCallback(trainer, log))
+    estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+    trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
+    return log
 
 
 def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:

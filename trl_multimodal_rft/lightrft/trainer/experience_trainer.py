@@ -266,7 +266,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for part in (items[start : start + size] for start in range(0, len(items), size)):
             columns = ([item.action_entropy for item in part], [item.action_mask.long() for item in part])
             entropies, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in columns)
-            chosen = self._high_entropy_weights(entropies, mask).cpu()
+            chosen = self._token_filter.weights(entropies, mask).cpu()
             weights += [row[: len(item.action_mask)] for row, item in zip(chosen, part, strict=True)]
         return weights
 

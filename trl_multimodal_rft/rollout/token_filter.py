@@ -1,0 +1,54 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Training on the tokens with the highest entropy, see [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..algorithms.entropy import high_entropy_weights
+from .rollout import Rollout
+
+
+@dataclass(frozen=True)
+class TokenFilter:
+    """Chooses the tokens of micro-batches, as the arguments `top_entropy_quantile` and `entropy_*` say."""
+
+    args: Any
+    gather: Callable[[torch.Tensor], torch.Tensor]  # rows of all ranks, padded on the right
+    rank: int
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.args.top_entropy_quantile < 1
+
+    @property
+    def is_trls(self) -> bool:
+        """Whether TRL's own mask is the one that is asked for."""
+        args = self.args
+        return (args.entropy_scope, args.entropy_source) == ("micro_batch", "current") and not args.entropy_renormalize
+
+    @property
+    def window(self) -> int | None:
+        """Micro-batches whose tokens compete; `None` if those of a sequence do."""
+        return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_scope)
+
+    def weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Weights of tokens in the policy loss. Shapes: all `(B, C)`."""
+        return high_entropy_weights(
+            entropies,
+            mask,
+            self.args.top_entropy_quantile,
+            scope=self.args.entropy_scope,
+            renormalize=self.args.entropy_renormalize,
+            gather=self.gather,
+            rank=self.rank,
+        )
+
+    def mark(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
+        """Sets the weights of the tokens of micro-batches, which compete with each other and those of all ranks."""
+        weights = self.weights(torch.cat([*entropies]), torch.cat([each.loss_mask for each in micro_batches]))
+        for each, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
+            each.token_weights = part
