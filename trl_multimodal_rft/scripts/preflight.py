@@ -4,9 +4,9 @@
 import argparse
 import ast
 import os
-import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..paths import local_path
@@ -82,7 +82,7 @@ def check_rewards(names: Sequence[str]) -> None:
 def _source(module: str, name: str) -> Path | None:
     """Source of a module. `None` if there is one that can't be found without importing it."""
     first, *rest = module.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd(), *sys.path])
+    spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)  # which knows editable installations
     if spec is None:
         raise ValueError(
             f"There is no reward function {name!r}: no module {first!r} in {os.getcwd()} or among the installed."
