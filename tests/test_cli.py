@@ -258,7 +258,7 @@ def test_interrupted_run_ends_without_traceback(n_processes, more, code, tmp_pat
     pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as run:
         for line in run.stdout:
-            if "'reward'" in line and not any("'reward'" in each for each in shown):
+            if "| reward " in line and not any("| reward " in each for each in shown):
                 os.killpg(run.pid, signal.SIGINT)
             shown.append(line)
     assert run.returncode == code and "Traceback" not in "".join(shown)
