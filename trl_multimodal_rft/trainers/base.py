@@ -210,6 +210,7 @@ class MultimodalTrainer(CheckpointMixin):
     # Rows and prompts
 
     def get_train_dataloader(self):
+        """A loader of rows with encoded prompts, by generation batches."""
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
@@ -220,6 +221,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def get_eval_dataloader(self, eval_dataset=None):
+        """A loader of rows with encoded prompts, each as often as it is completed."""
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
