@@ -455,7 +455,7 @@ def test_optimizer_of_the_user():
     assert identical(weights_of(theirs.trainer.model), weights_of(ours.trainer.model))
     for parameters in ([*policy, *critic], policy):
         optimizer = torch.optim.SGD(parameters, lr=0.01)
-        with pytest.raises(ValueError, match="in parameter groups of their own"):
+        with pytest.raises(ValueError, match="in separate parameter groups"):
             ppo(objects={**objects, "optimizers": (optimizer, None)}, **options)
 
 
@@ -575,10 +575,10 @@ def test_critic_without_a_use_is_refused(tmp_path):
     make = functools.partial(make_trainer, Ours, FAMILY, text_rows(), tmp_path)
     objects = {**moved(FAMILY), "value_model": str(tmp_path)}
     with pytest.raises(
-        ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` has no use for"
+        ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` doesn't use"
     ):
         make(objects=objects, advantage_estimator="rloo")
-    with pytest.raises(ValueError, match="`value_model` was passed, which `shared_trunk=True` has no use for"):
+    with pytest.raises(ValueError, match="`value_model` was passed, which `shared_trunk=True` doesn't use"):
         make(objects=objects, shared_trunk=True)
     objects = {**moved("gemma3"), "value_model": classifier(3)}
     with pytest.raises(ValueError, match="Gemma3ForSequenceClassification has 3 labels"):
@@ -852,7 +852,7 @@ def test_divergence_is_that_from_the_reference(peft):
 
 def test_reference_without_a_use_is_refused(tmp_path):
     objects = {**moved(FAMILY), "ref_model": load(FAMILY)[0]}
-    with pytest.raises(ValueError, match="`ref_model` was passed, which `beta=0` has no use for"):
+    with pytest.raises(ValueError, match="`ref_model` was passed, which `beta=0` doesn't use"):
         make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)
 
 

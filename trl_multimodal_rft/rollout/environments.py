@@ -138,7 +138,7 @@ def rows_for_environments(factory: Any, args: Any) -> Dataset:
             "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
         )
     if args.max_steps <= 0:
-        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else tells when to stop.")
+        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else ends the run.")
     n_rows = args.generation_batch_size // args.num_generations
     return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
 

@@ -51,7 +51,7 @@ def reward_rollout(
     profile: Callable[[str], Any],
 ) -> torch.Tensor:
     """
-    Calls reward functions as TRL does, with what is `given` to all of them; media are as the dataset has them.
+    Calls reward functions as TRL does, with the keyword arguments `given`; media are as in the dataset.
 
     Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
     """

@@ -36,7 +36,7 @@ class Trajectory:
 
     prompt: EncodedPrompt  # its prompt
     ids: list[int]  # its ids
-    messages: list[dict[str, Any]]  # what was said and returned in it
+    messages: list[dict[str, Any]]  # the assistant's message, calls included, and the tools' results
     history: list[dict[str, Any]]  # the conversation, as the chat template is to write it
     logps: list[float | None] | None  # log-probabilities of an engine
     mask: list[int]  # 0 on what tools returned
@@ -86,7 +86,7 @@ class ToolLoop:
     media_rules: MediaRules  # from where media may come, and how large they may be
     # What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`
     special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
-    isolate: str | None = None  # which prompts get forwards of their own, see [`~policy.Fallbacks`]
+    isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
     # Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they are
     # decoded, and positions are its own
     engine_length: int | None = None
@@ -174,7 +174,7 @@ class ToolLoop:
         return messages
 
     def _failure(self, error: MediaError) -> str:
-        """What the model is told of a result that it can't be shown, without the tokens that the result held."""
+        """The error message for a result that can't be encoded, without the result's control tokens."""
         logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
         for token in placeholder_tokens(self.model, self.processor):
