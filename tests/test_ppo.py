@@ -574,9 +574,7 @@ def test_critic_of_another_family_is_refused(value_model, found, tmp_path):
 def test_critic_without_a_use_is_refused(tmp_path):
     make = functools.partial(make_trainer, Ours, FAMILY, text_rows(), tmp_path)
     objects = {**moved(FAMILY), "value_model": str(tmp_path)}
-    with pytest.raises(
-        ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` doesn't use"
-    ):
+    with pytest.raises(ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` doesn't use"):
         make(objects=objects, advantage_estimator="rloo")
     with pytest.raises(ValueError, match="`value_model` was passed, which `shared_trunk=True` doesn't use"):
         make(objects=objects, shared_trunk=True)

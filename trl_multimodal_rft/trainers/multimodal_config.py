@@ -210,8 +210,8 @@ class MultimodalArguments(MediaArguments):
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
             into them. `None` does so for weights of 4 bits. In both cases, vLLM holds the dequantized weights, and
-            nothing is rounded to 4 bits. A server loads the adapter from a folder within `output_dir`, which it must see under
-            the same path.
+            nothing is rounded to 4 bits. A server loads the adapter from a folder within `output_dir`, which it must
+            see under the same path.
 
         > Parameters that control the logging
 
