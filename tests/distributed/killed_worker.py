@@ -126,8 +126,8 @@ class Mortal:
         if self._due("optimizer written"):
             die()
 
-    def _save_beside_model(self, folder):
-        super()._save_beside_model(folder)
+    def _save_state(self, folder):
+        super()._save_state(folder)
         if self._due("half a file written"):
             file = folder / f"rollout_state_{self.accelerator.process_index}.pt"
             os.truncate(file, file.stat().st_size // 2)
