@@ -23,9 +23,9 @@ from trl_multimodal_rft.algorithms.losses import (
     grpo_loss,
     policy_drift,
     ratio_metrics,
-    sequence_ratios,
 )
 from trl_multimodal_rft.algorithms.metrics import log_metrics
+from trl_multimodal_rft.rollout.score import engine_ratios
 
 
 NAN, INF = math.nan, math.inf
@@ -169,15 +169,15 @@ def test_clipped_tokens_have_no_gradient(name):
         assert logged(metrics) == pytest.approx({f"clip_ratio/{key}": share for key, share in shares.items()})
 
 
-def test_sequence_ratios_golden():
+def test_engine_ratios_golden():
     logps = tensor([[1, 1.5, 9], [0.5, 0, 0], [-1, 0, 0], [0, 0, 0]]).log1p().nan_to_num(neginf=-3)
     sampled = tensor([[0.0, 0, 5], [0, math.nan, 0], [0, 0, 0], [math.nan, 0, 0]])
     mask = tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
     ratios = tensor([5, 1.5, math.exp(-3), 1])
-    assert_close(sequence_ratios(logps, sampled, mask), ratios)
-    assert_close(sequence_ratios(logps, sampled, mask, high=3.0), tensor([0, *ratios[1:].tolist()]))
-    assert_close(sequence_ratios(logps, sampled, mask, low=0.5), tensor([5, 1.5, 0, 1]))
-    assert_close(sequence_ratios(logps, sampled, mask, "sequence_truncate", 0.5, 3.0), tensor([3, 1.5, 0.5, 1]))
+    assert_close(engine_ratios(logps, sampled, mask)[:, 0], ratios)
+    assert_close(engine_ratios(logps, sampled, mask, largest=3.0)[:, 0], tensor([0, *ratios[1:].tolist()]))
+    assert_close(engine_ratios(logps, sampled, mask, smallest=0.5)[:, 0], tensor([5, 1.5, 0, 1]))
+    assert_close(engine_ratios(logps, sampled, mask, "sequence_truncate", 0.5, 3.0)[:, 0], tensor([3, 1.5, 0.5, 1]))
 
 
 def test_losses_are_listed_with_their_papers():
