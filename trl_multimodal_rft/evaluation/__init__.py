@@ -2,5 +2,7 @@
 """How good a model's completions are: accuracy, pass@k and majority votes on a dataset, also during training."""
 
 from .callbacks import GenerationEvalCallback
-from .evaluator import EvaluationConfig, EvaluationResult, evaluate, evaluate_trainer
+from .config import EvaluationConfig
+from .evaluator import evaluate, evaluate_trainer
 from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
+from .result import EvaluationResult

@@ -9,7 +9,9 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from ..trainers.base import MultimodalTrainer
-from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _named, evaluate_trainer
+from .config import EvaluationConfig
+from .evaluator import _check_trainer, _named, evaluate_trainer
+from .result import EvaluationResult
 
 
 class GenerationEvalCallback(TrainerCallback):

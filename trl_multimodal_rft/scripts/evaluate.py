@@ -12,7 +12,7 @@ from trl import ModelConfig, get_quantization_config
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
-from ..evaluation.report import summary
+from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from ..rewards.named import load_reward_funcs
 from .arguments import RFTScriptArguments
