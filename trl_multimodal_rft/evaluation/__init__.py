@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How good a model's completions are: accuracy, pass@k and majority votes on a dataset, also during training."""
+"""Accuracy, pass@k and majority votes of a model on a dataset, also during training."""
 
 from .callbacks import GenerationEvalCallback
 from .config import EvaluationConfig

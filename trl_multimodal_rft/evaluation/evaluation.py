@@ -228,19 +228,19 @@ class Evaluation:
             return Ablation(kind)
         if self.toolbox:
             raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
-        own = self._media_of(row, kind)
-        if not own:
+        media = self._media_of(row, kind)
+        if not media:
             return Ablation(kind)
         n = len(self.dataset)
         first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
         for place in range(first, first + n):
             try:
-                media = self._media_of(self.rows.__getitems__([place % n])[0], kind)
-            except MediaError:  # its own batch names this row
+                others = self._media_of(self.rows.__getitems__([place % n])[0], kind)
+            except MediaError:  # its batch reports it
                 continue
-            if media and not same_prompt(media, own):
-                return Ablation(kind, media)
-        raise own[0].error(f"no other row has another {kind} to put in its place; set `ablate_with='blank'`")
+            if others and not same_prompt(others, media):
+                return Ablation(kind, others)
+        raise media[0].error(f"no other row has another {kind} to replace it with; set `ablate_with='blank'`")
 
     def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
         check_has_prompt(row)

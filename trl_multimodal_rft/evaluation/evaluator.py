@@ -53,36 +53,36 @@ def evaluate(
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> EvaluationResult:
     """
-    Lets a model complete the prompts of a dataset and counts what is right.
+    Samples completions of the prompts of a dataset and measures their accuracy.
 
-    Each prompt and its media are decoded, encoded and prefilled once for all its completions. Processes take turns
-    with the batches, and each row counts once, whatever the number of rows and processes. What a batch holds and its
-    seed don't depend on the processes either, so neither do the completions. Placeholder tokens can't be sampled. Of
-    the model's own generation config, the ends of sequence and suppressed tokens count, and nothing else.
+    Each prompt and its media are decoded, encoded and prefilled once for all its completions. Processes share the
+    batches, and each row counts once. Batches and seeds don't depend on the number of processes, so neither do the
+    completions. Placeholder tokens are never sampled. Of the model's generation config, only the EOS and suppressed
+    tokens apply.
 
-    The modes of the model's modules and the random states of Python, NumPy and torch are the same afterwards.
+    Training and evaluation modes of modules and the random states of Python, NumPy and torch are restored.
 
     Args:
         model ([`~transformers.PreTrainedModel`], [`~peft.PeftModel`] or [`Actor`]):
-            Model to evaluate, where it is to run, and whole on each process; what [`~accelerate.Accelerator`] has
-            wrapped for DDP is fine. For models in training under FSDP or ZeRO-3 there is [`evaluate_trainer`].
+            Model to evaluate, on its device, and whole on each process; it may be wrapped for DDP. For models in
+            training under FSDP or ZeRO-3, use [`evaluate_trainer`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor, or its tokenizer for text.
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`):
-            Rows with the column `prompt`, media columns, and what reward functions ask for, such as `solution`.
+            Rows with the column `prompt`, media columns, and those that reward functions read, such as `solution`.
         reward_funcs (`Callable` or `list[Callable]`):
-            Reward functions as the trainers take them, plain or async, or their names. The first tells what is
-            correct. `None` where environments give the reward, which otherwise comes after these.
+            Reward functions as the trainers take them, plain or async, or their names. The first decides what is
+            correct. Rewards of environments come last; with them, it may be `None`.
         args ([`EvaluationConfig`], *optional*):
             How to sample and count. By default one greedy completion per row.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            The processes and their device. By default a new one.
+            Processes and device. By default a new one.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
         media_rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
+            Allowed sources and sizes of media.
         tools (`list[Callable]`, *optional*):
             Tools that the model may call, as for [`MultimodalGRPOTrainer`].
         environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
@@ -95,8 +95,7 @@ def evaluate(
 
     Raises:
         `ValueError`: If there are no rows, a row has no prompt, a reward function returns something else than a number
-            or `None` per completion, the model's weights are spread over processes, or the processor pads audio on the
-            wrong side.
+            or `None` per completion, the model's weights are sharded, or the processor pads audio on the wrong side.
         [`MediaError`]: If a medium can't be decoded or placed. The message names the row in its batch.
 
     Example:
@@ -109,7 +108,7 @@ def evaluate(
     accelerator = accelerator or Accelerator()
     refuse_separate_runs(
         accelerator.num_processes,
-        ", so that {launched} processes would all evaluate everything. To evaluate on the CPU, set "
+        ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
     policy: Any = model.model if hasattr(model, "model_for") else model  # an actor's
@@ -179,11 +178,11 @@ def evaluate_trainer(
     args: EvaluationConfig | None = None,
 ) -> EvaluationResult:
     """
-    [`evaluate`] of the model of a trainer, as it is now, also in the middle of training and with weights that FSDP2 or
-    ZeRO-3 spread over processes. Nothing that training depends on is changed.
+    [`evaluate`] for the current model of a trainer, also during training and with weights that FSDP2 or ZeRO-3
+    shards. It doesn't change training.
 
-    Completions are sampled by what the trainer samples with, transformers or vLLM, with its chat template and its
-    `audio_overlong` and rules for media. They call its tools; environments are made anew.
+    The trainer's engine samples, transformers or vLLM, with its chat template, its tools and its options of media.
+    Environments are new ones.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -191,10 +190,10 @@ def evaluate_trainer(
         dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Reward functions; the first tells what is correct. By default those of the trainer.
+            Reward functions; the first decides what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
-            How to sample and count. By default one greedy completion per row, of the trainer's
-            `max_completion_length`, in batches of its `per_device_eval_batch_size`.
+            How to sample and count. By default one greedy completion per row, with the trainer's
+            `max_completion_length` and `per_device_eval_batch_size`.
 
     Returns:
         [`EvaluationResult`]: Metrics and rows, the same on each process.
@@ -205,12 +204,14 @@ def evaluate_trainer(
     _check_trainer(trainer)
     dataset = trainer.eval_dataset if dataset is None else dataset
     if dataset is None:
-        raise ValueError("There is nothing to evaluate on; pass a dataset, or give the trainer an `eval_dataset`.")
+        raise ValueError(
+            "`evaluate_trainer` has nothing to evaluate on; pass a dataset, or set the trainer's `eval_dataset`."
+        )
     if args is None:
         args = EvaluationConfig(
             max_completion_length=trainer.max_completion_length, batch_size=trainer.args.per_device_eval_batch_size
         )
-    trainer.sampler.invalidate_weights()  # an engine may have other weights, wherever these are from
+    trainer.sampler.invalidate_weights()  # an engine may have other weights
 
     @torch.no_grad()
     def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
@@ -236,8 +237,8 @@ def evaluate_trainer(
 def _check_trainer(trainer: MultimodalTrainer) -> None:
     if not isinstance(trainer, MultimodalTrainer):
         raise ValueError(
-            f"The trainer is a {type(trainer).__name__}, which doesn't sample as the trainers of this package do; "
-            "evaluate its model with `evaluate`."
+            f"The trainer is a {type(trainer).__name__}, which doesn't sample completions; evaluate its model with "
+            "`evaluate`."
         )
 
 
@@ -245,7 +246,7 @@ def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None 
     """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
-        raise ValueError("There is no reward function; pass at least one, which tells what is correct.")
+        raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")
     for reward_func in reward_funcs:
         if isinstance(reward_func, (str, nn.Module)):
             raise ValueError(
@@ -254,5 +255,5 @@ def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None 
             )
     names = names or [get_callable_name(reward_func) for reward_func in reward_funcs]
     if len(set(map(id, reward_funcs))) < len(reward_funcs):
-        raise ValueError(f"Reward functions must have different names, but are called {names}; one is there twice.")
+        raise ValueError(f"Reward functions must have different names, but are {names}; one is passed twice.")
     return dict(zip(distinct_names(names), reward_funcs, strict=True))
