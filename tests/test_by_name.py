@@ -152,7 +152,7 @@ def test_evaluation_by_name(family, monkeypatch):
         seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr("trl_multimodal_rft.evaluation.evaluator.encode_prompt", remember)
+    monkeypatch.setattr("trl_multimodal_rft.rollout.prompts.encode_prompt", remember)
     model, processor = load_trained(folder, dtype="float32")
     dataset = rows(family).add_column("solution", ["a bird"] * 4)
     evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))

@@ -262,19 +262,14 @@ def turn_metrics(
     return {**metrics, "tools/failure_frequency": failures / calls if calls else 0.0}
 
 
-def take_turns(
+def run_turns(
     rollout: Rollout,
     ids: list[list[int]],
     logps: list[list[float | None]] | None,
     first: list[dict[str, Any]],
     loop: ToolLoop,
-) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]], Counter[str]]:
-    """
-    Continues completions, whose `first` turns are given as messages, until none ends with a call. The rollout gets the
-    messages, and prompts that hold the media of results.
-
-    Returns ids, log-probabilities, masks that are 0 on results, and how many calls, failures and ends there were.
-    """
+) -> list[Trajectory]:
+    """Continues completions, whose `first` turns are given as messages, until none ends with a call."""
     every = [None] * len(ids) if logps is None else logps
     trajectories = [
         Trajectory(prompt, sampled, [message], list(history), each_logps, [1] * len(sampled))
@@ -283,6 +278,22 @@ def take_turns(
         )
     ]
     loop.run(trajectories)
+    return trajectories
+
+
+def take_turns(
+    rollout: Rollout,
+    ids: list[list[int]],
+    logps: list[list[float | None]] | None,
+    first: list[dict[str, Any]],
+    loop: ToolLoop,
+) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]], Counter[str]]:
+    """
+    Continues completions as [`run_turns`]. The rollout gets the messages, and prompts that hold the media of results.
+
+    Returns ids, log-probabilities, masks that are 0 on results, and how many calls, failures and ends there were.
+    """
+    trajectories = run_turns(rollout, ids, logps, first, loop)
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.model, trajectories)
