@@ -25,10 +25,9 @@ import pytest
 from datasets import Dataset
 from helpers.chats import image
 from helpers.samplers import Wrapped
-from helpers.tools import talking
+from helpers.tools import GRPO, RLOO, talking
 from helpers.trainer_utils import logged, make_trainer, norm, run
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.encoding.conversations import Conversation
 
 
@@ -57,20 +56,6 @@ class Saying(Wrapped):
     def text(self, i: int, turn: int) -> str:
         texts = self.script.get(i, [])
         return texts[turn] if turn < len(texts) else f"Done {i}"
-
-
-class KeepsInputs:
-    def _compute_loss(self, model, inputs):
-        self.inputs = inputs
-        return super()._compute_loss(model, inputs)
-
-
-class GRPO(KeepsInputs, MultimodalGRPOTrainer):
-    pass
-
-
-class RLOO(KeepsInputs, MultimodalRLOOTrainer):
-    pass
 
 
 TRAINERS = [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)]

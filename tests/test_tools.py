@@ -12,7 +12,7 @@ from helpers.chats import image, video
 from helpers.families import encode
 from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
 from helpers.resumed_runs import Recording as RecordsTraining
-from helpers.tools import Scripted, call, shows, talking
+from helpers.tools import GRPO, RLOO, Scripted, call, shows, talking
 from helpers.trainer_utils import (
     Recording,
     audio_rows,
@@ -134,20 +134,6 @@ def test_other_media_move_what_comes_after_them_alone():
         normalize_tool_calls = len(one.sampler.scripts[0, i])  # behind it stands what the first call returned
         assert moved[i, :normalize_tool_calls].max() <= 1e-6
         assert Scripted.turns[i] == 0 or moved[i, normalize_tool_calls:].max() > 1e-3
-
-
-class KeepsInputs:
-    def _compute_loss(self, model, inputs):
-        self.inputs = inputs
-        return super()._compute_loss(model, inputs)
-
-
-class GRPO(KeepsInputs, MultimodalGRPOTrainer):
-    pass
-
-
-class RLOO(KeepsInputs, MultimodalRLOOTrainer):
-    pass
 
 
 def test_rloo_trains_on_what_was_sampled_alone():
