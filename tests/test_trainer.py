@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The trainer from dataset to saved model, on every kind of media."""
 
+import asyncio
 import functools
 import logging
 import math
@@ -51,9 +52,11 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.rows import DatasetRows
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.rewards.checks import checked_reward
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}
@@ -385,10 +388,10 @@ def test_wrong_rewards_raise(returned, message, asynchronous):
     async def broken_later(completions, **kwargs):
         return returned
 
-    broken_later.__name__ = "broken"
+    checked = checked_reward(broken_later if asynchronous else broken, "broken", rows=[0] * 4 + [1] * 4)
     with pytest.raises(ValueError, match=message):
-        reward = broken_later if asynchronous else broken
-        run(InjectedOurs, "qwen2_audio", audio_rows(), reward=reward, shuffle_dataset=False)
+        found = checked(completions=["?"] * 8)
+        asyncio.run(found)
 
 
 @pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
@@ -479,25 +482,30 @@ def test_overlong_audio():
     assert relative_difference(cut.update, truncated.update) == 0
 
 
+def encoded(family, rows, processor=None):
+    model, its_processor = load(family)
+    messages = [row["prompt"] for row in rows_to_messages(list(rows))]
+    return [encode_prompt(each, processor or its_processor, model, row=row) for row, each in enumerate(messages)]
+
+
 @pytest.mark.parametrize("kind", ROWS)
 def test_template_without_placeholder_raises(kind):
-    model, processor = load(FAMILY[kind])
+    processor = load(FAMILY[kind])[1]
     processor.chat_template = template()
-    objects = {"model": model, "processing_class": processor}
-    with pytest.raises(MediaError, match=rf"row \d, column '{kind}'.*template"):
-        run(InjectedOurs, FAMILY[kind], ROWS[kind](), objects=objects)
+    with pytest.raises(MediaError, match=rf"row 0, column '{kind}'.*template"):
+        encoded(FAMILY[kind], ROWS[kind](1), processor)
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_placeholder_in_the_text_raises(kind):
     """Without media, and beside them."""
     mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}] * 4)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}])
     with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):
-        run(InjectedOurs, FAMILY[kind], rows)
-    media = [row[kind] for row in ROWS[kind](4)]
-    with pytest.raises(MediaError, match=rf"row \d, column '{kind}'.*placeholder '{re.escape(mark)}' itself"):
-        run(InjectedOurs, FAMILY[kind], with_media(rows, kind, media))
+        encoded(FAMILY[kind], rows)
+    media = [row[kind] for row in ROWS[kind](1)]
+    with pytest.raises(MediaError, match=rf"row 0, column '{kind}'.*placeholder '{re.escape(mark)}' itself"):
+        encoded(FAMILY[kind], with_media(rows, kind, media))
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions"])
@@ -513,17 +521,11 @@ def test_columns_that_hide_what_rewards_get_raise(column):
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_processor_without_a_template_raises(rows):
     """As PaliGemma's is published."""
-    model, processor = load("paligemma")
+    processor = load("paligemma")[1]
     processor.chat_template = processor.tokenizer.chat_template = None
-    objects = {"model": model, "processing_class": processor}
     message = "PaliGemmaProcessor has no chat template that could write messages; set `processing_class.chat_template`"
-    with pytest.raises(MediaError, match=rf"^row \d, column 'prompt': {message}"):
-        run(InjectedOurs, "paligemma", rows(), objects=objects)
-
-
-def test_missing_prompt_raises():
-    with pytest.raises(ValueError, match=r"row \d has no column 'prompt', only .*; rename 'question' to 'prompt'"):
-        run(InjectedOurs, "qwen2_audio", audio_rows().rename_column("prompt", "question"))
+    with pytest.raises(MediaError, match=rf"^row 0, column 'prompt': {message}"):
+        encoded("paligemma", rows(1), processor)
 
 
 @pytest.mark.parametrize(
@@ -537,10 +539,9 @@ def test_missing_prompt_raises():
     ],
 )
 def test_prompts_that_are_none_are_named(prompt, message):
-    others = 6 if isinstance(prompt, int) else [{"role": "user", "content": "?"}]  # a column has one type
-    rows = Dataset.from_list([{"prompt": each} for each in [others, prompt, others, others]])
-    with pytest.raises(MediaError, match=rf"^row \d, column {message}"):
-        run(InjectedOurs, "qwen2_5_vl", rows)
+    others = [{"role": "user", "content": "?"}]
+    with pytest.raises(MediaError, match=rf"^row 1, column {message}"):
+        encoded("qwen2_5_vl", [{"prompt": each} for each in (others, prompt)])
 
 
 def test_fewer_rows_than_a_generation_batch_raises():
