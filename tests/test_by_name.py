@@ -278,7 +278,7 @@ def tones(n: int, seed: int) -> Dataset:
 
 @functools.cache
 def listener() -> str:
-    """Folder of an audio model that has learned to tell the tones apart, and its processor."""
+    """Folder of an audio model that has learned to distinguish the tones, and its processor."""
     shutil.copytree(checkpoint(AUDIO), folder := Path(FOLDERS.name, "listener"))
     model, processor = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), plain(folder)
     data = list(tones(32, seed=0))

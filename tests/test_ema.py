@@ -96,7 +96,7 @@ def test_average_of_a_few_numbers():
 
 
 def test_weights_in_bf16_are_averaged_in_float32():
-    """An update of a hundredth of what bf16 can tell from 1 adds up, where an average in bf16 would stay."""
+    """An update of a hundredth of what bf16 resolves next to 1 adds up, where an average in bf16 would stay."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = MovingAverage({"weight": parameter}, 0.999)
     parameter.data += 2**-7

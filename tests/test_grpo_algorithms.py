@@ -413,7 +413,7 @@ def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options)
 
 
 def test_entropy_filter_works_in_evaluation():
-    """On the entropies at hand, as there are none of before."""
+    """On the current entropies, as there are no earlier ones."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "max_steps": 1}
     for scope in ("batch", "sequence"):
         result = ours(

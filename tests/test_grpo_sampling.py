@@ -121,7 +121,7 @@ def completions(groups):
 
 
 def check_rows(generation, origins):
-    """Each completion has the values with which it was drawn, its scores and masks beside its own prompt and media."""
+    """Each completion has the values with which it was drawn, its scores, masks, prompt and media."""
     for name in ("advantages", "old_per_token_logps"):
         drawn = by_key(origins, name)
         for key, value in by_key(generation.moments, name).items():

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A PPO run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+"""A PPO run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
 
 import logging
 import random
@@ -216,7 +216,7 @@ def test_other_returns_ask_for_new_completions(changes, straight, tmp_path, capl
 
 
 def test_what_a_checkpoint_holds(straight):
-    """The critic and the average are beside the policy, which is a plain model."""
+    """The critic and the average have files of their own, and the policy is a plain model."""
     folder = Path(checkpoint(straight("audio"), 3))
     assert {path.name for path in (folder / "critic").iterdir()} >= {"config.json", "value_head.safetensors"}
     assert not any("critic" in name for name in load_file(folder / "model.safetensors"))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+"""A run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
 
 import json
 import logging
@@ -213,7 +213,7 @@ def test_checkpoint_holds_media_once_per_prompt(straight):
     assert Path(folder, "rollout_state_0.pt").stat().st_size < 1.3 * sum(sizes.values())
 
 
-def test_checkpoint_without_state_goes_on_with_new_completions(straight, tmp_path, caplog):
+def test_checkpoint_without_state_resumes_with_new_completions(straight, tmp_path, caplog):
     uninterrupted = straight("several epochs")
     shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "rollout_state_0.pt").unlink()
@@ -266,10 +266,10 @@ def paths_in(folder: Path, n: int = 5, color: str = "red", size: int = 56, **col
     return Dataset.from_list(rows)
 
 
-def test_another_dataset_is_said(tmp_path, caplog):
+def test_another_dataset_is_logged(tmp_path, caplog):
     options = {**REUSED, "self_check": False, "max_steps": 2}
 
-    def said(rows) -> str:
+    def warnings(rows) -> str:
         caplog.clear()
         trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options)
         with caplog.at_level(logging.WARNING):
@@ -280,11 +280,11 @@ def test_another_dataset_is_said(tmp_path, caplog):
     make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options).train()
     saved = json.loads((tmp_path / "run" / "checkpoint-1" / "manifest.json").read_text())["datasets"]
     assert len(saved["train_dataset"]["checksums"]) == 5
-    assert said(paths_in(tmp_path / "b")) == ""
+    assert warnings(paths_in(tmp_path / "b")) == ""
     other = rows.map(lambda row, i: {**row, "prompt": "Another?"} if i == 3 else row, with_indices=True)
-    assert "checkpoint-1 was saved: of the 5 rows compared, 1 or their files differ (rows 3)." in said(other)
+    assert "checkpoint-1 was saved: of the 5 rows compared, 1 or their files differ (rows 3)." in warnings(other)
     Image.new("RGB", (84, 84), "blue").save(tmp_path / "a" / "2.png")
-    assert "1 or their files differ (rows 2)" in said(rows)
+    assert "1 or their files differ (rows 2)" in warnings(rows)
     before = fingerprint(rows)
     for changed, clause in [
         (concatenate_datasets([rows, rows.select([0])]), "it has 6 rows, not 5"),
@@ -364,7 +364,7 @@ def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
     ),
     ids=["generation", "micro-batch", "iterations", "groups", "reference", "advantages", "entropies"],
 )
-def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, caplog):
+def test_another_size_resumes_with_new_completions(changes, straight, tmp_path, caplog):
     uninterrupted = straight("several epochs")
     with caplog.at_level(logging.WARNING):
         trainer = CASES["several epochs"].resume(checkpoint(uninterrupted, 6), tmp_path, **changes)
@@ -373,7 +373,7 @@ def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, 
     assert all(len(completions) == size for _, completions in trainer.trained_on)
 
 
-def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_path):
+def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
     name = "replay, dynamic sampling, adaptive KL"
     folder = checkpoint(straight(name), 6)
     state = load_rollout_state(folder, 0)

@@ -201,7 +201,7 @@ def test_video_trains():
 
 
 class FromEngine(PseudoRandom):
-    """Log-probabilities of an engine, made up, one of which it doesn't know."""
+    """Synthetic log-probabilities of an engine, one of which is missing."""
 
     def __call__(self, model, prompts, **options):
         completions, _ = super().__call__(model, prompts, **options)

@@ -6,12 +6,12 @@ What TRL's GRPO trainer promises of tools and environments, for our trainers, wi
 |---|---|
 | a plain tool is called rightly, called with a wrong argument, and not called | `test_tools` |
 | the same of an async tool | `test_tools` |
-| a tool that isn't there, and a call that can't be read | `test_tools` |
+| an unknown tool, and a call that can't be parsed | `test_tools` |
 | a tool returns an image on rows of text | `test_tools` |
 | a tool returns an image on rows of images | `test_tools` |
 | methods of an environment are tools; each completion has its own, which rewards see | `test_environments` |
 | `reset` shows text, blocks with an image, or nothing | `test_environments` |
-| the environment of a row is that of its column, with its own tools beside those of all | `test_environments` |
+| the environment of a row is that of its column, with its tools and those of all | `test_environments` |
 | environments give the reward, plain and async, and say nothing of others | `test_environments` |
 | an environment has the data, and there is no dataset | `test_environments_without_a_dataset` |
 

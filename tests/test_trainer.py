@@ -451,7 +451,7 @@ def test_model_without_a_name_and_a_processor_raises(tmp_path):
 
 
 def test_tokenizer_for_media_raises(tmp_path):
-    """For text it does, beside columns without media, too."""
+    """Text needs no processor, also where media columns are empty."""
     model, processor = load("qwen2_5_vl")
     objects = {"model": model, "processing_class": processor.tokenizer}
     message = "is a tokenizer and can't encode {}; pass `processing_class=AutoProcessor"
@@ -498,7 +498,7 @@ def test_template_without_placeholder_raises(kind):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_placeholder_in_the_text_raises(kind):
-    """Without media, and beside them."""
+    """Without media, and with them."""
     mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}])
     with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):

@@ -120,7 +120,7 @@ def images_and_clips():
     return [*audios[:1], *images[1:4], *audios[4:6], *images[6:]]
 
 
-# Losses beside those of TRL's default and of the algorithms below
+# Losses other than TRL's default and those of the algorithms below
 LOSSES = {
     "grpo_loss": {"loss_type": "grpo"},
     "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5.0},
@@ -145,9 +145,9 @@ PLAIN = {
     "mixed_rows": ("qwen2_5_vl", partly(image_rows(), 0, 3), 2, {}),
     # Layers with a state, which run all prompts as one batch: each process has prompts of other lengths
     "hybrid": ("qwen3_5_deep", partly(image_rows(), 1, 2, 4, 5, 7), 3, HYBRID),
-    # Images and clips of different lengths, which this family takes in forwards of their own: two on the first of two
+    # Images and clips of different lengths, which this family isolates: two forward passes on the first of two
     # processes, one on the second
-    "in_forwards_apart": ("gemma3n", images_and_clips(), 4, {}),
+    "isolated_media": ("gemma3n", images_and_clips(), 4, {}),
     "rloo": ("qwen2_5_vl", image_rows(), 3, RLOO),
     **{name: ("qwen2_5_vl", image_rows(), 2, {**WHOLE, **loss}) for name, loss in LOSSES.items()},
 }
@@ -299,7 +299,7 @@ def sampled(folder):
 
 
 class ExchangingTrainer(RecordingTrainer):
-    """Remembers of each batch its groups without signal, its tokens, and the prompts drawn beside the sampler's."""
+    """Remembers of each batch its groups without signal, its tokens, and the extra prompts."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -343,7 +343,7 @@ EXCHANGED = {
 
 
 def exchanged(folder):
-    """Two groups on each process; clips are forwarded apart, in another number of forwards on each process."""
+    """Two groups on each process; each clip has a forward pass, whose number differs between processes."""
     trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
     return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
 
@@ -540,8 +540,8 @@ def greedy_audio(folder):
     return greedy(folder, "qwen2_audio", audio_rows())
 
 
-def greedy_apart(folder):
-    """Clips of different lengths in forwards of their own, of which two processes need different numbers."""
+def greedy_isolated(folder):
+    """Isolated clips of different lengths, for which two processes need different numbers of forward passes."""
     return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)
 
 

@@ -230,7 +230,7 @@ globals().update({name: functools.partial(scenario, name) for name in SCENARIOS}
 mixed_accumulated = functools.partial(accumulated, {"gradient_checkpointing": False})
 mixed_accumulated_checkpointed = functools.partial(accumulated, CHECKPOINTED)
 mixed_accumulated_searched = functools.partial(accumulated, {**CHECKPOINTED, **SEARCHED})
-mixed_apart = functools.partial(
+mixed_isolated = functools.partial(
     isolated, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]]
 )
-mixed_apart_numbers = functools.partial(isolated, NUMBERS)
+mixed_isolated_numbers = functools.partial(isolated, NUMBERS)

@@ -40,7 +40,7 @@ DDP = [
     "shuffled",
     "clips",
     "mixed_rows",
-    "in_forwards_apart",
+    "isolated_media",
     "rloo",
     *TOKEN_BUDGET,
     *ADAPTERS,
@@ -66,8 +66,8 @@ METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coe
 # Means over micro-batches, which one process makes of other completions than two do
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = [
-    *["straddling_group", "straddling_groups", "hybrid", "skipped_rows", "mixed_rows", "in_forwards_apart", "rloo"],
-    *[*GREEDY, "greedy_apart"],
+    *["straddling_group", "straddling_groups", "hybrid", "skipped_rows", "mixed_rows", "isolated_media", "rloo"],
+    *[*GREEDY, "greedy_isolated"],
     *["reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip", "own_estimator"],
 ]
 
@@ -222,7 +222,7 @@ def test_conversations_train_as_in_one_process(two, one):
     {
         "ddp": DDP,
         **dict.fromkeys(PARTS, ENGINE_MATTERS),
-        **dict.fromkeys(SHARDED, [*ENGINE_MATTERS, *GREEDY, "greedy_apart"]),
+        **dict.fromkeys(SHARDED, [*ENGINE_MATTERS, *GREEDY, "greedy_isolated"]),
     }
 )
 def test_trains_as_one_process(two, one, engine, scenario):
@@ -368,7 +368,7 @@ def test_groups_that_straddle_processes_are_not_exchanged(two):
 # Saving and resuming
 
 
-@of({"ddp": ADAPTERS, **dict.fromkeys(SHARDED, [*GREEDY, "greedy_apart", *ADAPTERS])})
+@of({"ddp": ADAPTERS, **dict.fromkeys(SHARDED, [*GREEDY, "greedy_isolated", *ADAPTERS])})
 def test_what_is_saved_loads_as_it_was_trained(two):
     """From the folder of `save_model` and from a checkpoint."""
     for rank in two:

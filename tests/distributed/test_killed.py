@@ -169,7 +169,7 @@ class Restarted:
         self.random = random.Random(seed)
         self.story = [f"seed {seed}"]  # for the message, should it end badly
         self.n_starts = 0
-        self.last: str | None = None  # checkpoint that a start should go on from
+        self.last: str | None = None  # checkpoint that a start should resume from
 
     def start(self, death=None, resume=None) -> Processes:
         self.n_starts += 1

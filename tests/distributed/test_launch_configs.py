@@ -310,7 +310,7 @@ def assert_trained(outcome, given, processes, machines=1, **facts):
     assert [(r["process"], r["processes"]) for r in outcome.reports] == [(i, processes) for i in range(processes)]
     for report in outcome.reports:
         assert report == {**report, "device": "cpu", **facts}
-    # One run: apart, each process would have printed this
+    # One run: independent ones would each have printed this
     assert outcome.output.count("padded rows vs. model's forward") == machines
     assert [step["step"] for step in outcome.steps] == [1, 2]
     assert len(list(outcome.checkpoint.glob("rollout_state_*.pt"))) == processes
@@ -393,17 +393,17 @@ def test_one_process(name, launcher_options, given, tmp_path):
     assert_trained(outcome, given, 1, type="NO", mixed_precision="no")
 
 
-# Runs apart
+# Independent runs
 
 
-def test_processes_that_know_nothing_of_each_other(monkeypatch, tmp_path):
+def test_processes_that_are_not_connected(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="`WORLD_SIZE` is 2, but Accelerate runs this process alone"):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, use_cpu=False)
 
 
 @pytest.mark.parametrize("name", ["cpu", "single_gpu"])
-def test_one_process_in_the_place_of_several(name, monkeypatch):
+def test_one_process_instead_of_several(name, monkeypatch):
     """Accelerate launches one with these configs, whatever `--num_processes` says."""
     args = MultimodalGRPOConfig("out", use_cpu=True)
     for processes, refused in (("1", False), ("2", True)):
@@ -425,7 +425,7 @@ def test_one_process_with_several_gpus(tmp_path):
 @pytest.mark.parametrize(
     "name, remedy", [("multi_gpu", "ACCELERATE_USE_CPU=true"), ("deepspeed_zero2", "ddp_backend='gloo'")]
 )
-def test_launches_that_come_apart(name, remedy, given, tmp_path):
+def test_launches_that_become_independent_runs(name, remedy, given, tmp_path):
     options = ["--num_processes", "2", *IN_FLOAT32]
     codes, outcome = launch(name, tmp_path / "run", arguments(given), options, environment={})
     assert codes == [1]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs that are interrupted and go on: their options, and what must be the same."""
+"""Runs that are interrupted and resumed: their options, and what must be equal."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -61,7 +61,7 @@ class Case:
     family: str
     rows: Callable
     options: dict
-    stops: list[int]  # steps to resume from, beside one chosen at random
+    stops: list[int]  # steps to resume from, and one chosen at random
     moving: Collection[str] = ()  # metrics that must not stay 0
     not_logged: Collection[str] = ()  # metrics that `Trainer` starts anew
     n_rows: int = 5
@@ -74,7 +74,7 @@ class Case:
         return make_trainer(self.trainer, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
 
     def resume(self, folder: str | Path, output_dir: Path, **options):
-        """A new trainer that goes on from a checkpoint."""
+        """A new trainer that resumes from a checkpoint."""
         trainer = self.make(output_dir, save_strategy="no", **options)
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.global_step == trainer.args.max_steps

@@ -94,7 +94,7 @@ class Scripted(Wrapped):
             self.scripts[self.turn, i] = self.encoded(said)
         ids = [self.scripts[self.turn, i] for i in places]
         self.turn += 1
-        return ids or [self.encoded("Nothing")], None  # a rank may have no completion that goes on
+        return ids or [self.encoded("Nothing")], None  # a rank may have no completion to continue
 
 
 class KeepsInputs:
