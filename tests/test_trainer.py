@@ -56,7 +56,7 @@ from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.rewards.checks import checked_reward
+from trl_multimodal_rft.rewards.checks import check_rewards, checked_reward
 
 
 ROWS = {"audio": audio_rows, "image": image_rows, "video": video_rows}
@@ -108,27 +108,7 @@ def test_packed_equals_padded(kind, options):
     assert worst <= 1e-4, where
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize("kind", ROWS)
-def test_log_probabilities_depend_on_the_media(kind, packing):
-    inverted = {
-        "image": lambda picture: picture.point(lambda value: 255 - value),
-        "audio": lambda clip: {**clip, "array": clip["array"][::-1]},
-        "video": lambda frames: 255 - frames,
-    }[kind]
-    rows = ROWS[kind]()
-    # Media of the same size give the same prompt ids and, injected, the same completions
-    changed = with_media(rows, kind, [inverted(row[kind]) for row in rows])
-    first, again, second = (
-        run(Recorded, FAMILY[kind], data, packing=packing, max_steps=1).trainer.micro_batches[0].logps
-        for data in (rows, rows, changed)
-    )
-    assert torch.equal(first, again)
-    assert (first - second).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(("kind", "packing"), [("image", "prefix"), ("audio", "padded")])
 def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing):
     """Although groups change places after the old ones are computed."""
     # Two groups in a micro-batch, so that they can be paired otherwise
@@ -411,14 +391,7 @@ def test_reward_functions_stay_what_was_passed(trainer_class, tmp_path):
     "wrap", [iter, tuple, np.array, torch.tensor, pd.Series, lambda r: [torch.tensor([x]) for x in r]]
 )
 def test_rewards_may_come_in_any_sequence(wrap):
-    def wrapped(completion_ids, **kwargs):
-        return wrap(length_and_sum(completion_ids))
-
-    theirs, ours = (
-        run(trainer, "qwen2_5_vl", text_rows(), reward=wrapped, max_steps=1) for trainer in (InjectedTRL, InjectedOurs)
-    )
-    assert norm(theirs.update) > 0.01
-    assert relative_difference(theirs.update, ours.update) <= 1e-5
+    assert check_rewards(wrap([1.0, 0.5, -2.0]), 3, "any") == [1.0, 0.5, -2.0]
 
 
 # Refusals
@@ -611,13 +584,11 @@ def test_every_family_trains(name):
     assert result.history[0]["packing/shared_frac"] == 0.75
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_autocast_is_no_reason_to_pad(kind):
+def test_autocast_is_no_reason_to_pad():
     """In bf16, the default of the config on a GPU, all differences are larger, for packed and padded alike."""
-    result = run(InjectedOurs, FAMILY[kind], ROWS[kind](), bf16=True)
-    assert result.trainer.model.dtype == torch.float32
-    assert all(result.trainer.scored_packed)
-    assert result.trainer._policy.fallbacks.shared_prefill
+    trainer = run(InjectedOurs, "qwen2_audio", audio_rows(), bf16=True).trainer
+    assert trainer.model.dtype == torch.float32
+    assert all(trainer.scored_packed) and trainer._policy.fallbacks.shared_prefill
 
 
 # Logs, callbacks, evaluation
@@ -640,8 +611,7 @@ def test_completions_are_logged(tmp_path):
     assert prompts == {("user", f"{mark}What is it? {i}") for i, mark in enumerate(marks)}
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_evaluation_leaves_training_alone(kind):
+def test_evaluation_leaves_training_alone():
     """Although it comes between two updates on one generation batch."""
 
     class Counting(TrainerCallback):
@@ -657,9 +627,9 @@ def test_evaluation_leaves_training_alone(kind):
     counting = Counting()
     evaluated = run(
         InjectedOurs,
-        FAMILY[kind],
-        ROWS[kind](),
-        objects={"eval_dataset": ROWS[kind](3), "callbacks": [counting]},
+        "qwen2_audio",
+        audio_rows(),
+        objects={"eval_dataset": audio_rows(3), "callbacks": [counting]},
         eval_strategy="steps",
         eval_steps=1,
         per_device_eval_batch_size=4,
@@ -667,15 +637,14 @@ def test_evaluation_leaves_training_alone(kind):
         **REUSED,
     )
     assert (counting.steps, counting.evaluations) == (3, 3)
-    plain = run(InjectedOurs, FAMILY[kind], ROWS[kind](), **REUSED)
+    plain = run(InjectedOurs, "qwen2_audio", audio_rows(), **REUSED)
     assert relative_difference(plain.update, evaluated.update) == 0
 
 
 # Checkpoints
 
 
-@pytest.mark.parametrize("kind", ["audio", "image"])
-def test_best_model_is_loaded_at_the_end(kind, tmp_path):
+def test_best_model_is_loaded_at_the_end(tmp_path):
     def falling(completion_ids, **kwargs):
         """Highest at the second evaluation."""
         step = trainer.state.global_step
@@ -683,11 +652,11 @@ def test_best_model_is_loaded_at_the_end(kind, tmp_path):
 
     trainer = make_trainer(
         InjectedOurs,
-        FAMILY[kind],
-        ROWS[kind](),
+        "qwen2_audio",
+        audio_rows(),
         tmp_path,
         reward=falling,
-        objects={"eval_dataset": ROWS[kind](2)},
+        objects={"eval_dataset": audio_rows(2)},
         max_steps=4,
         save_strategy="steps",
         save_steps=1,

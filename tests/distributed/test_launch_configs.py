@@ -22,7 +22,7 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from helpers.processes import free_port
+from helpers.processes import end, free_port
 from helpers.trainer_utils import length_and_sum, load, make_trainer, text_rows
 from small_models import spoken_digit_model
 from tasks import spoken_digits
@@ -227,17 +227,8 @@ def wait(process):
     try:
         return process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        stop(process)
+        end(process)
         return f"still running after {TIMEOUT} s"
-
-
-def stop(process):
-    process.terminate()  # a kill would leave the workers behind, which are in sessions of their own
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):
@@ -269,7 +260,7 @@ def launch(name, folder, script_options, launcher_options=(), environment=CPU, m
         codes = [wait(process) for process in processes]
     finally:
         for process in processes:
-            stop(process)
+            end(process)
     output = "".join(log.read_text(errors="replace") for log in logs)
     return codes, Outcome(folder / "output", output, [json.loads(path.read_text()) for path in reports.iterdir()])
 
