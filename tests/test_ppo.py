@@ -737,38 +737,6 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
 # Gradients that aren't finite
 
 
-class Broken(Ours):
-    """The gradient isn't finite in some steps: of everything, or of one weight of the critic."""
-
-    steps: tuple[int, ...] = ()
-    everything = True
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        if self.state.global_step not in self.steps:
-            return loss
-        return loss * torch.inf if self.everything else loss + self.critic.head.bias.sum() * torch.nan
-
-
-def broken(*steps, everything=True, n=5, **options):
-    trainer_class = type("Broken", (Broken,), {"steps": steps, "everything": everything})
-    return ppo(
-        trainer_class=trainer_class, **{"max_steps": n, "optim": "adamw_torch", "weight_decay": 0.1, **ONCE, **options}
-    )
-
-
-@pytest.mark.parametrize("everything", [True, False])
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_update_without_a_finite_gradient_is_skipped(everything, max_grad_norm):
-    result = broken(1, 2, everything=everything, max_grad_norm=max_grad_norm, max_skipped_updates=2)
-    weights = [*result.trainer.weights, weights_of(result.trainer.model)]
-    same = [identical(a, b) for a, b in itertools.pairwise(weights)]
-    assert same == [False, True, True, False, False]
-    assert logged(result, "skipped_updates") == [0, 1, 1, 0, 0]
-    assert all(value.isfinite().all() for value in weights[-1].values())
-    assert {int(state["step"]) for state in result.trainer.optimizer.state.values()} == {3}
-
-
 class BrokenReference(Ours):
     """While the policy is frozen, its loss isn't finite."""
 

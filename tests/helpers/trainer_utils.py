@@ -176,6 +176,10 @@ class InjectedOurs(RemembersPacking, Injected, MultimodalGRPOTrainer):
     pass
 
 
+class InjectedPPO(Injected, MultimodalPPOTrainer):
+    pass
+
+
 class Recording:
     """
     Remembers every draw of completions and every micro-batch.
