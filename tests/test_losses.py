@@ -110,7 +110,7 @@ def test_exploding_ratio_leaves_finite_gradients(advantage):
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
-    """Beyond it there is none, but only in the direction in which the advantage pushes."""
+    """Beyond it the gradient is 0, but only in the direction in which the advantage pushes."""
     low, high = math.log(0.9), math.log(1.3)
     log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
     moves = log_ratio < high if advantage > 0 else log_ratio > low

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The self-check tells an engine that samples from the policy from one that samples from something else."""
+"""The self-check distinguishes an engine that samples from the policy from one that samples from something else."""
 
 import json
 import shutil
