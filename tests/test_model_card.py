@@ -59,7 +59,7 @@ FILES = {"audio": "audio.wav", "image": "image.png", "video": "video.mp4"}
 )
 def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, monkeypatch):
     """Its code gives the model what training gives it of the same file, and what the processor documents."""
-    trainer = make_trainer(trainer_class, family, rows(8), tmp_path / "model", max_steps=1)
+    trainer = make_trainer(trainer_class, family, rows(8), tmp_path / "model", max_steps=1, self_check=True)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(model_name="Answers", dataset_name="someone/questions", tags="digits")

@@ -195,7 +195,7 @@ def test_a_trainer_logs_extra_columns_of_some_rows(tmp_path):
 
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", labelled_rows(), tmp_path, reward=functions, **options)
     trainer.train()
-    tables = [pd.read_parquet(path) for path in sorted((tmp_path / "completions").iterdir())]
+    tables = [pd.read_parquet(path) for path in sorted((tmp_path / "_private" / "completions").iterdir())]
     with_column = [table for table in tables if "last" in table]
     assert with_column
     for table in with_column:

@@ -455,7 +455,7 @@ self-check: largest differences of log-probs (tolerance 7e-04)
 
 
 def train(family, rows, output_dir, trainer_class=MultimodalGRPOTrainer, **options):
-    trainer = make_trainer(trainer_class, family, rows, output_dir, **{"max_steps": 1, **options})
+    trainer = make_trainer(trainer_class, family, rows, output_dir, **{"max_steps": 1, "self_check": True, **options})
     trainer.train()
     return trainer
 
@@ -481,7 +481,8 @@ def test_the_check_draws_no_random_numbers(tmp_path):
 
 def test_trainer_compares_with_the_processor_as_it_is_loaded(tmp_path):
     objects = {"model": str(saved("qwen2_audio"))}
-    run = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects=objects, max_steps=1)
+    options = {"objects": objects, "max_steps": 1, "self_check": True}
+    run = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options)
     # As if loading had passed the side of the tokenizer on to the extractor
     run.processing_class.feature_extractor.padding_side = "left"
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):

@@ -709,7 +709,7 @@ def test_completions_are_logged(tmp_path):
     options = {"log_completions": True, "num_completions_to_print": 2, "per_device_train_batch_size": 16}
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_omni", streamed(mixed_rows()), tmp_path, **options)
     trainer.train()
-    files = sorted((tmp_path / "completions").glob("*.parquet"))
+    files = sorted((tmp_path / "_private" / "completions").glob("*.parquet"))
     assert len(files) == 2
     prompts = set()
     for file in files:

@@ -364,7 +364,7 @@ def test_training_steps_get_the_rows_that_they_get_with_trl(tmp_path):
         )
         rows, step = [], trainer.training_step
         trainer.training_step = lambda model, inputs, *args, step=step, rows=rows: (
-            rows.append(list(inputs)) or step(model, inputs, *args)
+            rows.append([getattr(row, "row", row) for row in inputs]) or step(model, inputs, *args)
         )
         trainer.train()
         given.append(rows)

@@ -87,7 +87,7 @@ class TransformersSampler:
 
     @property
     def is_collective(self) -> bool:
-        # Sharded weights are gathered, and forwards of isolated prompts are counted
+        """Where sharded weights are gathered, or forwards of isolated prompts counted."""
         return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
 
     def invalidate_weights(self) -> None:
@@ -138,11 +138,12 @@ class VLLMSampler:
 
     @property
     def max_length(self) -> int:
+        """Length of the engine's context."""
         return self.engine.max_length
 
     @property
     def is_collective(self) -> bool:
-        # Requests are gathered
+        """Where requests of several ranks are gathered."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
@@ -159,6 +160,7 @@ class VLLMSampler:
         return ids, [[logp for [logp] in each] for each in logps]
 
     def invalidate_weights(self) -> None:
+        """The next call loads the weights."""
         self.loaded_step = -1
 
     def load_weights(self, step: int) -> None:

@@ -27,7 +27,7 @@ from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
 from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ..forward.layout import group_by_prompt, micro_batch_order
+from ..forward.layout import micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
@@ -41,7 +41,7 @@ from ..rollout.collect import collect, complete, take_custom_rollout, template_t
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, count_prompt_tokens
 from ..rollout.samplers import VLLMSampler
 from ..rollout.score import engine_correction, score_in_batches
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
@@ -210,6 +210,7 @@ class MultimodalTrainer(CheckpointMixin):
     # Rows and prompts
 
     def get_train_dataloader(self):
+        """A loader of rows with encoded prompts, by generation batches."""
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, IterableDataset) and self.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
@@ -220,6 +221,7 @@ class MultimodalTrainer(CheckpointMixin):
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def get_eval_dataloader(self, eval_dataset=None):
+        """A loader of rows with encoded prompts, each as often as it is completed."""
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
@@ -228,7 +230,14 @@ class MultimodalTrainer(CheckpointMixin):
         """Micro-batches between one generation batch and the next."""
         return self.args.steps_per_generation * self.num_iterations
 
-    # The stages of a rollout, in the order in which a trainer's `_generate_and_score_completions` calls them
+    # Rollout
+
+    def _generate_and_score_completions(self, inputs: Sequence[Any]) -> Any:
+        return self._roll_out(inputs).for_loss()
+
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        """Completions of rows with their advantages, by the stages below in their order."""
+        raise NotImplementedError
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         """Rows, environments and encoded prompts."""
@@ -419,17 +428,15 @@ class MultimodalTrainer(CheckpointMixin):
         if place == 0 or self._buffered_inputs is None:
             rollout: Any = self._generate_and_score_completions(inputs)
             together = self.args.keep_groups_together and self.rollout_func is None
-            if steps > 1 or not together:
+            if not together:
+                rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
+            elif steps > 1:
                 lengths = rollout.completion_mask.sum(1).tolist()
-                # As TRL shuffles
-                order = (
-                    micro_batch_order(rollout.prompts, lengths, steps)
-                    if together
-                    else torch.randperm(len(rollout)).tolist()
-                )
-                rollout = rollout.select(order)
+                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps))
             self._buffered_inputs = rollout.micro_batches(steps)
-            self._log_sharing(self._buffered_inputs)
+            # Prompt tokens that a forward per completion would repeat and the packed forward doesn't
+            forwarded, repeated = self._sum_over_ranks(count_prompt_tokens(self._buffered_inputs))
+            self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
@@ -439,14 +446,6 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
         """What a trainer changes before the micro-batch at a place among those of all epochs over a rollout."""
-
-    def _log_sharing(self, micro_batches: list[Rollout]) -> None:
-        """Share of prompt tokens that a forward per completion would repeat and the packed forward doesn't."""
-        prompts = [group_by_prompt(each.prompts) if each.packed else each.prompts for each in micro_batches]
-        once = sum(len(prompt) for part in prompts for prompt in part)
-        repeated = sum(len(prompt) for each in micro_batches for prompt in each.prompts)
-        once, repeated = self._sum_over_ranks([once, repeated])
-        self._metrics["train"]["packing/shared_frac"].append(1 - once / repeated)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of a micro-batch by `_compute_loss`, whose forward may be split by `max_tokens_per_microbatch`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
@@ -75,6 +76,7 @@ class CheckpointMixin(Trainer):
     _stream: Any
     _kinds_seen: set[str]
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
+    _resumed_from: str | None = None  # a checkpoint
     _uploaded: Path | None = None  # the checkpoint of the last push from one
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
@@ -88,6 +90,7 @@ class CheckpointMixin(Trainer):
 
     def _add_checkpoint_callbacks(self) -> None:
         """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
+        self.add_callback(_RestoreState(self))
         self.add_callback(SaveBeforePush(self))
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(self._any_process)
@@ -125,6 +128,7 @@ class CheckpointMixin(Trainer):
                     "checkpoints. Wait until it ends, or set another `output_dir`."
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+            self._resumed_from = checkpoint
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
             stack.callback(self._stream.close)
@@ -194,11 +198,6 @@ class CheckpointMixin(Trainer):
             return False
         load_unsharded(self.accelerator, policy, folder)
         return True
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._load_state(Path(checkpoint))
 
     def _load_parts(self, folder: Path) -> None:
         """Loads what [`_save_parts`] saved, where no engine does."""
@@ -455,3 +454,14 @@ class CheckpointMixin(Trainer):
 
     def _any_process(self, condition: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
+
+
+class _RestoreState(TrainerCallback):
+    """Restores what transformers doesn't, after optimizer and schedule."""
+
+    def __init__(self, trainer: CheckpointMixin):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._trainer._resumed_from is not None:
+            self._trainer._load_state(Path(self._trainer._resumed_from))

@@ -115,7 +115,7 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 def check_settings(trainer: Any) -> RunSettings:
     """What the self-check compares the policy with."""
-    sampler, source = trainer.sampler, trainer._processor_source
+    source = trainer._processor_source
 
     def load_processor() -> Any:
         """The processor as transformers loads it, to compare with; one that was passed is taken as it is."""
@@ -131,7 +131,7 @@ def check_settings(trainer: Any) -> RunSettings:
             generating=functools.partial(generating, trainer),
         )
 
-    samples = isinstance(sampler, TransformersSampler) and sampler.continuous_batching is None
+    samples = not trainer.use_vllm and getattr(trainer, "continuous_batching_config", None) is None
     return RunSettings(
         load_processor=load_processor,
         template_kwargs=trainer.prompts.template_kwargs,

@@ -204,7 +204,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     # Rollout
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Rollout:
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
@@ -212,7 +212,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
                     rollout.ref_per_token_logps = self._score_reference(rollout)
-        return rollout.for_loss()
+        return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Completions of rows with their rewards and advantages."""

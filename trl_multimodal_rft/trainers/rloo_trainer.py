@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """REINFORCE Leave-One-Out with media."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +120,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Rollout
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Rollout:
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rollout = self._collect(inputs)
         self._sample(rollout)
@@ -130,7 +131,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         self._reward(rollout)
         self._estimate(rollout)
         self._log_contribution(rollout)
-        return rollout.for_loss()
+        return rollout
 
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward, and weights for what an engine sampled."""

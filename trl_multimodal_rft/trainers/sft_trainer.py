@@ -223,12 +223,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
         self.train_dataset: Any = train_dataset
-        parallelism = self.accelerator.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
-                "`max_tokens_per_microbatch` for long rows."
-            )
+        self._refuse_unsupported()
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.chat_template = collator.chat_template
@@ -244,6 +239,14 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         self._policy = self._make_policy()
         keep_differentiable(self.model)
         self._add_checkpoint_callbacks()
+
+    def _refuse_unsupported(self) -> None:
+        args, parallelism = self.args, self.accelerator.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError(
+                "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
+                "`max_tokens_per_microbatch` for long rows."
+            )
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
                 "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
