@@ -64,7 +64,7 @@ def check_files(output_dir, output, *more):
 
 
 @pytest.mark.slow
-def test_audio_and_the_readme(tmp_path):
+def test_audio_and_asking_the_saved_model(tmp_path):
     output = launch("grpo_audio", tmp_path, compact=True)
     check_files(tmp_path, output)
     lines = [line for line in output.splitlines() if "Warning" in line or line.startswith(("step ", "Multi", "  ask"))]
@@ -73,7 +73,7 @@ def test_audio_and_the_readme(tmp_path):
     assert sum(line.startswith("step ") and " | reward " in line for line in lines) == 2
     assert not any("Warning" in line for line in lines)
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
     code = next(block for block in blocks if "outputs/grpo_audio" in block)
     code = code.replace("outputs/grpo_audio", str(tmp_path))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
