@@ -82,7 +82,7 @@ def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
     sampled = sampled_by(listener, completions)
     assert check.run(listener.model, 0, completions, completions[2], sampled)
     move(listener)
-    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all weights"):
+    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
         check.run(listener.model, 1, completions, completions[2], sampled)
 
 
