@@ -80,7 +80,7 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
             return f"{type(mixer).__name__} has no known arguments for cache and mask"
         forward = vars(mixer).get("forward")
         if forward is not None and getattr(forward, "__func__", None) is not _prefix_forward:
-            return f"hooks of a device map, or kernels, replace the forward of {type(mixer).__name__}"
+            return f"the forward of {type(mixer).__name__} is replaced, by hooks of a device map or by kernels"
     return None
 
 
