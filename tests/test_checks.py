@@ -71,7 +71,7 @@ def test_an_engine_with_other_weights_raises(listener):
     completions = completions_of(listener)
     sampled = sampled_by(listener, completions)
     move(listener)
-    error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*other settings or weights"
+    error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*its settings, weights"
     with pytest.raises(RuntimeError, match=error):
         engine_check(listener).run(listener.model, 0, completions, completions[2], sampled)
 
@@ -82,7 +82,7 @@ def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
     sampled = sampled_by(listener, completions)
     assert check.run(listener.model, 0, completions, completions[2], sampled)
     move(listener)
-    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all weights"):
+    with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
         check.run(listener.model, 1, completions, completions[2], sampled)
 
 

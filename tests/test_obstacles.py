@@ -197,7 +197,7 @@ def test_refused_in_a_sentence(name, tmp_path):
 def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
     model, prompts = FAMILIES["unlimited_ocr"]()
     window = model.config.text_config.sliding_window
-    with pytest.raises(ValueError, match=f"set `max_completion_length` to {window + 1} at most"):
+    with pytest.raises(ValueError, match=f"set `max_completion_length` to at most {window + 1}"):
         construct(model, tmp_path, max_completion_length=window + 2)
     assert training_obstacle(model, Words(), window + 1) is None
 

@@ -148,7 +148,7 @@ def test_versions(installed, accepted, monkeypatch):
     obstacle = vllm_versions.engine_obstacle()
     assert (obstacle is None) == accepted
     if not accepted:
-        expected = f"vLLM {installed} is installed, and 0.27.1 to 0.30.0 .* transformers 5.23.*"
+        expected = f"vLLM {installed} is installed, but 0.27.1 to 0.30.0 .* transformers 5.23.*"
         assert re.match(re.escape(expected).replace(r"\.\*", ".*"), obstacle)
     extras = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     [requirement] = extras["optional-dependencies"]["vllm"]

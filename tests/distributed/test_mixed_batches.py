@@ -34,7 +34,7 @@ ENCODERS = {  # by scenario, kinds whose encoders have something to train
 MEASURED = ["mixed_vision", "mixed_omni", "mixed_critic"]  # what media contribute
 SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # where DDP looks for unused weights
 ISOLATED = ["mixed_isolated", "mixed_isolated_numbers"]
-REFUSAL = "Processes hold media of different kinds, and this model takes prompts apart"
+REFUSAL = "Ranks hold different modalities, but this model needs separate forward passes"
 
 
 @pytest.fixture(scope="module")

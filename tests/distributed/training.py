@@ -98,7 +98,7 @@ class RemembersParts:
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
         deferred = self._scores.deferred
-        self.parts.append([1, 1] if deferred is None else [deferred.n_own, len(deferred.parts)])
+        self.parts.append([1, 1] if deferred is None else [deferred.n_local, len(deferred.parts)])
         return loss
 
 

@@ -36,7 +36,7 @@ KNOWN = {
     # Not any more in vLLM, or in another format
     "phi4_multimodal": "not supported anymore",
     "voxtral": "Mistral's own",
-    "internvl": "vLLM makes other tokens of a video",
+    "internvl": "vLLM expands video placeholders differently",
     # Of the tiny models: biases that vLLM gives where the config says so, and what their tokenizers and configs lack
     "glm4v": "has no place for",
     "gemma3": "failed to be inspected",

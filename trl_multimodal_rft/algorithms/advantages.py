@@ -43,18 +43,7 @@ ALIASES: dict[str, str] = {}
 
 
 def estimator(name: str, **facts) -> Callable:
-    """
-    Decorator that registers a function as an estimator.
-
-    Args:
-        name (`str`):
-            Value of `advantage_estimator`.
-        facts:
-            Fields of its [`Estimator`]: `alias`, `needs`, `per_token`, `kl_in_reward`, `kl_in_loss`.
-
-    Returns:
-        `Callable`: The decorator, which returns the function unchanged.
-    """
+    """Decorator that registers a function as the estimator of that name, with these fields of its [`Estimator`]."""
 
     def register(function):
         ESTIMATORS[name] = Estimator(name, paper_of(function), function, **facts)

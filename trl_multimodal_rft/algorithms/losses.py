@@ -22,103 +22,52 @@ _LARGEST_LOG_RATIO = 20.0
 
 
 class LossOutput(NamedTuple):
-    """
-    A loss and its metrics.
+    """A loss and its metrics."""
 
-    Args:
-        loss (`torch.Tensor`):
-            Of each token, shape `(B, T)`, of each completion, shape `(B, 1)` or `(B,)`, or a scalar.
-        metrics (`dict[str, Metric]`):
-            By their names in the log, see [`~algorithms.metrics.Metric`].
-    """
-
-    loss: torch.Tensor
-    metrics: dict[str, Metric]
+    loss: torch.Tensor  # of each token, `(B, T)`, of each completion, `(B, 1)` or `(B,)`, or a scalar
+    metrics: dict[str, Metric]  # by their names in the log
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """
-    Tensors of a micro-batch: `B` completions of up to `T` tokens.
+    """Tensors of a micro-batch: `B` completions of up to `T` tokens."""
 
-    Args:
-        logps (`torch.Tensor`):
-            Current log-probabilities, shape `(B, T)`.
-        old_logps (`torch.Tensor`):
-            Log-probabilities under the policy that sampled, without gradient, shape `(B, T)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)` or `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
-        weights (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
-            Weight of each token in the policy gradient, shape `(B, T)`.
-        sampling_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the engine that sampled, `NaN` where it has none, shape `(B, T)`. By default
-            `old_logps`.
-        sampling_ratio (`torch.Tensor`, *optional*):
-            Importance ratio of the old policy to that engine, shape `(B, T)` or `(B, 1)`.
-        ref_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the reference, for a KL term in the loss, shape `(B, T)`.
-        entropies (`torch.Tensor`, *optional*):
-            Entropies of the policy, shape `(B, T)`.
-        aux_loss (`torch.Tensor`, *optional*):
-            Load-balancing loss of a mixture of experts, a scalar.
-    """
-
-    logps: torch.Tensor
-    old_logps: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
-    weights: torch.Tensor | float = 1.0
+    logps: torch.Tensor  # current log-probabilities, `(B, T)`
+    old_logps: torch.Tensor  # those under the policy that sampled, without gradient, `(B, T)`
+    advantages: torch.Tensor  # `(B,)` or `(B, T)`
+    mask: torch.Tensor  # 1 on the tokens that count, `(B, T)`
+    weights: torch.Tensor | float = 1.0  # of tokens in the policy gradient, `(B, T)`
+    # Log-probabilities under the engine that sampled, NaN where it has none, `(B, T)`; by default the old ones
     sampling_logps: torch.Tensor | None = None
-    sampling_ratio: torch.Tensor | None = None
-    ref_logps: torch.Tensor | None = None
-    entropies: Any = None
-    aux_loss: torch.Tensor | None = None
+    sampling_ratio: torch.Tensor | None = None  # importance ratio of the old policy to that engine, `(B, T or 1)`
+    ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
+    entropies: Any = None  # of the policy, `(B, T)`
+    aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """
-    Options of policy losses; each loss reads those that its formula names. Defaults are TRL's.
+    """Options of policy losses; each loss reads those that its formula names. Defaults are TRL's."""
 
-    Args:
-        epsilon_low, epsilon_high (`float`):
-            The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`.
-        delta (`float`, *optional*, defaults to `inf`):
-            Upper bound of the ratio, above `1 + epsilon_high`: it bounds the loss of negative advantages.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            `"sequence"` takes one ratio per completion, the geometric mean of its tokens'.
-        off_policy_threshold (`float`, *optional*):
-            Completions with a negative advantage are dropped beyond this divergence from the engine that sampled, in
-            nats per token.
-        kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            Estimator of the KL term, see [`~algorithms.kl.approx_kl`].
-        kl_bias_correction (`bool`, *optional*, defaults to `True`):
-            Whether k3 is multiplied by the ratio.
-        sapo_temperature_pos, sapo_temperature_neg (`float`, *optional*, default to `1.0` and `1.05`):
-            Temperatures of [`sapo_loss`] for advantages above 0, and for the others.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg (`float`, *optional*):
-            Shape of the weights of [`vespo_loss`] for advantages of at least 0, and below.
-        drift_coef, drift_clamp (`float`, *optional*, default to `0.01` and `2.0`):
-            Coefficient of the [`policy_drift`], and largest weight of a token in it.
-    """
-
+    # The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`
     epsilon_low: float
     epsilon_high: float
-    delta: float = math.inf
-    importance_sampling_level: str = "token"
+    delta: float = math.inf  # upper bound of the ratio, above `1 + epsilon_high`, for negative advantages
+    importance_sampling_level: str = "token"  # "sequence": the geometric mean of a completion's ratios
+    # Divergence from the engine that sampled, in nats per token, from which on `off_policy_mask` drops completions
     off_policy_threshold: float | None = None
-    kl_estimator: str = "k3"
-    kl_bias_correction: bool = True
+    kl_estimator: str = "k3"  # of the KL term
+    kl_bias_correction: bool = True  # multiplies k3 by the ratio
+    # Temperatures for advantages above 0, and for the others
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    # Shape of the weights for advantages of at least 0, and below
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    drift_coef: float = 0.01
-    drift_clamp: float = 2.0
+    drift_coef: float = 0.01  # of the `policy_drift`
+    drift_clamp: float = 2.0  # largest weight of a token in it
 
 
 @dataclass(frozen=True)
@@ -132,38 +81,18 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class LossType:
-    """
-    A value of `loss_type`.
-
-    Args:
-        name (`str`):
-            The value.
-        paper ([`~algorithms.papers.Paper`], *optional*):
-            Its source.
-        function (`Callable`):
-            The loss, as [`LossType.__call__`] calls it.
-        mode (`str`, *optional*, defaults to `"token-sum"`):
-            How [`aggregate`] sums.
-        over (`str`, *optional*, defaults to `"batch_tokens"`):
-            Denominator of the sum: the `"completions"` of the optimizer step, the `"length_limit"` of all of them, the
-            tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the
-            optimizer step (`"batch_tokens"`).
-        per_completion (`bool`, *optional*, defaults to `False`):
-            Whether it has one ratio, and takes one advantage, per completion.
-        sequence_level (`bool`, *optional*, defaults to `False`):
-            Whether it supports `importance_sampling_level="sequence"`.
-        clips (`bool`, *optional*, defaults to `True`):
-            Whether it clips ratios; others soften them.
-    """
+    """A value of `loss_type`."""
 
     name: str
     paper: Paper | None
     function: Callable[[LossInputs, LossOptions], LossOutput]
-    mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"
+    mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
+    # Denominator of the sum: completions of the optimizer step, the length limit of all of them, tokens of the
+    # micro-batch times the accumulation steps, or tokens of the optimizer step
     over: Literal["completions", "length_limit", "micro_batch_tokens", "batch_tokens"] = "batch_tokens"
-    per_completion: bool = False
-    sequence_level: bool = False
-    clips: bool = True
+    per_completion: bool = False  # it has one ratio, and takes one advantage, per completion
+    sequence_level: bool = False  # it supports `importance_sampling_level="sequence"`
+    clips: bool = True  # it clips ratios; others soften them
 
     @property
     def is_mean(self) -> bool:
@@ -188,18 +117,8 @@ class LossType:
 
     def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
-        A micro-batch's part of the loss of an optimizer step, with TRL's denominator for the loss type.
-
-        Args:
-            values (`torch.Tensor`):
-                Of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` or `(B,)`.
-            mask (`torch.Tensor`):
-                1 on the tokens that count, shape `(B, T)`.
-            normalizer ([`Normalizer`]):
-                Possible denominators.
-
-        Returns:
-            `torch.Tensor`: A scalar.
+        A micro-batch's part of the loss of an optimizer step, a scalar, with TRL's denominator for the loss type, from
+        values of each token, `(B, T)`, or of each completion, `(B, 1)` or `(B,)`.
         """
         completions = len(mask) * normalizer.accumulation
         if values.dim() == 1:
@@ -219,16 +138,8 @@ LOSSES: dict[str, LossType] = {}
 
 def policy_loss(name: str, **facts) -> Callable:
     """
-    Decorator that registers a function as a policy loss. See [`LossType.__call__`] for what it takes and returns.
-
-    Args:
-        name (`str`):
-            Value of `loss_type`.
-        facts:
-            Fields of its [`LossType`]. The paper is by default that of the docstring.
-
-    Returns:
-        `Callable`: The decorator, which returns the function unchanged.
+    Decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss of that name, with these
+    fields of its [`LossType`]; the paper is by default that of the docstring.
     """
 
     def register(function):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""When each check of a run is due, and what follows from it."""
+"""When each check of a run is due, and its consequences."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 
 class Checks:
     """
-    Measures a policy on the first prompts of a run, on new kinds of media, and on what an engine or tools add.
-    Fallbacks that a check finds necessary go into the policy; results are printed on the main process.
+    Measures a policy on the first prompts of a run, on new kinds of media, and after an engine or tools.
+    Fallbacks that a check finds necessary go into the policy; the main process prints results.
     """
 
     def __init__(self, policy: PolicyForward, accelerator: Accelerator, anyone: Callable[[bool], bool]):
@@ -40,7 +40,7 @@ class Checks:
         prompts: list[EncodedPrompt],
         settings: Callable[[], RunSettings],
     ) -> None:
-        """Runs the self-check on the first prompts, and again on the first with a kind of media not measured yet."""
+        """Runs the self-check on the first prompts, and on the first with a kind of media that wasn't measured."""
         check = self.self_check
         if check is not None:
             unmeasured = {kind for kind in MODALITIES if kind not in check.media}
@@ -56,7 +56,7 @@ class Checks:
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool
     ) -> None:
-        """Measures the first completion in which a tool returned media."""
+        """Measures the first completion with media that a tool returned."""
         check = self.self_check
         if check is None or check.conversation is not None:
             return
@@ -69,7 +69,7 @@ class Checks:
     def on_engine(
         self, model: nn.Module, step: int, rollout: Rollout, engine: Any, logit_bias: dict[int, float], has_tools: bool
     ) -> None:
-        """Compares an engine's log-probabilities, after the self-check: on its first rollout, and after an update."""
+        """Compares an engine's log-probabilities, after the self-check: on its first rollout and after an update."""
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Log-probabilities of an engine that samples the rollouts, such as vLLM, against those of the policy."""
+"""Log-probabilities of an engine that samples, such as vLLM, against those of the policy."""
 
 import math
 from collections import Counter
@@ -18,21 +18,21 @@ from .measure import tolerance_of
 from .self_check import SelfCheck
 
 
-# Completions of each process that are compared
+# Completions of each rank that are compared
 _PROBES = 4
 
-# After an update, an engine's log-probabilities may be farther from the policy's than before, by this factor. That
-# some weights don't reach the engine shows when the policy's have moved by a multiple of what that allows.
+# After an update, an engine's log-probabilities may differ from the policy's by the first factor more than before.
+# Weights that don't reach the engine show once the policy's log-probabilities have moved by the second times that.
 _GROWS, _SHOWS = 4, 2
 
 
 class EngineCheck:
     """
-    Compares an engine on the first batch, on the first one after the weights have moved so far that it shows if the
-    engine didn't get them, and on the first media that tools return.
+    Compares an engine on the first batch, on the first one after the weights have moved so far that an engine without
+    them would show, and on the first media that tools return.
 
-    A few completions of each process are looked at, each by itself. `check` gets what was measured; `dtype` is the
-    engine's, `logit_bias` what it adds to logits.
+    A few completions of each rank are scored one by one. `check` gets the results; `dtype` is the engine's,
+    `logit_bias` what it adds to logits.
     """
 
     def __init__(self, policy: PolicyForward, check: SelfCheck, dtype: torch.dtype, logit_bias: dict[int, float]):
@@ -43,16 +43,16 @@ class EngineCheck:
         self.tolerance = max(check.tolerance, tolerance_of(dtype))
         self.logit_bias = logit_bias
         self.accelerator = policy.accelerator
-        self.step = -1  # the last one looked at
+        self.step = -1  # the last one that was considered
         self.first: tuple[Completions, torch.Tensor, torch.Tensor] | None = None  # with log-probabilities and mask
 
     def run(
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
         """
-        Measures a batch after `step` updates, if that tells something new.
+        Measures a batch after `step` updates; returns whether there is a new result.
 
-        Shapes: `mask` of the tokens that were sampled and their log-probabilities `sampled`, `(B, C)`.
+        Shapes: `mask` of the sampled tokens and their log-probabilities `sampled`, `(B, C)`.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:
@@ -60,9 +60,9 @@ class EngineCheck:
         self.step = step
         if self.first is not None and not self._moved(model) > _SHOWS * self._limit():
             return False
-        mask = mask * ~sampled.isnan()  # an engine may have none of a token
-        rows = _telling(completions[0], mask)
-        probes = _chosen(completions, rows)
+        mask = mask * ~sampled.isnan()  # an engine may not return all
+        rows = _diverse(completions[0], mask)
+        probes = _select(completions, rows)
         logps, mask = self._score(model, probes), mask[rows]
         measured = self._difference(logps, sampled[rows], mask)
         if measured is None:
@@ -72,33 +72,33 @@ class EngineCheck:
             check.engine, self.first = measured, (probes, logps, mask)
             when = "on the first batch"
             reason = (
-                "it has other settings or weights, or makes something else of the media. Load the model and "
-                "`processing_class` from one folder, and start a server with that folder, too"
+                "its settings, weights or processed media differ. Load the model and `processing_class` from one "
+                "folder, and start a server with that folder, too"
             )
         else:
-            check.engine_updated, self.first = measured, None  # media and all
+            check.engine_updated, self.first = measured, None  # frees the media
             when = f"after {step} updates, and were {before[0]:.0e} before"
-            reason = "it doesn't get all weights that are trained, or rounds them"
+            reason = "it doesn't get all trained weights, or rounds them"
         self._judge(measured, limit, when, reason)
         return True
 
     def run_after_tools(
         self, model: nn.Module, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
-        """Measures what was sampled after media that a tool returned, the first time that there is something."""
+        """Measures the first tokens that were sampled after media of a tool; returns whether there were any."""
         if self.check.engine_conversation is not None:
             return False
         mask = mask * ~sampled.isnan()
         for i, prompt in enumerate(completions[0]):
             mask[i, : len(prompt.later) if isinstance(prompt, Conversation) else None] = 0
-        row = [int(mask.sum(1).argmax())]  # any, where there is none
+        row = [int(mask.sum(1).argmax())]
         if not self.accelerator.reduce(mask[row].sum(), reduction="sum").item():
             return False
-        logps = self._score(model, _chosen(completions, row))
+        logps = self._score(model, _select(completions, row))
         measured = self._difference(logps, sampled[row], mask[row])
         assert measured is not None
         limit, self.check.engine_conversation = self._limit(), measured
-        reason = "it makes something else of media that tools return, or has them at other positions"
+        reason = "it processes media that tools return differently, or has them at other positions"
         self._judge(measured, limit, "after tool media", reason)
         return True
 
@@ -113,14 +113,14 @@ class EngineCheck:
             )
 
     def _limit(self) -> float:
-        """How far apart log-probabilities may be on average: not much farther than they were before the update."""
+        """Bound of the mean difference: after an update, not much more than before it."""
         limit = self.tolerance / 2
         if self.check.engine is None:
             return limit
         return min(limit, max(_GROWS * self.check.engine[0], self.tolerance**2 / 2, tolerance_of(torch.float32) / 2))
 
     def _moved(self, model: nn.Module) -> float:
-        """How far the policy's log-probabilities of the first batch have moved on average."""
+        """Mean change of the policy's log-probabilities of the first batch."""
         assert self.first is not None
         completions, before, mask = self.first
         moved = self._difference(self._score(model, completions), before, mask)
@@ -128,14 +128,14 @@ class EngineCheck:
         return moved[0]
 
     def _score(self, model: nn.Module, completions: Completions) -> torch.Tensor:
-        """The policy's log-probabilities `(N, C)`, one completion at a time: with a bias, logits are all kept."""
+        """The policy's log-probabilities `(N, C)`, one by one, since a bias keeps all logits in memory."""
         options = {"packed": False, "logit_bias": self.logit_bias}
-        rows = (_chosen(completions, [i]) for i in range(len(completions[0])))
+        rows = (_select(completions, [i]) for i in range(len(completions[0])))
         with measuring(model, completions[1].device):
             return torch.cat([self.policy.score(model, *row, **options).logps for row in rows])
 
     def _difference(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> tuple[float, float] | None:
-        """Mean and largest over all processes; `None` if there are no tokens."""
+        """Mean and largest over all ranks; `None` without tokens."""
         difference = torch.where(mask.bool(), (a - b).abs(), 0.0).nan_to_num(nan=math.inf)
         sums = torch.stack([difference.sum(), mask.sum().float()])
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
@@ -143,13 +143,13 @@ class EngineCheck:
         return (total / count, largest) if count else None
 
 
-def _chosen(completions: Completions, rows: list[int]) -> Completions:
+def _select(completions: Completions, rows: list[int]) -> Completions:
     prompts, ids, mask = completions
     return [replace(prompts[i], mask_cache={}) for i in rows], ids[rows], mask[rows]
 
 
-def _telling(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
-    """A few completions with tokens, first of prompts with different kinds of media, then of different prompts."""
+def _diverse(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
+    """Rows of a few completions with tokens: of different kinds of media first, then of different prompts."""
     order: dict[int, tuple] = {}
     n_of_kinds: Counter[frozenset[str]] = Counter()
     for prompt, rows in group_by_prompt(prompts).items():

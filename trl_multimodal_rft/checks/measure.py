@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Log-probabilities of a policy against those of the model's own forward, on all processes alike."""
+"""Log-probabilities of a policy against those of the model's own forward, with decisions common to all ranks."""
 
 import math
 from collections.abc import Callable
@@ -26,13 +26,13 @@ _Result = TypeVar("_Result")
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """How far apart log-probabilities may be that are equal but for rounding."""
-    # Scores are computed in float32 at best, also those of a model in float64
+    """Largest difference of log-probabilities from rounding."""
+    # Scores are computed in float32 at best, even for a model in float64
     return 2 * math.sqrt(max(torch.finfo(each).eps for each in (dtype, torch.float32)))
 
 
 def raise_out_of_memory(error: Exception) -> None:
-    """A model that doesn't fit isn't an inexact one."""
+    """Reraises an error that says nothing about exactness."""
     if isinstance(error, MemoryError) or should_reduce_batch_size(error):
         raise error
 
@@ -41,8 +41,8 @@ class Measure:
     """
     Compares a policy with the model's own forward.
 
-    `fallbacks` begin as the policy's, and are those that exact scores need as far as is known. `failure` is why the
-    last attempt failed.
+    `fallbacks` start as the policy's and become those that exact scores need. `failure` is the error of the last
+    attempt.
     """
 
     def __init__(self, policy: PolicyForward, model: nn.Module, engine_positions: bool):
@@ -77,21 +77,21 @@ class Measure:
     # The model's own forward
 
     def at_engine_positions(self, prompt: EncodedPrompt) -> bool:
-        """Whether an engine samples a prompt at other positions than the model's own."""
+        """Whether an engine has a prompt at other positions than the model."""
         if not self.has_engine or not prompt.media:
             return False
-        own = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
-        return not torch.equal(own, prompt.position_ids)
+        expected = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
+        return not torch.equal(expected, prompt.position_ids)
 
     def model_inputs(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A processor's outputs for one prompt, as the model takes them."""
+        """Inputs of the model from a processor's outputs for one prompt."""
         inputs = to_model(outputs, self.model, self.device)
         return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
     def model_logps(
         self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor
     ) -> torch.Tensor | None:
-        """Log-probabilities of completions `(B, N)`, one by one, by the model's own forward; `None` if it fails."""
+        """Log-probabilities of completions `(B, N)` by the model's own forward, one by one; `None` if it fails."""
         if self.at_engine_positions(prompt):
             positions = prompt.position_ids.to(self.device)
             following = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
@@ -101,7 +101,7 @@ class Measure:
         )
 
     def _model_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """Of one completion, `(1, N)`."""
+        """Those of one completion `(1, N)`."""
         n_new = ids.size(1)
         whole: dict[str, Any] = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in inputs)):
@@ -116,26 +116,26 @@ class Measure:
         return self.logps_of(logits[:, -n_new - 1 : -1], ids)
 
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities `(B, N)` by logits, of which there are fewer than ids where a completion has ended."""
+        """Log-probabilities `(B, N)` of ids, from logits that may stop where completions end."""
         logps = (logits.float() / self.policy.temperature).log_softmax(-1)
         logps = logps.gather(-1, ids[:, : logits.size(1), None])[..., 0]
         return nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
 
-    # Agreement of all processes
+    # Decisions common to all ranks
 
     def difference(self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor) -> float:
-        """The largest over all processes, so that all decide alike; infinite where there is nothing to compare."""
+        """The largest difference over all ranks; infinite if there is nothing to compare."""
         value = math.inf
         if a is not None and a.shape == b.shape:
             value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
         return self.worst(math.inf if math.isnan(value) else value)
 
     def worst(self, value: float) -> float:
-        """The largest of all processes."""
+        """The largest value over all ranks."""
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
     def attempt(self, what: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
-        """What a model can't do is a warning; `None` on all processes if one of them fails."""
+        """Warns if something fails; returns `None` on all ranks if it failed on one."""
         result = None
         try:
             result = measure()
@@ -147,7 +147,7 @@ class Measure:
         return None if self.worst(float(result is None)) else result
 
     def require(self, what: str, measure: Callable[[], _Result]) -> _Result:
-        """What a model must be able to do."""
+        """Raises if something fails."""
         result = self.attempt(what, measure)
         if result is None:
             raise self.inexact(f"{what} fails ({self.failure})")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How much the policy's own completions depend on what it hears and sees."""
+"""How much the policy's completions depend on its media."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,12 +19,12 @@ from ..policy import Completions, PolicyForward
 
 logger = get_logger(__name__)
 
-# Of each process. Few are enough, as a completion has many tokens and runs have many batches.
+# Per rank. Few are enough: a completion has many tokens, a run many batches.
 _PROMPTS = 2
 
 
 def is_due(every: int, step: int, n_steps: int) -> bool:
-    """Whether a generation batch of `n_steps` updates from `step` on holds a step to measure."""
+    """Whether one of `n_steps` updates from `step` on is a multiple of `every`."""
     return (step + n_steps) // every > step // every
 
 
@@ -43,19 +43,18 @@ def media_contribution(
     $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
 
     in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
-    and size: 0 for a policy that doesn't listen or look. Both are scored by the same forwards of the same shape. All
-    processes must call this alike. `mask` `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a
-    completion again, with an ablation.
+    and size: 0 for a policy that ignores them. Forwards of the same shape score both. All ranks must call this. `mask`
+    `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a completion with an ablation.
     """
     prompts, ids, completion_mask = completions
-    # Completions, what they are scored without, and their prompts without it
+    # Completions, a kind of media, and their prompts without it
     cases = [(row, kind, _ablated(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
     assert accelerator is not None
     if not accelerator.gather(torch.tensor([bool(cases)], device=accelerator.device)).any():
         return {}
-    # Processes that have nothing to measure take part in the forwards, which others may wait for
+    # Ranks without anything to measure take part in the forwards, which may have collectives
     rows, kinds, without = (list(each) for each in zip(*(cases or [(0, None, prompts[0])]), strict=True))
     mask = mask[rows]
     with measuring(model, accelerator.device):
@@ -79,10 +78,10 @@ def media_contribution(
 
 
 def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[int, str]]:
-    """Completions of a few different prompts, one of each, and the kinds of media in these."""
+    """Completions of a few prompts, one of each, with each kind of their media."""
     chosen: list[tuple[int, str]] = []
     for rows in group_by_prompt(prompts).values():
-        # Media of tools are no prompt's
+        # A conversation has media of tools
         plain = [row for row in rows if mask[row].any() and not isinstance(prompts[row], Conversation)]
         chosen += [(row, kind) for row in plain[:1] for kind in sorted(prompts[row].modalities)]
         if len({row for row, _ in chosen}) == _PROMPTS:
@@ -91,7 +90,7 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
 
 
 def _ablated(encode: Callable[[int, Ablation], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
-    """The prompt of a completion without its media of a kind; `None` where they can't be read any more."""
+    """The prompt of a completion without its media of a kind; `None` if they have become unreadable."""
     try:
         return encode(row, Ablation(kind))
     except MediaError as error:

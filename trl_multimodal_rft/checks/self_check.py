@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Measures, on the user's own model and data, what this package promises, against the model's own forward."""
+"""The self-check: scores and samples of a policy against the model's own forward, on the user's model and data."""
 
 import copy
 import functools
@@ -36,33 +36,33 @@ logger = get_logger(__name__)
 
 _NEW_TOKENS = 4
 
-# A medium that moves log-probabilities by less than this share of the tolerance isn't heard or seen
+# A model ignores a medium that moves log-probabilities by less than this share of the tolerance
 _MOVES = 1e-2
 
 
 @dataclass
 class SelfCheck:
     """
-    What the self-check measured, as largest absolute differences of log-probabilities over all processes, in nats.
+    Largest absolute differences of log-probabilities over all ranks, in nats.
 
-    The truth is the model's own forward on what its processor returns, one prompt and one completion at a time,
-    without anything of this package: its own positions, masks and logits. Where that isn't what its `generate`
-    computes, because attention is different within a prompt, the truth are the logits of `generate`.
+    The truth is the model's own forward on what its processor returns, with its positions, masks and logits, one
+    prompt and one completion at a time. Where its `generate` computes something else, because attention differs within
+    a prompt, the truth is the logits of `generate`.
     """
 
     features: float | None  # media tensors against those of the processor as loaded, relative to the largest value
     padded: float  # padded rows against the truth
-    packed: float | None  # packed rows against the truth; `None` where packing is off
+    packed: float | None  # packed rows against the truth; `None` without packing
     media: dict[str, float]  # by modality, the effect of another medium; NaN if the batch holds no other
     rows: float  # prompts in one forward, as far as they share one, against each alone
-    # Log-probabilities of sampling against the truth; `None` if sampling gives none, NaN if it fails on the prompts of
-    # the self-check, as a `generate` of the user's may
+    # Log-probabilities of sampling against the truth; `None` if sampling returns none, NaN if it fails on the check's
+    # prompts, as a user's `generate` may
     sampled: float | None
-    changes: tuple[str, ...]  # what changes the sampled distribution on purpose: suppressed tokens, options (`top_p`)
-    changed: float | None  # how far these move the log-probabilities of sampled tokens; `None` if sampling gives none
-    training: float  # training mode against evaluation mode, which dropout and batch norm move
-    tolerance: float  # what counts as equal, from the dtype of the computation
-    fallbacks: Fallbacks  # what the numbers hold for
+    changes: tuple[str, ...]  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
+    changed: float | None  # how far these move log-probabilities of sampled tokens; `None` if sampling returns none
+    training: float  # training mode against evaluation mode
+    tolerance: float  # of rounding, from the dtype of the computation
+    fallbacks: Fallbacks  # under which the numbers hold
     engine_positions: bool = False  # whether the truth has the positions of an engine that samples
     # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
     # weights have moved, and after the first media that a tool returned
@@ -78,7 +78,7 @@ class SelfCheck:
         return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
 
     def _facts(self) -> list[tuple[str, str, str]]:
-        """What was measured, the figure, and what it holds for."""
+        """Names, figures and notes."""
         fallbacks = self.fallbacks
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
@@ -114,18 +114,18 @@ def _figure(value: float, digits: str = ".0e") -> str:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run encodes prompts and samples completions, as far as the self-check measures it."""
+    """How a run encodes prompts and samples completions."""
 
     load_processor: Callable[[], Any]  # the processor as transformers loads it
     template_kwargs: dict[str, Any]
     generation_config: GenerationConfig
     eos_token_ids: Sequence[int]
-    # Completions of prompts, sampled by a config from shared prefills or not; `None` where transformers doesn't sample
+    # Samples completions by a config, from shared prefills or not; `None` if transformers doesn't sample
     sample: Callable[[list[EncodedPrompt], GenerationConfig, bool], Any] | None
     generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
     changes: Sequence[str] = ()  # options that change the distribution that is sampled from
     audio_overlong: Literal["raise", "truncate"] = "raise"
-    engine_positions: bool = False  # whether prompts are at the positions of an engine
+    engine_positions: bool = False  # whether prompts have the positions of an engine
 
 
 def run_self_check(
@@ -137,9 +137,9 @@ def run_self_check(
     media: dict[str, float],
 ) -> SelfCheck:
     """
-    Measures a policy on prompts and the messages that they were encoded from. Nothing of it is changed.
+    Measures a policy, which it doesn't change, on prompts and the messages that they were encoded from.
 
-    All processes check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
+    All ranks check the same prompts, which come from all of them, so that the forwards of a sharded model agree.
     `model` is as the accelerator prepared it, `media` are the effects that were measured before.
     """
     check = _Check(policy, model, settings, media)
@@ -154,12 +154,9 @@ def check_conversation(
     model: nn.Module,
     prompts: Sequence[EncodedPrompt],
     completion_ids: Sequence[list[int]],
-    engine_positions: bool = False,
+    engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
-    """
-    Measures a completion in which a tool returned media, and finds the fallbacks that it needs; `None` if no process
-    has one.
-    """
+    """Measures a completion in which a tool returned media, and the fallbacks it needs; `None` if no rank has one."""
     held = [
         (prompt, ids)
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -178,10 +175,10 @@ def check_conversation(
 
 @dataclass
 class _Case:
-    """A prompt of any process, as all processes check it."""
+    """A prompt of any rank, checked on all of them."""
 
     prompt: EncodedPrompt
-    plain: Any  # what the processor returns; only of prompts that are compared with it, else `None`
+    plain: Any  # outputs of the processor, for prompts that are compared with it, else `None`
     error: str | None = None
 
 
@@ -227,7 +224,7 @@ class _Check(Measure):
             sampled=math.nan if self.cannot_sample else sampled,
             changes=(*(["suppressed placeholders"] if self.placeholders else []), *self.settings.changes),
             changed=self.changed,
-            training=math.nan,  # measured in training mode
+            training=math.nan,  # follows
             tolerance=self.tolerance,
             fallbacks=self.fallbacks,
             engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
@@ -237,16 +234,16 @@ class _Check(Measure):
         """How far log-probabilities of the last completions are from those in evaluation mode."""
         assert self.scored is not None
         prompt, ids, mask, scores = self.scored
-        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # of batch norms, which move
+        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # that batch norms update
         other = self.attempt("scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False))
         for buffer, value in statistics:
             buffer.copy_(value)
         return self.difference(other, scores, mask)
 
-    # What is checked
+    # Cases
 
     def _cases(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
-        """Prompts to measure, prompts to take other media from by modality, and partners, the same everywhere."""
+        """Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks."""
         local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
         process = self.accelerator.process_index
         targets, donors, partners = choose(
@@ -269,9 +266,9 @@ class _Check(Measure):
         return self.settings.load_processor()
 
     def _case(self, prompt: EncodedPrompt, messages) -> _Case:
-        """A prompt, and what the processor as it is loaded returns for its messages."""
+        """A prompt, and the outputs of the processor as loaded for its messages."""
         if not prompt.media:
-            # Text is tokenized by the template of its turn, which tools of its environment may be a part of
+            # Only the run's template knows the tools of a prompt
             fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
             return _Case(prompt, {name: value[None] for name, value in fields.items()})
         overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
@@ -283,17 +280,17 @@ class _Check(Measure):
             return _Case(prompt, None, f"{type(error).__name__}: {error}")
         try:
             read = outputs_of_files(messages, self.processor, overlong, template)
-        except Exception as error:  # it may read fewer formats
+        except Exception as error:  # it may support fewer formats
             logger.warning(
-                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos itself, so "
-                f"that its own frames weren't compared ({error})"
+                f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos, so that "
+                f"its frames weren't compared ({error})"
             )
             read = None
-        # Its frames may be less exact, but not of other sizes or times
-        alike = read is None or (
+        # Its frames may be less exact, but must have the same sizes and times
+        is_same = read is None or (
             _shapes(read) == _shapes(outputs) and torch.equal(read["input_ids"], outputs["input_ids"])
         )
-        return _Case(prompt, outputs if alike else read)
+        return _Case(prompt, outputs if is_same else read)
 
     def _features(self, target: _Case) -> float:
         if target.plain is None:
@@ -318,8 +315,8 @@ class _Check(Measure):
 
     def _sample_and_recompute(self, target: _Case):
         """
-        Two short completions of a prompt `(2, N)`, their mask, how far the log-probabilities that they were sampled
-        with are from the truth, and the truth.
+        Two short completions of a prompt `(2, N)`, their mask, the distance of the log-probabilities that they were
+        sampled with from the truth, and the truth.
         """
         ids, mask, sampled = self._sample(target.prompt)
         truth = self._truth(target, ids, mask, sampled)
@@ -337,12 +334,11 @@ class _Check(Measure):
         return ids, mask, difference, truth
 
     def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Two completions of a prompt, their mask, and the log-probabilities they were sampled with, if known."""
+        """Two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
         sample = self.settings.sample
         if sample is None:
-            return self._scripted(prompt)  # what samples the rollouts isn't what would be measured here
+            return self._scripted(prompt)
         config = copy.deepcopy(self.settings.generation_config)
-        # Beams have logits of their own
         config.update(max_new_tokens=_NEW_TOKENS, min_new_tokens=None, num_beams=1, num_return_sequences=1)
         config.update(return_dict_in_generate=True, output_logits=True, output_scores=True)
         output = self.attempt("sampling", lambda: sample([prompt, prompt], config, self.fallbacks.shared_prefill))
@@ -350,7 +346,7 @@ class _Check(Measure):
             self.fallbacks.shared_prefill = False
             return self._sample(prompt)
         if output is None and not prompt.media:
-            # A `generate` of the user's may know batches of the run's size alone
+            # A user's `generate` may support only batches of the run's size
             output = self.attempt(
                 f"sampling {self.n_rows} rows",
                 lambda: sample([prompt] * self.n_rows, config, self.fallbacks.shared_prefill),
@@ -361,7 +357,7 @@ class _Check(Measure):
         if output is None:
             raise self.inexact(f"it can't sample completions ({self.failure})")
         if not isinstance(output, ModelOutput) or output.get("logits") is None:
-            # A `generate` of the user's, which returns ids alone
+            # A user's `generate`, which returns only ids
             ids = output["sequences"][:2] if isinstance(output, ModelOutput) else output[:2]
             ids = ids[:, -_NEW_TOKENS:]
             return (ids, self._mask(ids), None) if ids.size(1) else self._scripted(prompt)
@@ -374,7 +370,7 @@ class _Check(Measure):
         return ids, mask, _logps(logits, ids)
 
     def _compare_distributions(self, logits, scores, ids, mask, config: GenerationConfig) -> None:
-        """Whether completions are drawn from what the run's config makes of the logits, and nothing else."""
+        """Checks that suppressed tokens alone change the logits, unless the run's options do."""
         suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn = _logps(scores, ids)
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
@@ -387,7 +383,7 @@ class _Check(Measure):
             )
 
     def _scripted(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Two completions made of the prompt's last text tokens, where nothing samples here."""
+        """Two completions made of the prompt's last text tokens, if nothing samples."""
         text = [i for i in prompt.input_ids.tolist() if i not in self.placeholders][-_NEW_TOKENS:]
         ids = torch.tensor([text, text[::-1]], device=self.device)
         return ids, torch.ones_like(ids), None
@@ -406,7 +402,6 @@ class _Check(Measure):
             return logps
         if logps is not None and sampled is not None and self.difference(logps, sampled, mask) <= self.tolerance:
             return logps
-        # What sampling follows decides
         generated = self.attempt("`generate`", lambda: self._generate(inputs, ids), quiet=sampled is None)
         if generated is not None:
             return generated
@@ -415,7 +410,7 @@ class _Check(Measure):
         return logps
 
     def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
-        """Log-probabilities of completions, `(B, N)`, by `generate`, one by one; `None` if it has none."""
+        """Log-probabilities of completions `(B, N)` by `generate`, one by one; `None` if it returns no logits."""
         config = copy.deepcopy(self.settings.generation_config)
         config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1)
         config.update(return_dict_in_generate=True, output_logits=True)
@@ -430,10 +425,10 @@ class _Check(Measure):
                 results.append(self.logps_of(torch.stack(output["logits"], dim=1)[:1], row))
         return torch.cat(results)
 
-    # What is compared with it
+    # Comparisons with the truth
 
     def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
-        """How far padded rows are from the truth, and their log-probabilities."""
+        """Distance of padded rows from the truth, and their log-probabilities."""
         scores = self.attempt("scoring padded rows", lambda: self.score([prompt], ids, mask, packed=False))
         difference = self.difference(scores, truth, mask)
         if scores is not None and difference <= self.tolerance:
@@ -458,7 +453,7 @@ class _Check(Measure):
         """Measures the effect of another medium of a kind."""
         swapped = with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
-            self.media[kind] = math.nan  # the batch holds no other
+            self.media[kind] = math.nan
             return
         other = self.require(f"scoring another {kind}", lambda: self.score([swapped], ids, mask, packed=False))
         moved = self.media[kind] = self.difference(other, scores, mask)
@@ -470,7 +465,7 @@ class _Check(Measure):
             )
 
     def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
-        """How far prompts in one forward are from each alone, with the first fallbacks under which they are equal."""
+        """Distance of prompts in one forward from each alone, with the first fallbacks under which they agree."""
         prompts = [first, *partners, first]
         alone = [
             self.require("scoring one prompt", lambda p=each: self.score([p], ids, mask, packed=False))
@@ -497,7 +492,7 @@ class _Check(Measure):
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
 
     def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate) -> float:
-        n = len(ids) if packed else 1  # each padded row holds its prompt
+        n = len(ids) if packed else 1
         rows = [each[:n] for each in (ids, mask)]
         scores = self.attempt(
             "scoring several prompts at once", lambda: self.score(prompts, *rows, packed=packed, isolate=isolate)
@@ -507,7 +502,7 @@ class _Check(Measure):
 
 
 def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: list[int]) -> float:
-    """How far what follows the last result of a tool is from the model's own forward of all of it."""
+    """Distance of what follows the last result of a tool from the model's own forward of the conversation."""
     later, n = prompt.later, len(prompt.later)
     whole = EncodedPrompt(
         torch.cat([prompt.input_ids, later.input_ids]),
@@ -539,7 +534,7 @@ def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: li
 
 
 class _Force(LogitsProcessor):
-    """Lets `generate` write given ids."""
+    """Makes `generate` return given ids."""
 
     def __init__(self, ids: torch.Tensor):
         self.ids = iter(ids.unbind(1))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which prompts of a batch are worth checking, and the same prompts with other media."""
+"""Selection of the prompts of a batch to check, and the same prompts with other media."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,28 +10,28 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES, modality_of
 
 
-# Prompts with media of different shapes that are forwarded together, at most. Which shapes disturb each other depends
-# on the strides of an encoder.
+# Most prompts with media of different shapes in one forward: which shapes affect each other depends on the strides of
+# an encoder
 _PARTNERS = 3
 
-# Integers that a tensor of sizes has at most
+# Most integers in a tensor of sizes
 _MOST_SIZES = 64
 
 
 @dataclass(eq=False)
 class Traits:
-    """What tells, on all processes, whether a prompt is worth checking."""
+    """Facts about a prompt by which all ranks select those to check."""
 
     process: int
-    index: int  # of the prompt among those of its process
+    index: int  # of the prompt on its process
     length: int
     shapes: str
     fingerprints: dict[str, float]  # of the media of each modality
 
 
 def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
-    """Those of a prompt."""
-    # Grids and sizes tell shapes that features don't
+    """Facts about a prompt."""
+    # Features of different grids and sizes may have one shape
     shapes = {
         name: value.tolist() if not value.is_floating_point() and value.numel() <= _MOST_SIZES else tuple(value.shape)
         for name, value in prompt.media.items()
@@ -47,7 +47,7 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
     """
     The longest prompt of all and of each modality, whose masks are the hardest case; by modality, a prompt with
     another medium to swap in; and partners for a common forward: media of other shapes, and text alone, the shortest
-    of each, as what pads them may change them, too.
+    of each, whose padding may matter.
     """
     longest = sorted(traits, key=lambda each: -each.length)
     with_kind = {kind: found for kind in MODALITIES if (found := [t for t in longest if kind in t.fingerprints])}
@@ -64,7 +64,7 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
         if each.fingerprints:
             by_shape.setdefault(each.shapes, each)
     different = [each for shapes, each in by_shape.items() if shapes != targets[0].shapes]
-    # One of each modality, first of those that the target has, too
+    # One of each modality, those of the target first
     kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
     of_kinds = [each for kind in kinds for each in [t for t in different if kind in t.fingerprints][:1]]
     different = list(dict.fromkeys([*of_kinds, *different]))[:_PARTNERS]
@@ -74,24 +74,24 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
 
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
-    A prompt with the features of another medium, in the shape of its own. Without a donor, its own turned around.
+    A prompt with the features of another medium, in its shape; without a donor, with its features reversed.
 
-    What is exactly 0 stays so, and nothing else becomes it: to some models it is padding, which they drop.
+    What is exactly 0 stays so, and nothing else becomes 0: some models take it for padding and drop it.
     """
     media, donated = dict(prompt.media), {} if donor is None else _features_of(donor, kind)
-    for name, own in _features_of(prompt, kind).items():
+    for name, value in _features_of(prompt, kind).items():
         other = donated.get(name)
-        if other is None or other.dim() != own.dim() or not other.numel():
-            other = own.flip(tuple(range(own.dim())))
-            other = 1 - other if own.is_floating_point() else other
-        for dim, size in enumerate(own.shape):
+        if other is None or other.dim() != value.dim() or not other.numel():
+            other = value.flip(tuple(range(value.dim())))
+            other = 1 - other if value.is_floating_point() else other
+        for dim, size in enumerate(value.shape):
             other = other.index_select(dim, torch.arange(size) % other.size(dim))
-        media[name] = torch.where((own == 0) | (other == 0), own, other.to(own.dtype))
+        media[name] = torch.where((value == 0) | (other == 0), value, other.to(value.dtype))
     return replace(prompt, media=media, mask_cache={})
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
-    """The features of a modality, without masks and sizes; codes, where a family has those for features."""
+    """Features of a modality, without masks and sizes; codes, where a family has those instead."""
     tensors = {name: value for name, value in prompt.media.items() if value.dim() > 1 and "mask" not in name}
     of_kind = {name: value for name, value in tensors.items() if modality_of(name) == kind}
     of_kind = {name: value for name, value in of_kind.items() if "grid" not in name}
@@ -99,5 +99,5 @@ def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:
         {name: value for name, value in of_kind.items() if value.is_floating_point() == is_float}
         for is_float in (True, False)
     )
-    # Some families write videos with the tensors of images
+    # Some families have videos in the tensors of images
     return floats or codes or {name: value for name, value in tensors.items() if value.is_floating_point()}

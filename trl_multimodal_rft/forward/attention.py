@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention over a packed row: the prompt once, then all its branches, each seeing the prompt and itself."""
+"""Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
 import functools
 import inspect
@@ -21,18 +21,17 @@ from .states import install_prefix_states
 
 _PREFIX = "prefix_shared_"
 
-# Implementations that were wrapped under their own name
+# Implementations that are wrapped under the same name
 _WRAPPED: set[str] = set()
 
 
 def install_prefix_attention(model: PreTrainedModel) -> None:
     """
-    Makes the text decoder of `model` able to run packed rows.
+    Makes the text decoder of a model able to run packed rows.
 
-    The decoder keeps its attention implementation for everything else: the function registered here reads a
-    [`PrefixLayout`] from the keyword arguments of the forward and, without one, calls the implementation the model
-    had. So do layers that carry a state ([`~forward.states.install_prefix_states`]). Encoders of images and audio are
-    left alone.
+    Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
+    [`PrefixLayout`] from the keyword arguments of the forward; without one they compute what they did. Encoders of
+    images and audio aren't changed.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -48,7 +47,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     def attention(module, query, key, value, attention_mask, prefix_layout=None, token_places=None, **kwargs):
         base_attention = original or _eager_attention(module)
         if token_places is not None:
-            query = _scaled_anew(module, query, token_places)
+            query = _rescaled(module, query, token_places)
         if prefix_layout is None:
             return base_attention(module, query, key, value, attention_mask, **kwargs)
         return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
@@ -64,10 +63,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
 
 
 def attention_obstacle(model: PreTrainedModel) -> str | None:
-    """
-    Why the attention implementation of a model's text decoder doesn't compute the model's own masks; `None` if it
-    does.
-    """
+    """Why a text decoder's attention implementation ignores a part of the model; `None` if it doesn't."""
     decoder = model.get_decoder()
     implementation = (decoder.config._attn_implementation or "").removeprefix(_PREFIX)
     has_sinks = any(getattr(module, "sinks", None) is not None for module in decoder.modules())
@@ -81,7 +77,7 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Gives a model the attention that it had before [`install_prefix_attention`], within the context."""
+    """Restores the attention implementation from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
     name = config._attn_implementation
     config._attn_implementation = name.removeprefix(_PREFIX)
@@ -92,33 +88,34 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _eager_attention(module) -> Callable:
-    """A function of each modelling file."""
+    """The eager attention of the module's modeling file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
-    """Query, key and value are `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)` as every backend does."""
+    """
+    Attention of a packed row. Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
+    """
     layers = layout.blocks[0].linear[0]
     kind = None if None in layers else module.config.layer_types[module.layer_idx]
     if kwargs.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
         base, base_attention = "eager", _eager_attention(module)
     device = query.device.type
-    if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings leave float32 beside half precision
+    if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     if _takes_varlen(base, query, kind, layout, **kwargs):
         return _varlen_attention(base, query, key, value, layout, **kwargs)[None], None
-    if base != "eager":  # flash kernels take no mask of their own, flex attention no causal attention without one
+    if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    # The queries that share a key become one longer sequence, so that no key is repeated: sdpa's kernels for masks ask
-    # for as many keys as queries
+    # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
+    # as many heads of keys as of queries
     folds = base != "eager" and kwargs.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
     outputs = []
     for block in layout.blocks:
-        # Numbers to add: eager attention would take a boolean mask for numbers, without an error, and sdpa would
-        # convert it and keep one for each layer
+        # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
         prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, is_causal=base != "eager", groups=groups)
         index = block.prompt_index
         output, _ = base_attention(
@@ -137,19 +134,21 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
 
 
 def _grouped_attention(query, key, value, mask, groups, dropout=0.0, scaling=None, **kwargs):
-    """Each query's heads that share a key stand one after the other."""
+    """Attention where the query heads that share a key follow each other in one sequence."""
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
 
 
-def _scaled_anew(module, query, places: torch.Tensor):
-    """Queries `(B, heads, T, head_dim)` that were scaled by their places in the row, by those in their sequence."""
+def _rescaled(module, query, places: torch.Tensor):
+    """
+    Queries `(B, heads, T, head_dim)` that were scaled by their places in the row, scaled by those in their sequence.
+    """
     query_scale = family_of(module).query_scale
-    given = query_scale(module, torch.arange(places.size(-1), device=places.device))
-    if given is None:
+    applied = query_scale(module, torch.arange(places.size(-1), device=places.device))
+    if applied is None:
         return query
-    return query * (query_scale(module, places) / given).to(query.dtype)[:, None, :, None]
+    return query * (query_scale(module, places) / applied).to(query.dtype)[:, None, :, None]
 
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -169,7 +168,7 @@ def _takes_varlen(base, query, kind, layout, dropout=0.0, softcap=None, **kwargs
 
 def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=None, softcap=None, **kwargs):
     keys, query_starts, key_starts, longest_query, longest_key = layout.varlen
-    # (T, heads, head_dim), keys gathered per segment; grouped-query attention needs no repetition here
+    # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     key, value = key.index_select(0, keys), value.index_select(0, keys)
     sequences = (query_starts, key_starts, longest_query, longest_key)
@@ -179,12 +178,12 @@ def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=Non
         return flash_attn_varlen_func(
             query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
         )
-    from torch.nn.attention.varlen import varlen_attn  # which takes longer to import than all of this folder
+    from torch.nn.attention.varlen import varlen_attn  # whose import takes longer than that of this folder
 
-    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **_told(varlen_attn))
+    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **_gqa_option(varlen_attn))
 
 
 @functools.cache
-def _told(kernel: Callable) -> dict[str, Any]:
-    """Before torch 2.13 the kernel takes fewer heads of keys without being told."""
+def _gqa_option(kernel: Callable) -> dict[str, Any]:
+    """What permits fewer heads of keys than of queries, which torch before 2.13 always does."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}

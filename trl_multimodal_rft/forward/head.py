@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A fused LM head with TRL's kernel, and what a model does around its own head."""
+"""A fused LM head with TRL's kernel, and the scale and soft cap of a model's logits."""
 
 import copy
 import functools
@@ -18,18 +18,18 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
 
-# Values that half precision holds exactly: states that no norm keeps, logits, and logits that no soft cap bends
+# Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
 _STATES, _LOGITS, _SMALL = (1.0, 2.0), 125, 2.0**-20
 
 _SAME = 1e-5
 
-# Logits of a token that are in memory at once, as in TRL
+# Logits of a token in memory at once, as in TRL
 _CHUNK_SIZE = 32768
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model does around its LM head: logits are scaled, then soft-capped."""
+    """What a model does around its LM head: it scales logits, then soft-caps them."""
 
     scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # largest logit, by `softcap * tanh(logit / softcap)`
@@ -37,16 +37,15 @@ class HeadRule:
 
 def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
-    Measures what a model does around its LM head.
+    Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
-    A copy of it runs with a backbone and a head that return known values. No weight takes part, so that they may be on
-    any device, or not loaded yet.
-
-    Returns the rule; `None` if it is another, such as logits that are left out, or not known.
+    The model's own forward runs on a copy whose backbone and head return known values. No weight takes part, so that
+    weights may be on any device, or not loaded yet. Returns `None` for anything but scale and soft cap, such as logits
+    that are left out.
     """
     head, backbone = model.get_output_embeddings(), _backbone(model)
-    # TRL projects with the weight, whatever the head's forward does, such as that of an adapter's layer. The wrapper
-    # of a module that is trained beside an adapter has the weight that it runs.
+    # TRL projects with the weight and skips the head's forward, such as that of an adapter's layer. PEFT's wrapper of
+    # a module in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
     else:
@@ -61,23 +60,24 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     taken = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
     replaced = {
-        backbone: _with_forward(backbone, lambda *args, **kwargs: _Outputs(states)),
+        backbone: _with_forward(backbone, lambda *args, **kwargs: _BackboneOutput(states)),
         head: _with_forward(head, lambda given: taken.append(given) or logits.clone()),
     }
     try:
         with torch.no_grad():
             result = _with_modules(model, replaced)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    except Exception:  # such as of a family whose forward wants media
+    except Exception:  # such as in a forward that requires media
         return None
     if [given.shape for given in taken] != [states.shape] or result.shape != logits.shape:
         return None
-    before, behind = (taken[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
-    if not _is_constant(before) or not _is_constant(behind) or (head.bias is not None and not _is(before[0], 1)):
+    before, after = (taken[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
+    constant = _equal(before, before[0]) and _equal(after, after[0])
+    if not constant or (head.bias is not None and not _equal(before[0], 1)):
         return None
-    scale = float(f"{before[0].item() * behind[0].item():.12g}")
-    given_cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    for rule in (HeadRule(scale), HeadRule(scale, given_cap)):
-        if _is(result, _apply(HeadRule(behind[0].item(), rule.softcap), logits)):
+    scale = float(f"{before[0].item() * after[0].item():.12g}")
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    for rule in (HeadRule(scale), HeadRule(scale, softcap)):
+        if _equal(result, _apply(HeadRule(after[0].item(), rule.softcap), logits)):
             return rule
     return None
 
@@ -89,10 +89,23 @@ def add_fused_head(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> bool:
     """
-    Adds a fused LM head, called as that of TRL's `add_fused_lm_head`, with what the model itself does around its head.
-    TRL reads that from the config of the text model, which may name what isn't done, or not name what is.
+    Adds a fused LM head, which computes log-probabilities without holding the logits.
 
-    Returns whether the fused head gives the log-probabilities of the model's own logits; otherwise none is added.
+    The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
+    the text model; here they are what the model does.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model, whose forward is replaced.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Divides the logits.
+        cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
+            Whether to project in float32.
+        outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
+            Fields of TRL's `FusedCausalLMOutput` to compute.
+
+    Returns:
+        `bool`: Whether the head was added. It isn't where it can't give the log-probabilities of the model's logits.
     """
     rule = head_rule(model)
     if rule is None:
@@ -131,13 +144,13 @@ def _fused_scores(
     in_fp32: bool,
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
-    """Scores of labels, 0 where they are -100. Shapes: `states` `(B, S, H)`, `labels` `(B, S)`; returns `(B, S)`."""
+    """Scores of labels `(B, S)`, 0 where they are -100, from states `(B, S, H)`."""
     parameters: Any = [each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)]
     weight, bias = parameters
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
-    # Elsewhere, shapes that depend on the number of labels would be compiled anew for each batch
+    # Elsewhere, the number of labels in a shape would recompile the kernel for each batch
     compact = device in ("cuda", "xpu")
     autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
     with autocast, maybe_gather_lm_head_ctx(weight, bias):
@@ -155,7 +168,7 @@ def _fused_scores(
 
     def placed(values: torch.Tensor) -> torch.Tensor:
         if compact:
-            # Connected to the model also where no label counts, so that the backward pass runs on all ranks
+            # Depends on the model even without labels, so that the backward pass runs on all ranks
             return values.new_zeros(mask.shape).masked_scatter(mask, values)
         return values.view(mask.shape).masked_fill(~mask, 0)
 
@@ -167,14 +180,10 @@ def _fused_scores(
 def scores_of_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, entropy_requires_grad: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Log-probabilities of tokens and entropies of their distributions.
-
-    Shapes: `logits` `(..., V)`, `ids` `(...)`; returns `(...)`.
-    """
+    """Log-probabilities of tokens `(...)` and entropies of their distributions, from logits `(..., V)`."""
     logits = logits.float()
     if temperature < 1:
-        # The lowest number stands for tokens that are left out. Divided it would be infinite, and entropies no number.
+        # The lowest number masks tokens. Divided, it would become infinite and entropies NaN.
         logits = logits.clamp(min=0.5 * temperature * torch.finfo(logits.dtype).min)
     return selective_log_softmax_and_entropy(
         logits, ids, entropy_requires_grad=entropy_requires_grad, temperature=temperature
@@ -182,13 +191,12 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """What makes the states for the head. Some models have none but that of the language model they hold."""
+    """The module whose states the head gets, also in models that hold a language model with a head."""
     if model.base_model is not model:
         return model.base_model
     head = model.get_output_embeddings()
-    beside = (list(module.children()) for module in model.modules())
-    beside = next((children for children in beside if any(child is head for child in children)), [])
-    return next((child for child in beside if isinstance(child, PreTrainedModel)), None)
+    siblings = next((each for module in model.modules() if head in (each := [*module.children()])), [])
+    return next((each for each in siblings if isinstance(each, PreTrainedModel)), None)
 
 
 def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
@@ -199,7 +207,10 @@ def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
 
 
 def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A model with other submodules. Those that hold them are shallow copies, with the forwards of their classes."""
+    """
+    A model with some submodules replaced. Modules that hold them are shallow copies, with the forwards of their
+    classes.
+    """
     if module in replaced:
         return replaced[module]
     children: Any = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
@@ -211,8 +222,8 @@ def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
     return copied
 
 
-class _Outputs:
-    """What a backbone returns: states, and nothing else that could be asked for."""
+class _BackboneOutput:
+    """Output of a backbone: the states, and `None` for anything else."""
 
     def __init__(self, last_hidden_state: torch.Tensor):
         self.last_hidden_state = last_hidden_state
@@ -234,10 +245,6 @@ def _apply(rule: HeadRule, logits: torch.Tensor) -> torch.Tensor:
     return scaled if rule.softcap is None else rule.softcap * torch.tanh(scaled / rule.softcap)
 
 
-def _is_constant(values: torch.Tensor) -> bool:
-    return _is(values, values[0])
-
-
-def _is(values: torch.Tensor, expected: torch.Tensor | float) -> bool:
+def _equal(values: torch.Tensor, expected: torch.Tensor | float) -> bool:
     expected = torch.as_tensor(expected, dtype=torch.double, device=values.device)
     return torch.allclose(values.double(), expected.expand_as(values), rtol=_SAME, atol=0)

@@ -15,114 +15,73 @@ from ..families import IMAGE_SIZES
 
 T = TypeVar("T")
 
-# Prompts of similar length share one attention call; a longer one starts a new call beyond this factor, so that at
-# most this share of the work is padding.
+# Prompts share an attention call if the longest exceeds the shortest by no more than this factor, which bounds padding
 _LENGTH_TOLERANCE = 1.25
 
-# Prompts of unequal length in one call need a mask for each branch. Beyond so many entries of them (1 MiB in float32),
-# a prompt gets a call of its own, where all its branches share one; by then the work outweighs a call.
+# Prompts of unequal length in one call need a mask per branch. Beyond so many entries (1 MiB in float32), each prompt
+# gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
 
-# Kernels want rows of masks, and where they start, at multiples of this
+# Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
 
 
 @dataclass(eq=False)
 class PrefixBlock:
     """
-    Prompts of similar length and their branches, attended in two calls: the prompts, then the branches.
+    `N` prompts of similar length and their `M` branches, attended in two calls: the prompts, then the branches.
 
-    A branch is a copy of the prompt's last token followed by the completion without its last token, so that it holds
-    exactly the positions that predict the completion. All indices point into the packed row.
-
-    Args:
-        prompt_index (`torch.Tensor`):
-            Row positions of the prompts, padded on the right, shape `(N, P)`.
-        branch_index (`torch.Tensor`):
-            Row positions of the branches, padded on the right, shape `(M, L)`.
-        key_index (`torch.Tensor`):
-            Row positions a branch may look at: its prompt without the last token, then itself, shape `(M, P - 1 + L)`.
-        sizes (`list[int]`):
-            Tokens of each prompt.
-        owner (`torch.Tensor`):
-            For each branch which prompt it continues, shape `(M,)`.
-        linear (`list[dict[str | None, torch.Tensor | None]]`):
-            For each prompt the masks of [`~forward.masks.linear_masks`].
+    A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
+    positions that predict the completion. Indices are positions in the packed row, padded on the right.
     """
 
-    prompt_index: torch.Tensor
-    branch_index: torch.Tensor
-    key_index: torch.Tensor
-    sizes: list[int]
-    owner: torch.Tensor
-    linear: list[dict]
+    prompt_index: torch.Tensor  # of the prompts, `(N, P)`
+    branch_index: torch.Tensor  # of the branches, `(M, L)`
+    key_index: torch.Tensor  # of a branch's keys: its prompt without the last token, then itself, `(M, P - 1 + L)`
+    sizes: list[int]  # tokens of each prompt
+    owner: torch.Tensor  # prompt of each branch, `(M,)`
+    linear: list[dict[str | None, torch.Tensor | None]]  # `linear_masks` of each prompt
 
 
 @dataclass(eq=False)
 class Continued:
     """
-    A packed row in two batches, as layers need it that carry a state from token to token: each prompt without its last
-    token, and behind the state that leaves, what goes on from there.
-
-    All indices point into the packed row. Prompts are padded on the left, as models know it, the others on the right.
-
-    Args:
-        head_index (`torch.Tensor`):
-            Row positions of the prompts without their last token, shape `(N, H)`.
-        head_mask (`torch.Tensor` or `None`):
-            Which of them aren't padding, shape `(N, H)`. `None` where all aren't.
-        branch_index (`torch.Tensor`):
-            Row positions of the branches, shape `(M, L)`. A prompt without any has its last token for one.
-        owner (`torch.Tensor`):
-            For each branch which prompt it continues, shape `(M,)`.
-        restore_index (`torch.Tensor`):
-            For each row position, its place in the concatenated outputs of both batches, shape `(T,)`.
+    A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
+    token, and `M` branches that start from the state behind them. Indices are positions in the packed row.
     """
 
-    head_index: torch.Tensor
-    head_mask: torch.Tensor | None
+    head_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
+    head_mask: torch.Tensor | None  # False on padding, `(N, H)`; `None` without padding
+    # Of the branches, padded on the right, `(M, L)`; the last token of a prompt without any
     branch_index: torch.Tensor
-    owner: torch.Tensor
-    restore_index: torch.Tensor
+    owner: torch.Tensor  # prompt of each branch, `(M,)`
+    restore_index: torch.Tensor  # place of each row position in the concatenated outputs of both batches, `(T,)`
 
 
 @dataclass(eq=False)
 class PrefixLayout:
-    """
-    Which token of a packed row may look at which, as the attention backends need it.
-
-    Args:
-        blocks (`list[PrefixBlock]`):
-            The blocks that cover the row.
-        restore_index (`torch.Tensor`):
-            For each row position, its place in the concatenated outputs of the blocks, shape `(T,)`.
-        segments (`list[tuple[int, int, int, int]]`):
-            In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt
-            shares 0 tokens, a branch all but the last of its prompt.
-        causal_layers (`set`):
-            Layer types that are plain causal for every prompt, where a variable-length kernel needs no mask.
-    """
+    """Which token of a packed row attends to which, as the attention backends need it."""
 
     blocks: list[PrefixBlock]
-    restore_index: torch.Tensor
+    restore_index: torch.Tensor  # place of each row position in the concatenated outputs of the blocks, `(T,)`
+    # In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt shares 0
+    # tokens, a branch all but the last of its prompt
     segments: list[tuple[int, int, int, int]]
-    causal_layers: set
+    causal_layers: set  # layer types that are plain causal for every prompt, where varlen kernels need no mask
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """For each row position its place in its own sequence, shape `(1, T)`."""
+        """Place of each row position in its own sequence, `(1, T)`."""
         places = [torch.arange(shared, shared + length) for _, length, _, shared in self.segments]
         return torch.cat(places)[None].to(self.restore_index.device)
 
     @cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """
-        The layout as variable-length sequences: queries are the row itself, keys are gathered per segment.
+        The layout as `S` sequences of variable length: queries are the row itself, keys are gathered per segment.
 
-        Returns:
-            `tuple`: Key positions `(K,)`, cumulative query lengths and cumulative key lengths `(S + 1,)` as int32, and
-            the longest query and key segment. With causal attention aligned to the last key, segment `s` of queries
-            looks at segment `s` of keys.
+        Returns key positions `(K,)`, cumulative query and key lengths `(S + 1,)` as int32, and the longest query and
+        key segment, for causal attention that is aligned to the last key.
         """
         keys = [
             torch.cat([torch.arange(prompt_start, prompt_start + shared), torch.arange(start, start + length)])
@@ -139,22 +98,22 @@ class PrefixLayout:
 
     @cached_property
     def continued(self) -> Continued:
-        """The layout for layers that carry a state along the row, made once for all of them."""
+        """The layout for layers that carry a state along the row, computed once for all of them."""
         branches: dict[int, list[tuple[int, int]]] = {}  # by the start of their prompt
         for start, length, prompt, _ in self.segments:
             branches.setdefault(prompt, []).append((start, length))
-        prompts = [own.pop(0) for own in branches.values()]
+        prompts = [segments.pop(0) for segments in branches.values()]
         lasts = [start + size - 1 for start, size in prompts]
-        owned = [own or [(last, 1)] for own, last in zip(branches.values(), lasts, strict=True)]
-        owner = torch.tensor([i for i, own in enumerate(owned) for _ in own])
+        owned = [segments or [(last, 1)] for segments, last in zip(branches.values(), lasts, strict=True)]
+        owner = torch.tensor([i for i, segments in enumerate(owned) for _ in segments])
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
         longest = max(1, int(sizes.max()) - 1)
         head_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
         head_index = starts + head_steps.clamp(min=0)
 
-        starts, lengths = torch.tensor([branch for own in owned for branch in own]).T[:, :, None]
-        # Mixers take a single token for one that is sampled, which has no gradient
+        starts, lengths = torch.tensor(sum(owned, [])).T[:, :, None]
+        # At least two: mixers take a single token for a decoding step, which has no gradient
         steps = torch.arange(max(2, int(lengths.max())))
         branch_index = starts + steps.minimum(lengths - 1)
 
@@ -165,7 +124,7 @@ class PrefixLayout:
         restore = torch.empty_like(self.restore_index, device="cpu")
         restore[head_index[is_head]] = head_places.view_as(head_index)[is_head]
         restore[branch_index[is_branch]] = branch_places.view_as(branch_index)[is_branch]
-        # What follows a prompt begins with a copy of its last token
+        # A branch begins with a copy of its prompt's last token
         restore[torch.tensor(lasts)[owner]] = branch_places.view_as(branch_index)[:, 0]
 
         device = self.restore_index.device
@@ -181,24 +140,13 @@ class PrefixLayout:
         self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True, groups: int = 1
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """
-        What a block adds to its scores. Made at the first call, on the row's device, and kept for all layers.
+        What a block adds to its scores in layers of type `kind`; cached, on the row's device, for all layers.
 
-        Args:
-            block ([`PrefixBlock`]):
-                One of the blocks.
-            kind (`str` or `None`):
-                Layer type.
-            dtype (`torch.dtype`):
-                That of the scores.
-            is_causal (`bool`, *optional*, defaults to `True`):
-                Whether the caller is causal where the mask of the prompts is `None`.
-            groups (`int`, *optional*, defaults to `1`):
-                Query heads `G` that share a key and are attended as one sequence in branches.
+        `is_causal` says whether the caller is causal where the mask of the prompts is `None`; `groups` `G` is the
+        number of query heads that share a key and are attended as one sequence in branches.
 
-        Returns:
-            `tuple`: The masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
-            branches, `(1 or M, 1, L * G, P - 1 + L)`: one for all branches, except for short prompts of unequal
-            length.
+        Returns the masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
+        branches, `(1 or M, 1, L * G, P - 1 + L)`: one for all branches, except for short prompts of unequal length.
         """
         key = (block, kind, dtype, is_causal, groups)
         if key not in self._masks:
@@ -219,10 +167,10 @@ class PrefixLayout:
         return {}
 
     def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-        """A view of a mask that blocks of all sizes share, unless masks of their own are smaller together."""
+        """A view of one mask for blocks of all sizes, unless separate masks are smaller in total."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
-            """Keys before the first query's own, and queries."""
+            """Keys before that of the first query, and queries."""
             width = block.prompt_index.size(1)
             return (0, width) if part == "prompts" else (width - 1, block.branch_index.size(1))
 
@@ -237,7 +185,7 @@ class PrefixLayout:
             masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
             self._masks[key] = self._repeat_rows(masks, groups)
         before, queries = shape(block)
-        # Down and to the right along the diagonal, to an aligned column
+        # Moves along the diagonal to an aligned column
         down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
         return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
@@ -262,7 +210,7 @@ class PrefixLayout:
         return masks[block.owner.to(masks.device)] if n > 1 else masks
 
     def _seen(self, linear: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
-        """What tokens from `start` to `end` of a prompt and its completion see of the tokens up to `end`."""
+        """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""
         device = self.restore_index.device
         if linear is None:
             return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
@@ -277,7 +225,7 @@ class PrefixLayout:
         return repeated
 
     def _hidden(self, n: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Masks that hide everything, in rows that kernels take as they are."""
+        """Masks that hide everything, with aligned rows."""
         shape = (n, rows, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT)
         masks = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=self.restore_index.device)
         return masks[:, :, :columns]
@@ -285,40 +233,20 @@ class PrefixLayout:
 
 @dataclass(eq=False)
 class PackedRow:
-    """
-    One forward's worth of prompts and completions without padding.
+    """`T` tokens of prompts and completions in one row without padding."""
 
-    Args:
-        input_ids (`torch.Tensor`):
-            `[prompt 1 | branch 1 | branch 2 | ... | prompt 2 | ...]`, shape `(1, T)`.
-        shift_labels (`torch.Tensor`):
-            For each position the token it predicts, -100 on prompts, shape `(1, T)`.
-        position_ids (`torch.Tensor`):
-            Positions of each token in its own sequence, shape `(1, T)` or `(R, 1, T)`.
-        token_fields (`dict[str, torch.Tensor]`):
-            Per-token fields, each of shape `(1, T)`.
-        prompts (`list[EncodedPrompt]`):
-            The prompts in row order.
-        parts (`list[EncodedPrompt]`):
-            The same, and behind each what holds media of its completions.
-        layout (`PrefixLayout`):
-            What the attention needs.
-        score_index (`torch.Tensor`):
-            For each completion token the row position that predicts it, 0 on padding, shape `(B, C)`.
-    """
-
-    input_ids: torch.Tensor
-    shift_labels: torch.Tensor
-    position_ids: torch.Tensor
-    token_fields: dict[str, torch.Tensor]
-    prompts: list[EncodedPrompt]
-    parts: list[EncodedPrompt]
+    input_ids: torch.Tensor  # `[prompt 1 | branch 1 | branch 2 | ... | prompt 2 | ...]`, `(1, T)`
+    shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
+    position_ids: torch.Tensor  # of each token in its own sequence, `(1, T)` or `(R, 1, T)`
+    token_fields: dict[str, torch.Tensor]  # each `(1, T)`
+    prompts: list[EncodedPrompt]  # in row order
+    parts: list[EncodedPrompt]  # the same, each followed by what holds media of its completions
     layout: PrefixLayout
-    score_index: torch.Tensor
+    score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
 
 
 def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, list[int]]:
-    """Which completions share a prompt."""
+    """Indices of the completions of each prompt."""
     groups: dict[EncodedPrompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.shared, []).append(index)
@@ -327,11 +255,11 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits completions into the parts that share a forward, as ascending indices; those of a group are in one part.
+    Splits completions into parts that share a forward, as ascending indices; a group stays in one part.
 
-    Some encoders have no mask for padding, so that a clip's features depend on the longest clip in its forward, and
-    some models take one modality a call. `"media"` puts prompts together whose media join exactly (same modalities, no
-    padding, images of the same sizes), `"prompt"` only completions of one prompt.
+    Some encoders have no mask for padding, so that a clip's features depend on the longest clip in the batch, and some
+    models take one modality per call. `"media"` groups prompts whose media join exactly (same modalities, no padding,
+    images of the same sizes), `"prompt"` only completions of one prompt.
     """
     if isolate is None:
         return [list(range(len(prompts)))]
@@ -348,7 +276,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         key = tuple(
             sorted({(name, tuple(value.shape[1:])) for piece in pieces for name, value in piece.media.items()})
         )
-        # Where the processor pads images to one shape, only these tell them apart
+        # The only difference where the processor pads images to one shape
         sizes = [piece.media[name].tolist() for piece in pieces for name in IMAGE_SIZES if name in piece.media]
         parts.setdefault((modalities, key, repr(sizes)), []).extend(members)
     split = list(parts.values())
@@ -361,7 +289,7 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
 def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
     """
     An order of completions that keeps groups together and balances packed lengths over equally large micro-batches,
-    which come in random order. A group that fits in none whole is split over as few as possible.
+    which come in random order. A group that fits into none is split over as few as possible.
     """
     size = len(prompts) // n_batches
     groups = [(len(p) + sum(lengths[i] for i in members), members) for p, members in group_by_prompt(prompts).items()]
@@ -387,9 +315,7 @@ def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> i
 def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
-    """
-    Splits completions into parts of so many tokens at most, by first-fit decreasing. Those of a prompt stay together.
-    """
+    """Splits completions into parts of at most so many tokens, by first-fit decreasing, keeping groups together."""
 
     def size(part: list[list[int]]) -> int:
         members = sum(part, [])
@@ -401,15 +327,15 @@ def split_by_tokens(
 
 
 def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
-    """Fills parts by first-fit decreasing."""
-    parts: list[list[T]] = []
+    """Fills bins by first-fit decreasing."""
+    bins: list[list[T]] = []
     for item in sorted(items, key=lambda item: -size([item])):
-        part = next((part for part in parts if size([*part, item]) <= capacity), None)
-        if part is None:
-            parts.append([item])
+        fitting = next((each for each in bins if size([*each, item]) <= capacity), None)
+        if fitting is None:
+            bins.append([item])
         else:
-            part.append(item)
-    return parts
+            fitting.append(item)
+    return bins
 
 
 def pack(
@@ -423,24 +349,10 @@ def pack(
     """
     Lays out prompts and completions as one row in which each prompt stands once.
 
-    Args:
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`.
-        completion_ids (`torch.Tensor`):
-            Right-padded completions, shape `(B, C)`.
-        completion_mask (`torch.Tensor`):
-            1 on completion tokens, 0 on padding, shape `(B, C)`. A completion that is masked throughout gets no place
-            in the row.
-        masks (`Sequence[dict]`):
-            For each unique prompt, in order of first appearance, its attention masks by layer type as returned by
-            [`~forward.masks.linear_masks`].
-        field_fill (`Mapping[str, int]`, *optional*):
-            What a token field holds on completion tokens, where it is not 0.
-        with_last (`bool`, *optional*, defaults to `False`):
-            Whether the row holds the last token of each completion, which predicts nothing.
-
-    Returns:
-        [`PackedRow`]: The row, on the device of `completion_ids`.
+    `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance; `field_fill`
+    is the value of token fields on completion tokens, where it isn't 0. A completion that is masked throughout gets no
+    place in the row. With `with_last` the row also holds the last token of each completion, which predicts nothing.
+    Shapes: `completion_ids`, `completion_mask` `(B, C)`, padded on the right.
     """
     device = completion_ids.device
     lengths = completion_mask.sum(1).tolist()
@@ -466,19 +378,18 @@ def pack(
         offset += size
         branches = []
         for member in members:
-            length = lengths[member]
-            if length == 0:
+            if (length := lengths[member]) == 0:
                 continue
             completion = completions[member, :length]
             taken = length if with_last else length - 1
             ids.append(torch.cat([prompt.input_ids[-1:], completion[:taken]]))
             labels.append(F.pad(completion, (0, taken + 1 - length), value=-100))
-            own = prompts[member]
-            positions.append(torch.cat([own.position_ids[..., -1:], own.positions_after(taken)], dim=-1))
-            parts += own.parts[1:]
+            whole = prompts[member]  # a conversation has more than the prompt that is shared
+            positions.append(torch.cat([whole.position_ids[..., -1:], whole.positions_after(taken)], dim=-1))
+            parts += whole.parts[1:]
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
-                columns[name].append(F.pad(own.field_after(name, taken, fill), (1, 0), value=fill))
+                columns[name].append(F.pad(whole.field_after(name, taken, fill), (1, 0), value=fill))
             segments.append((offset, taken + 1, start, size - 1))
             branches.append((offset, taken + 1))
             score_start[member] = offset
@@ -501,47 +412,37 @@ def pack(
 
 
 def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """
-    Gives positions `(1, n)` or `(R, 1, n)` as many axes as those that have most: text may have one where media have
-    several.
-    """
+    """Expands positions `(1, n)` to `(R, 1, n)` if others have several axes, as media may."""
     most = max(positions, key=lambda p: p.dim())
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
 
 def _layout(units, masks, segments, total, device) -> PrefixLayout:
-    # Cluster prompts of similar length, so that many short ones need few attention calls
-    order = sorted(range(len(units)), key=lambda i: units[i][1])
-    clusters: list[list[int]] = []
-    for i in order:
-        if clusters and _share_a_call([units[j] for j in [*clusters[-1], i]], [masks[j] for j in [*clusters[-1], i]]):
-            clusters[-1].append(i)
+    # Clusters of prompts of similar length, so that many short ones need few attention calls
+    clusters: list[list[tuple]] = []
+    for each in sorted(zip(units, masks, strict=True), key=lambda each: each[0][1]):
+        if clusters and _share_a_call(*zip(*clusters[-1], each, strict=True)):
+            clusters[-1].append(each)
         else:
-            clusters.append([i])
+            clusters.append([each])
 
     blocks, sources, taken = [], torch.empty(total, dtype=torch.long), 0
     for cluster in clusters:
-        block = _block([units[i] for i in cluster], [masks[i] for i in cluster])
-        width = block.prompt_index.size(1)
-        for row, i in enumerate(cluster):
-            start, size, _ = units[i]
-            sources[start : start + size] = taken + row * width + torch.arange(size)
-        taken += block.prompt_index.numel()
-        width = block.branch_index.size(1)
-        branches = [branch for i in cluster for branch in units[i][2]]
-        for row, (start, size) in enumerate(branches):
-            sources[start : start + size] = taken + row * width + torch.arange(size)
-        taken += block.branch_index.numel()
-        block.prompt_index, block.branch_index, block.key_index = (
-            t.to(device) for t in (block.prompt_index, block.branch_index, block.key_index)
-        )
+        members, member_masks = zip(*cluster, strict=True)
+        block = _block(members, member_masks, device)
+        prompts = [unit[:2] for unit in members]
+        branches = [branch for *_, owned in members for branch in owned]
+        for index, sequences in ((block.prompt_index, prompts), (block.branch_index, branches)):
+            for row, (start, size) in enumerate(sequences):
+                sources[start : start + size] = taken + row * index.size(1) + torch.arange(size)
+            taken += index.numel()
         blocks.append(block)
     causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}
     return PrefixLayout(blocks, sources.to(device), segments, causal)
 
 
 def _share_a_call(units, masks) -> bool:
-    """Whether prompts, from the shortest to the longest, are attended in one call."""
+    """Whether one call attends prompts, given from the shortest to the longest."""
     shortest, longest = units[0][1], units[-1][1]
     if longest > _LENGTH_TOLERANCE * shortest:
         return False
@@ -551,13 +452,13 @@ def _share_a_call(units, masks) -> bool:
     return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
-def _block(units, masks) -> PrefixBlock:
+def _block(units, masks, device) -> PrefixBlock:
     width = max(size for _, size, _ in units)
     steps = torch.arange(width)
     starts = torch.tensor([start for start, _, _ in units])
     sizes = torch.tensor([size for _, size, _ in units])
-    # Padding points at the sequence's own last token: its output is dropped and, being last, it is seen by no query
-    # of a causal prompt; every other mask hides it.
+    # Padding points at the last token of the sequence: its output is dropped, no query of a causal prompt sees it, and
+    # every other mask hides it
     prompt_index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
 
     owner = torch.tensor([i for i, (_, _, branches) in enumerate(units) for _ in branches], dtype=torch.long)
@@ -567,4 +468,6 @@ def _block(units, masks) -> PrefixBlock:
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
     key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
 
-    return PrefixBlock(prompt_index, branch_index, key_index, sizes.tolist(), owner, list(masks))
+    return PrefixBlock(
+        prompt_index.to(device), branch_index.to(device), key_index.to(device), sizes.tolist(), owner, list(masks)
+    )

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The attention masks of a model family, taken from the family's own rule."""
+"""The attention masks of a model family, from the family's own function."""
 
 import copy
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from ..families import family_of
 from .states import STATE_LAYERS, names_in_code, states_obstacle
 
 
-# Layer types whose tokens see others through attention alone
+# Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Functions of transformers that a forward calls for masks of windows
+# Functions of transformers that create sliding-window masks
 _MASKS_WITH_WINDOWS = {
     "create_sliding_window_causal_mask",
     "create_reference_sliding_window_causal_mask",
@@ -24,13 +24,13 @@ _MASKS_WITH_WINDOWS = {
     "create_masks_for_generate",
 }
 
-# Layer types whose tokens see no others
+# Layer types whose tokens don't interact
 POINTWISE_LAYERS = {"mlp", "moe"}
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str):
-    """Sets the attention implementation in the text config within the context, without touching any module."""
+    """Sets the attention implementation in the text config alone within the context."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     config._attn_implementation = name
@@ -42,12 +42,12 @@ def attention_implementation(model: PreTrainedModel, name: str):
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, torch.Tensor | None]:
     """
-    The masks the model itself would build for a prompt followed by text, by layer type (`None` for models that know
-    one), cached on the prompt.
+    The masks the model itself would create for a prompt followed by text, by layer type (`None` for models with one
+    type), cached on the prompt.
 
-    They hold everything a family does to its masks: sliding windows, images or prefixes that see themselves in both
-    directions. A causal mask in their place would be wrong by up to 2 nats, silently. Each is boolean, `(P + n_new, P
-    + n_new)` or larger, or `None` for plain causal attention.
+    They hold all that a family does to its masks: sliding windows, bidirectional images or prefixes. A causal mask
+    instead would be wrong by up to 2 nats, silently. Each is boolean, at least `(P + n_new, P + n_new)`, or `None` for
+    plain causal attention.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -58,11 +58,11 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
         name: torch.cat([value, prompt.field_after(name, n_new, fill.get(name, 0))])[None]
         for name, value in prompt.token_fields.items()
     }
-    rule = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
-    # Under sdpa the rule answers with a boolean mask, or None where attention is plainly causal
+    create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
     with attention_implementation(model, "sdpa"):
-        masks = rule(
-            config=_of_attention(windows_as_forwarded(model)),
+        masks = create(
+            config=_without_pointwise_layers(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),
             attention_mask=torch.ones(1, total, dtype=torch.long),
             past_key_values=None,
@@ -75,7 +75,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     for kind, mask in masks.items():
         if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
-                f"{type(model).__name__} gives no 4D boolean mask for its layers of type {kind!r}, so its prompts "
+                f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
                 "can't be shared."
             )
     masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
@@ -85,10 +85,10 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
-    A model's config, without windows of attention that its forward knows nothing of.
+    A model's config without attention windows that its forward ignores.
 
-    The rule for masks that families share, and caches, go by the config alone. A forward that makes one causal mask
-    attends to everything all the same.
+    Transformers' masks and caches follow the config alone, while a forward that creates one causal mask attends to
+    everything.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None]
@@ -102,8 +102,8 @@ def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def _of_attention(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config without the layers that see no others, for which transformers' rule has no mask."""
+def _without_pointwise_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config without layers whose tokens don't interact, for which transformers creates no mask."""
     text_config = config.get_text_config(decoder=True)
     kinds = getattr(text_config, "layer_types", None) or ()
     if POINTWISE_LAYERS.isdisjoint(kinds):
@@ -114,7 +114,7 @@ def _of_attention(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why completions of this model can't share their prompt in one row; `None` when they can."""
+    """Why completions of this model can't share their prompt in one row; `None` if they can."""
     family = family_of(model)
     if family.padded is not None:
         return family.padded

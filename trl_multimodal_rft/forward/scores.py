@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a forward gives for completions."""
+"""Scores of completions, and how those of parts of a batch are combined."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,120 +8,62 @@ from typing import Any
 import torch
 
 
-def _aligned() -> Any:
-    """A field with one row per completion."""
-    return field(default=None, metadata={"aligned": True})
+def _per_completion() -> Any:
+    return field(default=None, metadata={"per_completion": True})
 
 
 @dataclass
 class Scores:
     """
-    Scores of completions. Choosing and joining rows acts on all fields that have one per completion, and on no other.
-
-    Args:
-        logps (`torch.Tensor`, *optional*):
-            Log-probabilities of the tokens, `(B, C)`.
-        entropies (`torch.Tensor`, *optional*):
-            Entropies of their distributions, `(B, C)`, where the head computes them.
-        values (`torch.Tensor`, *optional*):
-            Values of the states before each token, `(B, C)`, where there is a critic.
-        top1 (`torch.Tensor`, *optional*):
-            1 where a token is the most likely one, `(B, C)`, where the head computes that.
-        aux_loss (`torch.Tensor`, *optional*):
-            Load-balancing loss of a mixture of experts, a scalar of all completions.
-        router (`torch.Tensor`, *optional*):
-            What that loss is computed from, see [`load_balancing_loss`], `(2, E)`. Parts of a batch add up.
-        supervised (`torch.Tensor`, *optional*):
-            Log-probabilities of supervised completions, which are others than those scored.
-        deferred ([`~forward.token_budget.DeferredParts`], *optional*):
-            The parts that these scores were computed in, whose gradients are still to come.
-
-    Raises:
-        `ValueError`: If fields with one row per completion have different shapes.
+    Scores of completions. Fields are `None` unless requested; their type is `Any` so that callers needn't assert.
     """
 
-    # Callers know which ones they have asked for
-    logps: Any = _aligned()
-    entropies: Any = _aligned()
-    values: Any = _aligned()
-    top1: Any = _aligned()
-    aux_loss: Any = None
-    router: Any = None
-    supervised: Any = None
-    deferred: Any = None
+    logps: Any = _per_completion()  # log-probabilities of the tokens, `(B, C)`
+    entropies: Any = _per_completion()  # of the tokens' distributions, `(B, C)`
+    values: Any = _per_completion()  # of the states before each token, `(B, C)`
+    top1: Any = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
+    aux_loss: Any = None  # load-balancing loss of a mixture of experts, a scalar
+    router: Any = None  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
+    supervised: Any = None  # log-probabilities of supervised completions, which are others than those scored
+    deferred: Any = None  # the `DeferredParts` that these scores come from, whose gradients are pending
 
     def __post_init__(self):
-        shapes = {name: tuple(value.shape) for name, value in self._chosen(aligned=True).items()}
+        shapes = {name: tuple(value.shape) for name, value in self._chosen(per_completion=True).items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
-    def _chosen(self, aligned: bool) -> dict[str, Any]:
+    def _chosen(self, per_completion: bool) -> dict[str, Any]:
         tensors = [each for each in fields(self) if each.name != "deferred"]
-        names = [each.name for each in tensors if ("aligned" in each.metadata) == aligned]
+        names = [each.name for each in tensors if ("per_completion" in each.metadata) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def tensors(self) -> dict[str, Any]:
-        """
-        What there is, by the names of the fields.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The tensors.
-        """
-        return {**self._chosen(aligned=True), **self._chosen(aligned=False)}
+        """Tensors by field; none that is `None`."""
+        return {**self._chosen(per_completion=True), **self._chosen(per_completion=False)}
 
     def map(self, function: Callable) -> "Scores":
-        """
-        Applies a function to each tensor.
-
-        Args:
-            function (`Callable`):
-                From a tensor to a tensor.
-
-        Returns:
-            [`Scores`]: What it returned.
-        """
+        """Applies a function to each tensor."""
         return Scores(**{name: function(value) for name, value in self.tensors().items()})
 
     def rows(self, index: slice | Sequence[int] | torch.Tensor) -> "Scores":
-        """
-        Scores of some of the completions.
-
-        Args:
-            index (`slice` or `Sequence[int]` or `torch.Tensor`):
-                Which ones, in which order.
-
-        Returns:
-            [`Scores`]: Theirs. What has no row per completion stays.
-        """
-        chosen = {name: value[index] for name, value in self._chosen(aligned=True).items()}
-        return Scores(**chosen, **self._chosen(aligned=False))
+        """Scores of some completions; fields without a row per completion stay."""
+        chosen = {name: value[index] for name, value in self._chosen(per_completion=True).items()}
+        return Scores(**chosen, **self._chosen(per_completion=False))
 
     @classmethod
     def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":
         """
-        Puts parts of a batch together.
-
-        Args:
-            parts (`Sequence[Scores]`):
-                Scores of the parts.
-            places (`Sequence[Sequence[int]]`):
-                Places in the batch of each part's rows.
-
-        Returns:
-            [`Scores`]: Scores of the batch in its order, with the sum of the parts' router statistics and the
-            supervised rows of the part that has them.
-
-        Raises:
-            `ValueError`: If a part has other fields than the first or another number of rows than places, or if
-                several have supervised rows.
+        Joins parts of a batch, whose rows come from these `places` in it, in its order, with the sum of their router
+        statistics and the supervised rows of the part that has them. Raises a `ValueError` for parts of different
+        fields.
         """
-        aligned = [part._chosen(aligned=True) for part in parts]
-        for part, own in zip(aligned, places, strict=True):
-            if part.keys() != aligned[0].keys() or any(len(value) != len(own) for value in part.values()):
-                shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in aligned]
+        chosen = [part._chosen(per_completion=True) for part in parts]
+        for part, rows in zip(chosen, places, strict=True):
+            if part.keys() != chosen[0].keys() or any(len(value) != len(rows) for value in part.values()):
+                shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in chosen]
                 raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
-        order = [place for own in places for place in own]
-        tensors: dict[str, Any] = {name: torch.cat([part[name] for part in aligned]) for name in aligned[0]}
+        order = [place for rows in places for place in rows]
+        tensors: dict[str, Any] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
         joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(torch.tensor(order).argsort())
@@ -136,19 +78,10 @@ class Scores:
 
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
-    What the load-balancing loss of a mixture of experts is computed from.
+    For each expert how often it was chosen and the sum of its probabilities, over all layers, `(2, E)`, from which the
+    load-balancing loss is computed. Statistics of parts of a batch add up.
 
-    Args:
-        router_logits (`Sequence[torch.Tensor]`):
-            Logits of each layer's router, each of `N` tokens, shape `(N, E)`.
-        top_k (`int`):
-            Number of experts of a token.
-        weights (`torch.Tensor`):
-            How often each token counts, `N` numbers.
-
-    Returns:
-        `torch.Tensor`: For each expert how often it was chosen and the sum of its probabilities, over all layers,
-        shape `(2, E)`. Statistics of parts of a batch add up.
+    Shapes: `router_logits` of each layer `(N, E)`; `weights`, how often each token counts, `N` numbers.
     """
     weights = weights.reshape(-1, 1).float()
     statistics = []
@@ -162,14 +95,8 @@ def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights
 
 def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
     """
-    Load-balancing loss of the [Switch Transformer](https://huggingface.co/papers/2101.03961), as transformers has it.
-
-    Args:
-        router (`torch.Tensor`):
-            [`router_statistics`] of a batch, shape `(2, E)`.
-
-    Returns:
-        `torch.Tensor`: The loss, a scalar.
+    Load-balancing loss of the [Switch Transformer](https://huggingface.co/papers/2101.03961), as transformers computes
+    it, from [`router_statistics`] of a batch `(2, E)`.
     """
     chosen, probabilities = router
     n_tokens = probabilities.detach().sum()  # those of a token sum to 1

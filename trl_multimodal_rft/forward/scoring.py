@@ -29,15 +29,14 @@ from .scores import Scores, router_statistics
 @contextmanager
 def inject(decoder: nn.Module, **kwargs):
     """
-    Overwrites keyword arguments of the text decoder within the context.
+    Overrides keyword arguments of the text decoder within the context.
 
-    The outer model sees ordinary inputs and merges media as usual, so nothing here depends on the family.
+    The outer model gets ordinary inputs and merges media as usual, so nothing here depends on the family.
     """
 
-    def overwrite(module, args, received):
-        return args, {**received, **kwargs}
-
-    handle = decoder.register_forward_pre_hook(overwrite, with_kwargs=True)
+    handle = decoder.register_forward_pre_hook(
+        lambda module, args, received: (args, {**received, **kwargs}), with_kwargs=True
+    )
     try:
         yield
     finally:
@@ -46,7 +45,7 @@ def inject(decoder: nn.Module, **kwargs):
 
 @contextmanager
 def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """Collects what a module returns, of each forward within the context."""
+    """Collects the outputs of a module within the context."""
     collected: list[Any] = []
     handle = module.register_forward_hook(lambda module, args, output: collected.append(output))
     try:
@@ -76,49 +75,45 @@ def completion_scores(
 
     Args:
         model (`torch.nn.Module`):
-            Model to call, as prepared by the accelerator, with TRL's fused LM head and, for `packed`,
+            Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for `packed`,
             [`install_prefix_attention`] applied.
         unwrapped_model ([`~transformers.PreTrainedModel`]):
             The same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`; those of a group hold the same object.
-        completion_ids (`torch.Tensor`):
-            Right-padded completions, shape `(B, C)`.
-        completion_mask (`torch.Tensor`):
-            1 on completion tokens, shape `(B, C)`.
+            Each completion's prompt, length `B`; completions of a group share one object.
+        completion_ids, completion_mask (`torch.Tensor`):
+            Right-padded completions, and 1 on their tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             Whether each prompt and its media are forwarded once for all its completions.
         isolate (`str`, *optional*):
-            Which prompts get forwards of their own: `"media"` those whose media don't join exactly, `"prompt"` all. By
+            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all. By
             default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
-            With `isolate`, how many forwards to run at least, so that processes of a sharded model run equally many.
-            Surplus ones repeat the last and weigh nothing.
+            Least number of forwards with `isolate`, as ranks of a sharded model must run equally many. Surplus ones
+            repeat the last and weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
-            Whether to return the router statistics of a mixture of experts. Packed, prompt tokens count once per
+            Whether to compute router statistics of a mixture of experts. Packed, prompt tokens count once per
             completion in them, as in padded rows.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
         logits_temperature (`float`, *optional*):
-            Temperature of log-probabilities from the model's own logits, for models that change them behind the LM
-            head in a way that TRL's fused head doesn't know. Keeps the logits of all completion tokens in memory. By
-            default the fused head computes them, at its temperature.
+            Temperature of log-probabilities from the model's logits, for models without a fused head. The logits of
+            all completion tokens are then in memory.
         logit_bias (`dict[int, float]`, *optional*):
-            With `logits_temperature`, what is added to the logits of tokens.
+            With `logits_temperature`, added to the logits of tokens.
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
 
     Returns:
-        [`~forward.scores.Scores`]: Log-probabilities and entropies (`None` if the head computes none), 0 where the
-        mask is 0, the router statistics or `None`, and with a `value_head` the values.
+        [`~forward.scores.Scores`]: `logps` and, if the head computes them, `entropies`, shape `(B, C)`, 0 where the
+        mask is 0; the `router` statistics and `values` that were requested.
 
     Raises:
-        `ValueError`: If router statistics are asked of a model that returns no router logits.
+        `ValueError`: If a model has no router logits to return.
     """
     decoder = unwrapped_model.get_decoder()
-    # The decoder alone is asked for router logits: what the model or TRL's head would compute of them is one loss of
-    # the rows as they are
+    # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
     inside = {"output_router_logits": True} if output_router_logits else {}
 
@@ -134,7 +129,7 @@ def completion_scores(
             if is_fused:
                 outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True)
             else:
-                outputs = _own_scores(
+                outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
         router = None
@@ -169,28 +164,10 @@ def completion_values(
     min_forwards: int = 1,
 ) -> torch.Tensor:
     """
-    Values of the states before each completion token, packed or padded.
+    Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
 
-    Args:
-        critic (`torch.nn.Module`):
-            A [`~models.Critic`]: called like a model, with the ids first, it returns the value after every token.
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            Its model.
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`; those of a group hold the same object.
-        completion_ids (`torch.Tensor`):
-            Right-padded completions, shape `(B, C)`.
-        completion_mask (`torch.Tensor`):
-            1 on completion tokens, shape `(B, C)`.
-        packed (`bool`, *optional*, defaults to `True`):
-            See [`completion_scores`].
-        isolate (`str`, *optional*):
-            See [`completion_scores`].
-        min_forwards (`int`, *optional*, defaults to `1`):
-            See [`completion_scores`].
-
-    Returns:
-        `torch.Tensor`: Values, shape `(B, C)`, 0 where the mask is 0.
+    `critic` is a [`~models.Critic`], `unwrapped_model` its model; the other arguments are those of
+    [`completion_scores`].
     """
 
     def part(prompts, completion_ids, mask):
@@ -203,7 +180,7 @@ def completion_values(
 
 
 def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
-    """Scores with as many forwards as `isolate` asks for."""
+    """Scores with the forwards that `isolate` needs."""
     if isolate is None:
         return score(prompts, completion_ids, completion_mask)
     parts = split_samples(prompts, isolate)
@@ -212,22 +189,21 @@ def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forw
     for part in parts + parts[-1:] * surplus:
         results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part]))
     joined = Scores.join(results[: len(parts)], parts)
-    # Surplus forwards weigh nothing, but have a backward like the others
+    # Surplus forwards weigh nothing, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, first + zero)
     return joined
 
 
-def _own_scores(
+def _scores_from_logits(
     model, unwrapped_model, inputs, batch: "_Batch", temperature: float, bias: dict[int, float], with_top1: bool
 ) -> FusedCausalLMOutput:
-    """What TRL's fused head returns with `shift_labels`, from the model's own logits where tokens are scored."""
+    """The output of TRL's fused head with `shift_labels`, from the model's logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
-    outputs = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))
-    logits = outputs.logits if part else outputs.logits[:, kept]
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {})).logits
+    logits = (logits if part else logits[:, kept]).float()
     kept_labels = labels[:, kept]
-    logits = logits.float()
     if bias:
         added = logits.new_zeros(logits.size(-1))
         added[list(bias)] = logits.new_tensor(list(bias.values()))
@@ -242,23 +218,23 @@ def _own_scores(
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether a model's forward can leave out logits."""
+    """Whether a model's forward can skip logits."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 @dataclass
 class _Batch:
-    """What one forward takes, and where completions are in what it returns."""
+    """Inputs of one forward, and where completions are in its outputs."""
 
     inputs: dict[str, torch.Tensor]
-    injected: dict[str, Any]  # what the text decoder is given instead
+    injected: dict[str, Any]  # overrides of the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
-    n_rows: Callable[[], torch.Tensor]  # of each token, in how many padded rows it would stand; 0 of companions
+    n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """A value at each position, from values at all or at those that are scored."""
+        """Values at each position, from values at all, or at those that are scored."""
         if values.shape == self.labels.shape:
             return values
         return values.new_zeros(self.labels.shape).index_copy(1, self.kept(), values)
@@ -275,7 +251,7 @@ def _batch(
 
 
 def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _Batch:
-    """A batch without completions, in which tokens of the prompts are scored by those that follow them."""
+    """A batch without completions, in which the tokens that follow them score those of the prompts."""
     scored, device = mask.bool(), mask.device
     if packed:
         unique = list(group_by_prompt(prompts))
@@ -296,8 +272,8 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
 
 def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
     """
-    One row that holds each prompt, and its media, once. It is exact: every token sees what it would see in a row of
-    its own. The idea of sharing a prefix in RL is that of [Prefix Grouper](https://huggingface.co/papers/2506.05433).
+    One row that holds each prompt, and its media, once. It is exact: every token attends to what it would in a row of
+    its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had the idea of sharing a prefix in RL.
     """
     longest = int(completion_mask.sum(1).max())
     masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
@@ -333,7 +309,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
 
 
 def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
-    """One padded row per completion, as TRL has it, for models and prompts that gain nothing from sharing."""
+    """One padded row per completion, as in TRL, for models and prompts that gain nothing from sharing."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
@@ -368,14 +344,13 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
 
 
 def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Places of tokens in their sequences, for families whose layers take those in the row for them."""
+    """Places of tokens in their sequences, for families whose layers would use those in the row."""
     return {} if family_of(model).query_scale is None else {"token_places": places}
 
 
 def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     """
-    Prompts as a left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and `fields` with token
-    fields `(B, P, ...)`.
+    A left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and token `fields` `(B, P, ...)`.
     """
     longest = max(len(prompt) for prompt in prompts)
     gaps = [longest - len(prompt) for prompt in prompts]
@@ -403,7 +378,7 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 
 
 def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
-    """Moves media to a device and, where they are features, to the model's dtype."""
+    """Moves media to a device and features to the model's dtype."""
     return {
         name: value.to(device, model.dtype if value.is_floating_point() else value.dtype)
         for name, value in media.items()

@@ -16,30 +16,26 @@ from .layout import PrefixLayout
 # Layer types whose mixer carries a state from token to token
 STATE_LAYERS = {"linear_attention", "conv"}
 
-# What a mixer asks its cache for
+# Methods of a cache that mixers call
 _STATES = {"get_conv_state", "get_recurrent_state"}
 
-# What it calls the cache in its forward
+# Names of a mixer's argument for the cache
 _CACHES = {"cache_params", "past_key_values"}
 
-# What it calls the state that its kernels start from. Without such an argument they can't: Mamba 1 takes a state for
-# single tokens, and for more forgets it without a word.
+# Names of a kernel's argument for the initial state. Without one, a mixer ignores the state for more than one token,
+# silently, as that of Mamba 1 does.
 _INITIAL_STATES = {"initial_state", "initial_states"}
 
 
 class _States:
-    """
-    What a mixer is given for a cache. Caches of transformers copy states into buffers, which cuts off their gradient.
-    """
+    """A mixer's cache. Those of transformers copy states into buffers, which cuts off the gradient."""
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
         self.conv, self.recurrent = conv, recurrent
 
     def of_rows(self, index: torch.Tensor) -> "_States":
-        """The states of these rows."""
-        return _States(
-            *({i: state.index_select(0, index) for i, state in kind.items()} for kind in (self.conv, self.recurrent))
-        )
+        kinds = (self.conv, self.recurrent)
+        return _States(*({i: state.index_select(0, index) for i, state in kind.items()} for kind in kinds))
 
     def get_conv_state(self, layer_idx, state_idx=0):
         return self.conv.get(state_idx)
@@ -63,35 +59,25 @@ class _States:
 
 
 def install_prefix_states(model: PreTrainedModel) -> None:
-    """
-    Makes mixers with a state able to run packed rows. Without a [`PrefixLayout`] in the keyword arguments of the
-    forward, they do what they did.
-    """
+    """Makes mixers with a state able to run packed rows; without a [`PrefixLayout`] they compute what they did."""
     for mixer in _mixers(model):
         # A method of the module, so that a copy of the module runs its own weights
         mixer.forward = types.MethodType(_prefix_forward, mixer)
 
 
 def states_obstacle(model: PreTrainedModel) -> str | None:
-    """
-    Why states of this model's layers can't be handed from a prompt to its completions.
-
-    Returns the reason, or `None` when they can, or there are none.
-    """
+    """Why completions can't start from the state behind their prompt; `None` if they can, or layers have no state."""
     mixers = _mixers(model)
-    kinds = [
-        kind
-        for kind in getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-        if kind in STATE_LAYERS
-    ]
-    if len(mixers) != len(kinds):
-        return f"{len(mixers)} modules keep a state for {len(kinds)} layers of type linear_attention or conv"
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    n_layers = sum(kind in STATE_LAYERS for kind in layer_types)
+    if len(mixers) != n_layers:
+        return f"{len(mixers)} modules keep a state for {n_layers} layers of type linear_attention or conv"
     for mixer in mixers:
         attributes, keywords = names_in_code(type(mixer))
         if "get_recurrent_state" in attributes and not keywords & _INITIAL_STATES:
             return f"{type(mixer).__name__} starts from no given state"
         if _cache_name(mixer) is None or "attention_mask" not in inspect.signature(type(mixer).forward).parameters:
-            return f"{type(mixer).__name__} takes no cache and mask that are known"
+            return f"{type(mixer).__name__} has no known arguments for cache and mask"
         forward = vars(mixer).get("forward")
         if forward is not None and getattr(forward, "__func__", None) is not _prefix_forward:
             return f"the forward of {type(mixer).__name__} is replaced, by hooks of a device map or by kernels"
@@ -100,8 +86,8 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
 
 def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | None = None, **kwargs):
     """
-    The forward of a mixer, over a packed row `(1, T, hidden)` where there is a layout. All processes run the mixer
-    equally often, whatever their rows, since engines may gather its weights each time.
+    The forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. All ranks run the mixer equally
+    often, whatever their rows, since engines may gather its weights each time.
     """
     forward = type(mixer).forward
     if prefix_layout is None:
@@ -129,7 +115,7 @@ def _cache_name(mixer: nn.Module) -> str | None:
 
 @functools.cache
 def names_in_code(module_class: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Names in the code of a class of modules, read once."""
+    """Attributes, and keywords of calls, in the code of a module's class."""
     classes = [each for each in module_class.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     functions = [f for each in classes for f in vars(each).values() if inspect.isfunction(f)]
     code = [inspect.unwrap(f).__code__ for f in functions]

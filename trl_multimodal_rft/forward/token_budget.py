@@ -15,27 +15,19 @@ from .scores import Scores
 
 class DeferredParts:
     """
-    Scores of parts of a micro-batch, without the activations that made them.
+    Scores of parts of a micro-batch, without the activations that produced them.
 
-    A loss can be computed from [`joined`] as from scores of the whole, and [`backward_by_parts`] then makes each part
-    once more for its gradient.
-
-    Args:
-        score (`Callable`):
-            Called with the index of a part and its rows; returns their [`~forward.scores.Scores`].
-        parts (`list[list[int]]`):
-            Rows of each part.
-        n_parts (`int`):
-            Number of parts over all processes, which run equally many forwards. Surplus ones repeat the last.
-        device (`torch.device`):
-            Whose random numbers the forwards use, beside those of the CPU.
+    A loss is computed from [`joined`] as from scores of the whole; [`backward_by_parts`] then recomputes each part for
+    its gradient. `score` takes the index of a part and its rows and returns their [`~forward.scores.Scores`]. All
+    ranks run `n_parts` forwards: surplus ones repeat the last. `device` has the random state to restore, besides the
+    CPU's.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
         start = time.perf_counter()
         self.score = score
         self.parts = parts + parts[-1:] * (n_parts - len(parts))
-        self.n_own = len(parts)
+        self.n_local = len(parts)
         self._random = None if device.type == "cpu" else torch.get_device_module(device)
         self._states = []
         self.outputs: list[Scores] = []
@@ -44,30 +36,16 @@ class DeferredParts:
             with torch.no_grad():
                 scores = score(index, part)
             self.outputs.append(scores.map(lambda value: value.detach().requires_grad_()))
-        self.seconds = time.perf_counter() - start  # that these forwards took, which come on top
+        self.seconds = time.perf_counter() - start  # of these additional forwards
 
     def joined(self) -> Scores:
-        """
-        The scores in the order of the rows.
-
-        Returns:
-            [`~forward.scores.Scores`]: What one call for all rows would return.
-        """
-        scores = Scores.join(self.outputs[: self.n_own], self.parts[: self.n_own])
+        """Scores in the order of the rows, as one call for all rows would return them."""
+        scores = Scores.join(self.outputs[: self.n_local], self.parts[: self.n_local])
         scores.deferred = self
         return scores
 
     def again(self, index: int) -> Scores:
-        """
-        Makes a part once more, with a gradient and the same random numbers.
-
-        Args:
-            index (`int`):
-                Which part.
-
-        Returns:
-            [`~forward.scores.Scores`]: Its scores.
-        """
+        """Recomputes a part, with a gradient and the same random numbers."""
         cpu, device = self._states[index]
         torch.set_rng_state(cpu)
         if self._random is not None:
@@ -79,22 +57,10 @@ def backward_by_parts(
     accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int = 1
 ) -> torch.Tensor:
     """
-    Runs the backward pass of all parts but the last.
+    Runs the backward pass of all parts but the last, for a scalar loss of the joined scores.
 
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the model.
-        model (`torch.nn.Module`):
-            Model as prepared by it.
-        loss (`torch.Tensor`):
-            Loss, a scalar, from the joined scores.
-        deferred ([`DeferredParts`]):
-            The parts.
-        divisor (`int`, *optional*, defaults to `1`):
-            What the caller divides the result by before its backward pass, such as the number of accumulation steps.
-
-    Returns:
-        `torch.Tensor`: A scalar with the value of the loss, whose backward pass is that of the last part.
+    Returns a scalar with the value of the loss, whose backward pass is that of the last part. `divisor` is what the
+    caller divides it by, such as the number of accumulation steps.
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -108,7 +74,7 @@ def backward_by_parts(
             for name, leaf in outputs.tensors().items():
                 if scores[name].requires_grad:
                     gradient = by_leaf[id(leaf)]
-                    # Nothing depends on surplus parts, but they have a backward pass like the others
+                    # Surplus parts have no gradient, but the collectives of a backward pass
                     surrogate = surrogate + (scores[name] * (0 if gradient is None else gradient)).sum()
             if not last:
                 engine = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -118,7 +84,7 @@ def backward_by_parts(
 
 @contextmanager
 def _accumulating(accelerator: Accelerator, model: nn.Module, active: bool):
-    """No reduction of gradients and no optimizer step within the context, unless that is so outside already."""
+    """Disables the reduction of gradients and the optimizer step, unless they are disabled already."""
     if not (active and accelerator.sync_gradients):
         yield
         return

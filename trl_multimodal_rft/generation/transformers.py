@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling completions: each prompt and its media are prefilled once, whatever the number of completions."""
+"""Sampling with transformers: each prompt and its media are prefilled once for all its completions."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -23,38 +23,30 @@ from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, wi
 from ..forward.scoring import left_pad, to_model
 
 
-# Options that look at all tokens, among which gaps of a cache would be
+# Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
 _LOOKS_BACK = {
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "prompt_lookup_num_tokens": (None, 0),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (None, 1.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens"), (None, 0)),
 }
 
 
 @dataclass
 class Branches:
     """
-    Where completions stopped, so that generation can go on behind them from its cache, without prefilling them again.
+    The cache behind completions, so that generation can continue from it without prefilling them again.
 
-    What generates fills it, and takes from it what it goes on with, as it does with a cache.
-
-    Args:
-        asked (`list[tuple[int, EncodedPrompt]]`, *optional*):
-            For each prompt that is to be completed next, the place of the completion that it goes on with, and what
-            was appended to that since. `None` at first.
-        obstacle (`str`, *optional*):
-            Why the latest were prefilled, if they weren't gone on with from the cache.
+    [`generate_completions`] fills it, and takes the cache out of it.
     """
 
+    # For each prompt to complete next, the place of the completion that it continues, and what was appended to that;
+    # `None` at first
     asked: list[tuple[int, EncodedPrompt]] | None = None
-    obstacle: str | None = None
+    obstacle: str | None = None  # why the latest prompts were prefilled instead
 
     def __post_init__(self):
         self._cache: Any = None
         self._mask: Any = None  # of what is in it, `(B, N)`
-        # By the place of a completion its row, what was completed, and what of the completion is in the cache
+        # By the place of a completion: its row, its prompt, and its tokens in the cache
         self._rows: dict[int, tuple[int, EncodedPrompt, list[int]]] = {}
 
     def keep(
@@ -65,7 +57,7 @@ class Branches:
         completion_ids: torch.Tensor,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Keeps what was generated `(B, N)` and the mask of what came before `(B, P)`."""
+        """Keeps a cache with completions `(B, N)` behind what `mask` `(B, P)` is of."""
         sampled = up_to_first_end(completion_ids, eos_token_ids)[:, :-1]
         self._cache, self._mask = cache, torch.cat([mask, sampled.to(mask)], dim=1)
         places = range(len(prompts)) if self.asked is None else [place for place, _ in self.asked]
@@ -80,8 +72,8 @@ class Branches:
         self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]
     ) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
         """
-        The cache, its mask and what it lacks of the prompts, given away; `None` if the prompts must be prefilled
-        again, as `obstacle` says why.
+        Hands out the cache, its mask, and the rest of the prompts behind it; `None`, with the reason as `obstacle`, if
+        the prompts must be prefilled.
         """
         cache, mask, held = self._cache, self._mask, self._rows
         self._cache, self._mask, self._rows = None, None, {}
@@ -103,23 +95,23 @@ class Branches:
         return cache, mask[index], rests
 
     def _branch_obstacle(self, model, cache, held, prompts) -> str | None:
-        """Why the cache doesn't hold what the prompts start with."""
+        """Why the cache isn't that of the prompts' first tokens."""
         if cache is None:
             return "`generate` has used another cache"
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            return "its layers keep windows or states, from which padding can't be told"
+            return "its layers keep windows or states, which have no mask for padding"
         for prompt, (place, _) in zip(prompts, self.asked or (), strict=True):
             if place not in held:
-                return "other completions were gone on with since"
+                return "other completions were continued since"
             _, before, ids = held[place]
             tokens = torch.cat([before.input_ids, torch.tensor(ids, dtype=torch.long)])
             positions = torch.cat([before.position_ids, before.positions_after(len(ids))], dim=-1)
             n = len(tokens)
             if not torch.equal(prompt.input_ids[:n], tokens):
-                return "what is to be completed doesn't start with what was sampled"
+                return "the prompt doesn't start with what was sampled"
             now = prompt.position_ids[..., :n]
             if not torch.equal(now, positions.expand_as(now)):
-                return "what tools returned moves the positions of what stands before it"
+                return "what tools returned changes earlier positions"
             if any(mask is not None for mask in linear_masks(model, prompt, 0).values()):
                 return "its tokens see others than those before them"
         return None
@@ -138,107 +130,104 @@ def generate_completions(
     branches: Branches | None = None,
 ) -> Any:
     """
-    Generates a completion of each prompt, equal to what `generate` would give on repeated prompts.
+    Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
 
-    The unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their
-    completions. Where the family or the options don't allow that, the prompts are repeated and `generate` does
-    everything.
+    Unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their completions.
+    Where the family or the options don't allow that, `generate` gets repeated prompts. `dummies` are prefilled, for
+    the collectives in their encoders, but not completed. `branches` hold a cache to continue from, and get the new
+    one.
 
-    Args:
-        model (`torch.nn.Module`):
-            Model to call, as given by `unwrap_model_for_generation`.
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            The same model without wrappers.
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`; those of a group hold the same object.
-        generation_config ([`~transformers.GenerationConfig`]):
-            How to sample.
-        pad_token_id (`int`):
-            Id written on left padding.
-        device (`torch.device`):
-            Where the model is.
-        shared_prefill (`bool`, *optional*, defaults to `True`):
-            Whether to prefill each prompt once.
-        dummies (`Sequence[EncodedPrompt]`, *optional*):
-            Further prompts that are prefilled, for the sake of their encoders, but not completed.
-        branches ([`Branches`], *optional*):
-            What to go on with, and where to keep what is generated, if it is to be gone on with.
-
-    Returns:
-        `torch.Tensor`: Generated ids after the prompts, shape `(B, N)`; or, with `return_dict_in_generate`, the whole
-        output of `generate`, which may have rows of companions at the end.
+    Returns ids after the prompts, `(B, N)`; or, with `return_dict_in_generate`, the whole output of `generate`, with
+    rows of dummies at the end.
     """
     unique = [*group_by_prompt(prompts), *dummies]
     takes_a_cache = _takes_a_cache(generation_config)
-    shared_prefill = shared_prefill and takes_a_cache
-    cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill else 0
-    kept, past = None, None
-    cache: Any = None
+    cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
+    past = None
     if branches is not None:
         branches.obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
         if branches.obstacle is None:
-            kept = branches
             past = branches.take(unwrapped_model, prompts)
-    if past is not None:
-        cache, _, unique = past
-    rows = unique if cached else [*prompts, *dummies]
+        else:
+            branches = None
+    rows = past[2] if past is not None else unique if cached else [*prompts, *dummies]
     batch = left_pad(rows, pad_token_id)
-    input_ids, attention_mask, position_ids = (
-        batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")
-    )
-    fields = {name: value.to(device) for name, value in batch["fields"].items()}
+    batch = {**batch.pop("fields"), **batch}
+    batch = {name: value.to(device) for name, value in batch.items()}
     media = to_model(join_media(rows), unwrapped_model, device)
-    seen = attention_mask[:, :0] if past is None else past[1]
     inputs: dict[str, Any]
     if cached:
-        if cache is None:
-            cache = DynamicCache(config=windows_as_forwarded(unwrapped_model))
-        if cached > 0:
-            cache.activate_past_recording()  # a sliding window would forget what cropping brings back
-        stop = input_ids.size(1) + min(cached, 0)
-        prefill = {name: value[:, :stop] for name, value in fields.items()}
-        # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
-        inputs = unwrapped_model.prepare_inputs_for_generation(
-            input_ids[:, :stop],
-            attention_mask=torch.cat([seen, attention_mask[:, :stop]], dim=1),
-            position_ids=position_ids[..., :stop],
-            past_key_values=cache,
-            use_cache=True,
-            is_first_iteration=True,
-            **prefill,
-            **media,
-        )
-        model(**{**inputs, "logits_to_keep": 1})
-        if cached > 0:
-            cache.crop(-1)  # `generate` wants one token to start from
-            for layer in cache.layers:
-                if hasattr(layer, "record_past"):
-                    layer.record_past = False
-        index = torch.arange(len(prompts), device=device)
-        if past is None:
-            index = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
-            cache.reorder_cache(index)
-            seen = seen[index]
-        inputs = {
-            "input_ids": F.pad(input_ids[index], (seen.size(1), 0), value=pad_token_id),
-            "attention_mask": torch.cat([seen, attention_mask[index]], dim=1),
-            "position_ids": F.pad(position_ids.index_select(-2, index), (seen.size(1), 0)),
-            "past_key_values": cache,
-        }
+        order = None if past is not None else torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+        inputs = _prefill(model, unwrapped_model, batch, media, cached, past, order, pad_token_id)
     else:
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **fields, **media}
+        del batch["position_ids"]
+        inputs = {**batch, **media}
         config = windows_as_forwarded(unwrapped_model)
         if takes_a_cache and config is not unwrapped_model.config:
-            inputs["past_key_values"] = DynamicCache(config=config)  # that of `generate` would forget
+            inputs["past_key_values"] = DynamicCache(config=config)  # the default one forgets what leaves a window
     with as_generation_config(unwrapped_model, generation_config):
         output: Any = model.generate(**inputs, generation_config=generation_config)
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
-    if kept is not None and cache is not None and cache.get_seq_length() == sequences.size(1) - 1:
+    if branches is not None and inputs["past_key_values"].get_seq_length() == sequences.size(1) - 1:
         ends = generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        kept.keep(cache, inputs["attention_mask"], prompts, completion_ids, ends)
+        branches.keep(inputs["past_key_values"], inputs["attention_mask"], prompts, completion_ids, ends)
     return output if isinstance(output, ModelOutput) else completion_ids
+
+
+def _prefill(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    media: dict[str, torch.Tensor],
+    cached: int,
+    past: tuple | None,
+    order: torch.Tensor | None,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    """
+    Fills a cache with prompts, or with what follows a `past` one, and returns the inputs with which `generate`
+    continues, of the rows in this `order` or as they are. `cached` is from [`_cacheable_tokens`].
+    """
+    input_ids, attention_mask, position_ids = (
+        batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")
+    )
+    if past is None:
+        cache: Any = DynamicCache(config=windows_as_forwarded(unwrapped_model))
+        seen = attention_mask[:, :0]
+    else:
+        cache, seen, _ = past
+    if cached > 0:
+        cache.activate_past_recording()  # a sliding window would forget what cropping brings back
+    stop = input_ids.size(1) + min(cached, 0)
+    # The model's own forward, not its backbone's: under FSDP2 only the root gathers its parameters
+    inputs = unwrapped_model.prepare_inputs_for_generation(
+        input_ids[:, :stop],
+        attention_mask=torch.cat([seen, attention_mask[:, :stop]], dim=1),
+        position_ids=position_ids[..., :stop],
+        past_key_values=cache,
+        use_cache=True,
+        is_first_iteration=True,
+        **{name: value[:, :stop] for name, value in batch.items()},
+        **media,
+    )
+    model(**{**inputs, "logits_to_keep": 1})
+    if cached > 0:
+        cache.crop(-1)  # `generate` starts from one token
+        for layer in cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+    if order is not None:
+        cache.reorder_cache(order)
+        seen, input_ids, attention_mask = (each[order] for each in (seen, input_ids, attention_mask))
+        position_ids = position_ids.index_select(-2, order)
+    return {
+        "input_ids": F.pad(input_ids, (seen.size(1), 0), value=pad_token_id),
+        "attention_mask": torch.cat([seen, attention_mask], dim=1),
+        "position_ids": F.pad(position_ids, (seen.size(1), 0)),
+        "past_key_values": cache,
+    }
 
 
 def generate_in_parts(
@@ -254,40 +243,18 @@ def generate_in_parts(
     **options,
 ) -> Any:
     """
-    [`generate_completions`] for parts of the completions, one after the other.
+    [`generate_completions`] for parts of the completions, whose indices are `parts`, one after the other.
 
-    Args:
-        model (`torch.nn.Module`):
-            As in [`generate_completions`].
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            As there.
-        prompts (`Sequence[EncodedPrompt]`):
-            Each completion's prompt, length `B`.
-        parts (`Sequence[Sequence[int]]`):
-            Indices of completions of each part, together all, as [`split_samples`] gives them.
-        generation_config ([`~transformers.GenerationConfig`]):
-            As there.
-        pad_token_id (`int`):
-            Id written on padding on either side.
-        device (`torch.device`):
-            As there.
-        surplus (`int`, *optional*, defaults to `0`):
-            How often to generate the last part again, for the sake of processes that have more parts.
-        options:
-            Further arguments of [`generate_completions`]; `branches` for one part alone.
-
-    Returns:
-        `torch.Tensor`: Generated ids in the order of the prompts, shape `(B, N)`; of one part, what
-        [`generate_completions`] returns.
+    The last part is generated `surplus` times again, for ranks that have more parts. Returns ids in the order of the
+    prompts, `(B, N)`; for one part, what [`generate_completions`] returns.
     """
     outputs = []
     for part in [*parts, *[parts[-1]] * surplus]:
-        own = [prompts[i] for i in part]
+        rows = [prompts[i] for i in part]
         with without_router_logits(unwrapped_model):
-            output = generate_completions(
-                model, unwrapped_model, own, generation_config, pad_token_id, device, **options
+            outputs.append(
+                generate_completions(model, unwrapped_model, rows, generation_config, pad_token_id, device, **options)
             )
-        outputs.append(output)
     if len(parts) == 1:
         return outputs[0]
     outputs = outputs[: len(parts)]
@@ -299,9 +266,8 @@ def generate_in_parts(
 @contextmanager
 def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
     """
-    Turns `output_router_logits` of a config off within the context.
-
-    `generate` would compute the load-balancing loss of each decoding step, which fails on padded prompts.
+    Turns `output_router_logits` of a config off within the context: `generate` would compute the load-balancing loss
+    of each decoding step, which fails on padded prompts.
     """
     config = model.config.get_text_config(decoder=True)
     before = getattr(config, "output_router_logits", None)
@@ -317,35 +283,32 @@ def without_router_logits(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """
-    Makes a generation config the model's own within the context.
+    Replaces a model's generation config within the context.
 
-    `generate` fills options that are `None` from the model's own config, so that a `min_p` or a repetition penalty
-    that a checkpoint recommends would change the distribution that completions are sampled from.
+    `generate` fills options that are `None` from it, so that a `min_p` or a repetition penalty that a checkpoint
+    recommends would change the distribution that completions are sampled from.
     """
-    own = model.generation_config
+    before = model.generation_config
     model.generation_config = config
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = before
 
 
 def _takes_a_cache(config: GenerationConfig) -> bool:
     """Whether `generate` can continue from a cache under these options."""
-    own_cache = config.cache_implementation not in (None, "hybrid") or config.use_cache is False
-    return not own_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
+    takes_dynamic_cache = config.cache_implementation in (None, "hybrid") and config.use_cache is not False
+    return takes_dynamic_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
 
 
 def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:
-    """
-    Why no completion can go on from a cache, with gaps where others were longer. What prompts and caches have to do
-    with it is seen by [`Branches.take`].
-    """
+    """Why no completion can continue from a cache, as far as model and options show, else see [`Branches.take`]."""
     family = family_of(model)
     if cached != 1:
         return "its cache can't be shared by completions, or its layers carry states"
     if family.isolate is not None or family.blank_media:
-        return "what media give depends on what is beside them"
+        return "features of media depend on the batch"
     for name, neutral in _LOOKS_BACK.items():
         if getattr(config, name, None) not in neutral:
             return f"`{name}` looks at all tokens"
@@ -354,8 +317,8 @@ def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: in
 
 def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> int:
     """
-    How much of the prompts a cache may hold before `generate` takes over: 1 for all of it (the last token is cropped
-    again), -1 for all but the last token, 0 for nothing.
+    How much of the prompts to cache before `generate` continues: 1 for all of it (the last token is cropped again), -1
+    for all but the last token, 0 for nothing.
     """
     layer_types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     is_known = layer_types <= {*masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, *POINTWISE_LAYERS}
@@ -363,7 +326,7 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
         return 0
     if layer_types <= ATTENTION_LAYERS:
         return 1
-    # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one looks at it.
+    # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
     sees_last = any(
         mask is not None and bool(mask[: len(prompt) - 1, len(prompt) - 1].any())
         for prompt in prompts
@@ -373,7 +336,7 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
 
 
 def _generates_from_media(model: PreTrainedModel) -> bool:
-    """Whether `generate` of a family wants media also where a cache holds them."""
+    """Whether `generate` of a family requires media even with a cache."""
     model_class: Any = type(model)
     _, *parameters = inspect.signature(model_class.generate).parameters.values()
     named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
@@ -381,6 +344,6 @@ def _generates_from_media(model: PreTrainedModel) -> bool:
 
 
 def trim_after_eos(completion_ids: torch.Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
-    """Cuts what follows the first end-of-sequence token of each completion of `(B, N)`."""
+    """Completions `(B, N)` up to their first end-of-sequence token."""
     lengths = up_to_first_end(completion_ids, eos_token_ids).sum(1).tolist()
     return [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths, strict=True)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling with vLLM: what TRL's engine lacks to take media, and to know a model's weights by name."""
+"""Sampling with vLLM: TRL's engine, extended by media, adapters, and the names of weights in checkpoints."""
 
 import math
 import tempfile
@@ -48,27 +48,24 @@ if engine_obstacle() is None:
     from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-# What processors assume of videos whose rate isn't known, in frames per second
+# Frames per second that processors assume of videos without metadata
 _ASSUMED_FPS = 24
 
 
 class Completion(NamedTuple):
-    """What an engine samples: token ids, and the log-probability of each, `None` where it has none."""
+    """Sampled token ids, and the log-probability of each, `None` where the engine has none."""
 
     ids: list[int]
     logps: list[float | None]
 
 
 class _Request(NamedTuple):
-    """
-    A prompt as the engine takes it once its media are processed, how many completions are wanted and of how many
-    tokens at most, and the seed of the first one.
-    """
+    """A prompt as the engine takes it, with processed media, and how to complete it."""
 
     prompt: dict[str, Any]
-    count: int
-    most: int
-    seed: int | None
+    count: int  # completions
+    most: int  # tokens of a completion
+    seed: int | None  # of the first completion
 
     @property
     def ids(self) -> list[int]:
@@ -76,7 +73,7 @@ class _Request(NamedTuple):
 
 
 def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
-    """What vLLM is to be told to sample as transformers does."""
+    """vLLM's sampling parameters for a generation config."""
     drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
     return {
         **(drawn if config.do_sample else {"temperature": 0.0}),
@@ -89,8 +86,8 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
 
 class MultimodalVLLMGeneration(VLLMGeneration):
     """
-    TRL's engine for prompts with media, which are processed once for all completions that follow each other, and for
-    all turns of a conversation.
+    TRL's engine for prompts with media, which are processed once for consecutive completions and for all turns of a
+    conversation.
     """
 
     def __init__(
@@ -103,22 +100,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
-        self._adapter_request: Any = None  # what the engine samples with, after the first sync
-        # What its processor made of media, as long as these are kept
+        self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
+        # Processed media, for as long as the decoded ones exist
         self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
         super().__init__(**kwargs)
 
     def _init_vllm(self):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
-        own = self._adapter.engine_kwargs if self._adapter else {}
-        if self._fills_beside_adapter and self.mode == "colocate" and not hasattr(BaseLayerWithLoRA, "load_weights"):
+        adapter_kwargs = self._adapter.engine_kwargs if self._adapter else {}
+        if self._needs_base_weights and self.mode == "colocate" and not hasattr(BaseLayerWithLoRA, "load_weights"):
             raise ValueError(
-                "vLLM takes weights beside an adapter from 0.28 on, as 4 bits and `vllm_enable_sleep_mode=True` need; "
-                "install it, or set `vllm_sync_adapter=False`."
+                "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM from 0.28 on; install it, "
+                "or set `vllm_sync_adapter=False`."
             )
         try:
-            with _with_arguments({**own, **self._engine_kwargs}), _processors_unchecked():
+            with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), _processors_unchecked():
                 super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
@@ -141,12 +138,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the engine computes in."""
+        """Dtype of the engine's forward."""
         return self._renderer.model_config.dtype
 
     @property
     def max_length(self) -> int:
-        """Of a prompt and its completion, in tokens."""
+        """Tokens of a prompt and its completion that the engine was started for."""
         return self._renderer.model_config.max_model_len
 
     # Samples
@@ -170,11 +167,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 f"The engine was started for {self.max_length} tokens, which leaves less than {most} to completions "
                 f"of some prompts; {self._remedy_of_length}."
             )
-        # Asleep, the engine has forgotten its weights
+        # A sleeping engine has no weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
-        ask = self._ask_server if self.mode == "server" else self._ask_engine
-        completions = ask(requests, options, profiler or nullcontext())
+        sample = self._sample_with_server if self.mode == "server" else self._sample_with_engine
+        completions = sample(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
             [completion.ids for completion in completions],
@@ -186,17 +183,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         requests: list[_Request] = []
         last = None
         for index, prompt in enumerate(prompts):
-            own_images = images[index] if images is not None else None
-            if last is not None and prompt is last and not own_images:
+            prompt_images = images[index] if images is not None else None
+            if last is not None and prompt is last and not prompt_images:
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            own_seed = None if seed is None else seed + index
-            requests.append(_Request(self._taken(prompt, own_images, index), 1, room[index], own_seed))
+            taken = self._taken(prompt, prompt_images, index)
+            requests.append(_Request(taken, 1, room[index], None if seed is None else seed + index))
         return requests
 
     def _taken(self, prompt, images, index: int) -> dict[str, Any]:
-        """A prompt as the engine takes it, with what its processor makes of media."""
+        """A prompt as the engine takes it, with processed media."""
         if isinstance(prompt, EncodedPrompt):
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
             self._check_length(len(ids), row)
@@ -218,7 +215,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if not prompt.modalities:
             return tokens_input(ids)
         if not prompt.decoded:
-            raise ValueError("A prompt has lost its decoded media; encode it with `keep_decoded=True`.")
+            raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
         numbers: Counter[str] = Counter()
         for _, decoded in prompt.decoded:
             numbers.update({kind: len(media) for kind, media in decoded.media.items()})
@@ -247,25 +244,24 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for kind in media:
             if kind in family_of_processor(processor).not_in_vllm:
                 raise MediaError(
-                    f"row {row}: vLLM makes other tokens of a {kind} than {type(processor).__name__}, so that what it "
-                    "samples would be scored after another prompt; set `use_vllm=False`."
+                    f"row {row}: vLLM expands {kind} placeholders differently from {type(processor).__name__}: "
+                    "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
         if "video" in media:
             videos = options["videos_kwargs"]
-            assumed = {"fps": _ASSUMED_FPS}
-            known = [
-                {**assumed, **{name: value for name, value in each.items() if value is not None}}
+            metadata = [
+                {"fps": _ASSUMED_FPS, **{name: value for name, value in each.items() if value is not None}}
                 for each in videos.pop("video_metadata")[0]
             ]
-            # Where vLLM keeps what it is told beside the frames, processors may not be told twice
+            # Where vLLM keeps metadata with the frames, processors may not get options twice
             if getattr(self._renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
                 del videos["do_sample_frames"]
                 options["do_sample_frames"] = False
-                known = [{**each, "do_sample_frames": False} for each in known]
-                media["video"] = list(zip(media["video"], known, strict=True))
+                metadata = [{**each, "do_sample_frames": False} for each in metadata]
+                media["video"] = list(zip(media["video"], metadata, strict=True))
             else:
-                videos["video_metadata"] = [known]
+                videos["video_metadata"] = [metadata]
         return {
             "prompt_token_ids": prompt.token_ids(processor),
             "multi_modal_data": media,
@@ -273,33 +269,29 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         }
 
     def _check_number(self, kind: str, number: int, row: int) -> None:
-        # Told to take no media at all, the engine has nothing to process them
+        # An engine that was started without media has no processor
         info = self._renderer.mm_processor and self._renderer.mm_processor.info
         allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
         if number <= allowed:
             return
         most = info.supported_mm_limits.get(kind, 0) if info else None
+        held = f"row {row}: the prompt has media of the kind {kind!r}, {number} of them,"
         if most is not None and number > most:
-            raise MediaError(
-                f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, of which vLLM takes {most} "
-                "for this model; set `use_vllm=False`."
-            )
-        started = (
-            f"row {row}: the prompt has media of the kind {kind!r}, {number} of them, and the engine was started for"
-        )
+            raise MediaError(f"{held} of which vLLM takes {most} for this model; set `use_vllm=False`.")
         if self.mode == "server":
-            limit = f"--limit-mm-per-prompt.{kind} {number}"
-            raise MediaError(f"{started} {allowed}; start the server with `{limit}`.")
-        raise MediaError(
-            f"{started} {allowed}, the most in a prompt of the trainer's datasets where nothing else is set; raise "
-            f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
-        )
+            remedy = f"start the server with `--limit-mm-per-prompt.{kind} {number}`."
+        else:
+            remedy = (
+                "by default the most in a prompt of the trainer's datasets; raise "
+                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
+            )
+        raise MediaError(f"{held} and the engine was started for {allowed}; {remedy}")
 
     def _check_length(self, length: int, row: int) -> None:
         if length >= self.max_length:
             raise ValueError(
-                f"row {row}: the prompt has {length} tokens with those of its media, which leaves nothing for a "
-                f"completion of the {self.max_length} that the engine was started for; {self._remedy_of_length}."
+                f"row {row}: the prompt has {length} tokens, media included, which leaves no room for a completion in "
+                f"the {self.max_length} that the engine was started for; {self._remedy_of_length}."
             )
 
     @property
@@ -321,22 +313,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _ask_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        first, asked = 0, requests
+        first, batch = 0, requests
         if self.tensor_parallel_size > 1:
             gathered: list[Any] = [None] * self.tensor_parallel_size
             torch.distributed.all_gather_object(gathered, requests, group=self.tp_group)
             rank = torch.distributed.get_rank(group=self.tp_group)
-            first, asked = sum(map(len, gathered[:rank])), [each for part in gathered for each in part]
+            first, batch = sum(map(len, gathered[:rank])), [each for part in gathered for each in part]
             if is_peft_model(self.model):
-                # What the update still communicates must not meet what the engine does (huggingface/trl#3671)
+                # Collectives of the update must end before those of the engine (huggingface/trl#3671)
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         with profiler:
-            outputs = self._run(asked, options)
+            outputs = self._run(batch, options)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
@@ -349,50 +341,52 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return completions
 
     def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
-        """As `vllm.LLM.generate` does, which would process media again."""
+        """`vllm.LLM.generate` without processing media again."""
         engine, outputs = self.llm.llm_engine, {}
         for i, request in enumerate(requests):
-            own = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-            params = SamplingParams(**own, output_kind=RequestOutputKind.FINAL_ONLY)
+            given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+            params = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(i), request.prompt, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
 
-    def _ask_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
-        asked = [
+    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+        local = [
             ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
             for each in requests
         ]
-        gathered = gather_object(asked)
+        gathered = gather_object(local)
         counts = gather_object([sum(each.count for each in requests)])
         payload: list[Any] = [None]
         if self.accelerator.is_main_process:
             with profiler:
                 payload = [server_completions(self.vllm_client, joined(gathered), options)]
         broadcast_object_list(payload, from_process=0)
-        first = sum(counts[: self.accelerator.process_index])
-        own = counts[self.accelerator.process_index]
-        return [Completion(*each) for each in payload[0][first : first + own]]
+        rank = self.accelerator.process_index
+        first = sum(counts[:rank])
+        return [Completion(*each) for each in payload[0][first : first + counts[rank]]]
 
     # Weights
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = super()._iter_named_params() if self._adapter is None else self._adapter.weights()
-        # vLLM knows the names of checkpoints, which aren't always those of the model in memory
+        # vLLM uses the names of checkpoints, which may differ from those of the model in memory
         return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     @property
-    def _fills_beside_adapter(self) -> bool:
-        """Whether an engine needs weights that aren't trained, too: what 4 bits stand for, and what it forgets."""
+    def _needs_base_weights(self) -> bool:
+        """
+        Whether an engine with an adapter also needs weights that aren't trained: dequantized ones, or after sleep.
+        """
         adapter = self._adapter
         return adapter is not None and adapter.alone and (adapter.is_4bit or self.enable_sleep_mode)
 
     def sync_weights(self):
-        """Gives the engine the model's weights, or its adapter, and makes it forget what it computed with others."""
+        """Updates the engine's weights, or its adapter, and resets its caches."""
         adapter = self._adapter if self._adapter and self._adapter.alone else None
         is_first = self._adapter_request is None
-        gives_weights = adapter is None or self._fills_beside_adapter and (is_first or self.enable_sleep_mode)
+        gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
             if gives_weights:
                 super().sync_weights()
@@ -410,13 +404,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if adapter is not None:
             self._load_adapter(adapter)
         self.llm.reset_prefix_cache()
-        # What encoders made is kept by the medium alone (huggingface/trl#7198)
+        # Whose keys don't depend on the weights (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
         model = self._runner.model
         unneeded = _of_unused_towers(model)
-        # vLLM says which weights it took, and drops others without a word
+        # vLLM returns the names of weights that it loaded, and silently drops others
         left_out = [
             name
             for name, weight in self._iter_named_params()
@@ -438,7 +432,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 engine.remove_lora(last.lora_int_id)
             engine.add_lora(request)
         self._adapter_request = request
-        # vLLM drops what is for layers that it doesn't find, or adapts
+        # vLLM silently drops what is for layers that it doesn't find, or adapt
         manager: Any = self._runner.lora_manager._adapter_manager
         left_out = sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
         if left_out:
@@ -453,7 +447,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
     def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
-        # Other runs may have left theirs
+        # Unique, as other runs may use the server
         name = f"policy-{uuid.uuid4().hex}"
         folder = Path(self._adapter_folder or "", name).absolute()
         is_main = self.accelerator.is_main_process
@@ -466,7 +460,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
 
 def _of_unused_towers(model) -> Callable[[str], bool]:
-    """Tells whether a weight of the checkpoint is of an encoder whose media the engine was told not to take."""
+    """Returns whether a weight of the checkpoint is of an encoder that the engine was started without."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
     return lambda name: any(
@@ -474,18 +468,18 @@ def _of_unused_towers(model) -> Callable[[str], bool]:
     )
 
 
-def _check_ids(own: list[int], found: Sequence[int], row: int) -> None:
-    if list(found) != own:
+def _check_ids(expected: list[int], found: Sequence[int], row: int) -> None:
+    if list(found) != expected:
         raise MediaError(
-            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(own)} here, not "
-            "the same ones, so that what it samples would be scored after another prompt: its processor and "
+            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(expected)} here, "
+            "or others, so completions would be scored against a different prompt: its processor and "
             "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
         )
 
 
 @contextmanager
 def _with_arguments(engine_kwargs: dict[str, Any]):
-    """TRL's constructor of the engine takes no further arguments."""
+    """Adds arguments to the engine, which TRL constructs with fixed ones."""
     engine: Any = getattr(vllm_generation, "LLM", None)
     vllm_generation.LLM = lambda **kwargs: engine(**{**kwargs, **engine_kwargs})
     try:
@@ -496,7 +490,7 @@ def _with_arguments(engine_kwargs: dict[str, Any]):
 
 @contextmanager
 def _processors_unchecked():
-    """vLLM calls processors on placeholders of videos without the videos, which transformers refuses since 5.23."""
+    """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
     checked = ProcessorMixin.validate_inputs
     ProcessorMixin.validate_inputs = lambda self, *args, **kwargs: None
     try:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""LoRA adapters that vLLM holds beside weights that aren't trained."""
+"""LoRA adapters in vLLM, on top of weights that aren't trained."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ if is_peft_available():
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.utils.integrations import dequantize_bnb_weight
 
-# Ranks that vLLM has room for
+# LoRA ranks that vLLM supports
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineAdapter:
-    """The LoRA adapter of a policy, as vLLM takes it: by itself, or merged into what weights of 4 bits stand for."""
+    """The LoRA adapter of a policy for vLLM: by itself (`alone`), or merged into dequantized 4-bit weights."""
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True):
         self._dist = DistributedBackend(accelerator)
@@ -54,8 +54,8 @@ class EngineAdapter:
                     kind = type(layer.get_base_layer()).__name__
                     raise self._error(f"is on the layer '{name}' ({kind})", "leave it out of `target_modules`")
                 self._layers[stored] = layer
-        own = {id(parameter) for pair in self._pairs() for parameter in pair}
-        others = [name for name, each in base.named_parameters() if each.requires_grad and id(each) not in own]
+        adapted = {id(parameter) for pair in self._pairs() for parameter in pair}
+        others = [name for name, each in base.named_parameters() if each.requires_grad and id(each) not in adapted]
         if others:
             raise self._error(f"isn't all that is trained ('{others[0]}' is, too)", "freeze the rest")
 
@@ -77,18 +77,17 @@ class EngineAdapter:
             raise self._error(f"has `bias={config.bias!r}`", "drop it")
 
     def _error(self, what: str, remedy: str) -> ValueError:
-        otherwise = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"
-        if self.is_4bit:
-            otherwise = "`use_vllm=False`"
-        return ValueError(f"vLLM can't be given the adapter, since it {what}; {remedy}, or set {otherwise}.")
+        merged = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"
+        alternative = "`use_vllm=False`" if self.is_4bit else merged
+        return ValueError(f"vLLM can't take the adapter, since it {what}; {remedy}, or set {alternative}.")
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """What the engine must be started with."""
-        # Trained on weights that lost bits, the adapter is right on these alone, and they are given in full
-        in_full = {"quantization": None} if self.is_4bit else {}
+        """Arguments that the engine must be started with."""
+        # The adapter fits the quantized weights, which the engine gets dequantized
+        unquantized = {"quantization": None} if self.is_4bit else {}
         if not self.alone:
-            return in_full
+            return unquantized
         rank = max(layer.r[self._name] for layer in self._layers.values())
         if rank > _RANKS[-1]:
             raise self._error(f"has the rank {rank}", f"lower it to {_RANKS[-1]}")
@@ -97,10 +96,10 @@ class EngineAdapter:
         head = self._base.get_output_embeddings()
         if any(id(each) not in decoder and each is not head for each in self._layers.values()):
             options["enable_tower_connector_lora"] = True
-        return {**options, **in_full}
+        return {**options, **unquantized}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights without the adapter where that is given by itself, otherwise with it."""
+        """Weights for the engine, without the adapter if that is `alone`, else merged with it."""
         adapted = {id(layer.get_base_layer().weight): layer for layer in self._layers.values()}
         for name, parameter in self._base.named_parameters():
             if "lora_" in name:
@@ -114,13 +113,13 @@ class EngineAdapter:
                 yield name.replace("base_layer.", ""), weight
 
     def write(self, folder: str | Path | None) -> None:
-        """Writes the adapter as vLLM reads it. With ZeRO-3 all processes must call it."""
+        """Writes the adapter in vLLM's format. With ZeRO-3 all ranks must call it."""
         tensors = {}
         with self._dist.gather_params([parameter for pair in self._pairs() for parameter in pair]):
             if folder is None:
                 return
             for (name, layer), (down, up) in zip(self._layers.items(), self._pairs(), strict=True):
-                # Layers may have scales of their own, vLLM has one
+                # Layers may have different scales, vLLM has one
                 scaled = up.data * layer.scaling[self._name]
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down.data.cpu().contiguous()
                 tensors[f"base_model.model.{name}.lora_B.weight"] = scaled.cpu().contiguous()
@@ -131,7 +130,7 @@ class EngineAdapter:
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
     def replace_on_server(self, client: Any, folder: Path, last: Path | None) -> None:
-        """Has a server sample with the adapter."""
+        """Loads the adapter into a server, in place of the last one."""
         adapter = {"lora_name": folder.name, "lora_path": str(folder)}
         loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
         if not loaded.ok:

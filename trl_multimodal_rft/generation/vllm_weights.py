@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights as checkpoints hold them, which is how vLLM knows them."""
+"""Weights with the names and shapes of checkpoints, which vLLM loads."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 def checkpoint_weights(
     model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Turns weights of a model in memory into those of its checkpoint."""
+    """Converts weights of a model in memory to those of its checkpoint."""
     joining = [each for each in _converters(model) if len(each.source_patterns) > 1]
     joined = {}
     for name, weight in weights:
@@ -31,7 +31,7 @@ def checkpoint_weights(
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
-    """The name that a layer has in its model's checkpoint."""
+    """The name of a layer in its model's checkpoint; `None` if its weight is converted beyond renaming."""
     weight = f"{name}.weight"
     if any(_takes(each, weight) for each in _converters(model)):
         return None
@@ -40,15 +40,15 @@ def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
 
 
 def _converters(model: PreTrainedModel) -> list[WeightTransform]:
-    """What makes weights of the checkpoint of those in memory, beyond other names."""
+    """Conversions from the checkpoint, other than renaming, reversed."""
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # not loaded, but built
+    if conversions is None:  # built from a config, not loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
 
 
 class _Exchange(GroupWeightRename):
-    """Renames a weight without the others of its group, which tell what is converted: in memory, all is."""
+    """Renames a weight without the others of its group, by which it tells whether weights are renamed already."""
 
     __slots__ = ()
 
@@ -59,20 +59,20 @@ class _Exchange(GroupWeightRename):
 
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as the checkpoint holds them, by themselves."""
-    own: Any = model
-    loaded = getattr(own, "_weight_conversions", None) or []
+    """Some weights as the checkpoint holds them."""
+    holder: Any = model
+    loaded = getattr(holder, "_weight_conversions", None) or []
     if not any(isinstance(each, GroupWeightRename) for each in loaded):
         return revert_weight_conversion(model, weights)
     conversions = [copy.copy(each) for each in loaded]
     for each in conversions:
         if isinstance(each, GroupWeightRename):
             each.__class__ = _Exchange
-    own._weight_conversions = conversions
+    holder._weight_conversions = conversions
     try:
         return revert_weight_conversion(model, weights)
     finally:
-        own._weight_conversions = loaded
+        holder._weight_conversions = loaded
 
 
 def _takes(converter: WeightTransform, name: str) -> bool:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A value model that sees and hears what the policy does."""
+"""A value model of the policy's tokens and media."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ _HEAD = "value_head.safetensors"
 
 class ValueHead(nn.Linear):
     """
-    From hidden states to values: linear, in float32, and 0 before it is trained.
+    From hidden states to values: linear, in float32, and 0 before training.
 
     Args:
         hidden_size (`int`):
             Size of the hidden states.
         device (`torch.device` or `str`, *optional*):
-            Where it is.
+            Device of its weights.
     """
 
     def __init__(self, hidden_size: int, device: torch.device | str | None = None):
@@ -57,9 +57,9 @@ class ValueHead(nn.Linear):
 
         Args:
             folder (`str` or `Path`):
-                Where to.
+                Where to save it.
             state_dict (`dict[str, torch.Tensor]`, *optional*):
-                Its whole weights, where processes hold them in part.
+                Its whole weights, if ranks hold shards.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         state_dict = self.state_dict() if state_dict is None else state_dict
@@ -67,13 +67,13 @@ class ValueHead(nn.Linear):
 
     def load(self, folder: str | Path, **kwargs) -> bool:
         """
-        Takes back what [`save_pretrained`] wrote.
+        Loads what [`save_pretrained`] wrote.
 
         Args:
             folder (`str` or `Path`):
                 Folder or repository of the Hub.
             kwargs:
-                Arguments of `from_pretrained` that say where files are, such as `revision` and `subfolder`.
+                Arguments of `from_pretrained` that locate files, such as `revision` and `subfolder`.
 
         Returns:
             `bool`: Whether there was a head.
@@ -86,13 +86,12 @@ class ValueHead(nn.Linear):
 
 class Critic(nn.Module):
     """
-    A multimodal backbone with a value head: the expected return of the state before each token.
-
-    It runs through the same packed forward as the policy, see [`~forward.scoring.completion_values`].
+    A multimodal backbone with a value head: the expected return of the state before each token. It runs through the
+    same packed forward as the policy.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model of the policy's class. Its LM head gives way to a [`ValueHead`].
+            Model of the policy's class, whose LM head is removed.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -113,45 +112,31 @@ class Critic(nn.Module):
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default.
             inputs (`torch.Tensor`):
-                Media, per-token fields and positions by the names of the model's forward.
+                Media, per-token fields and positions, as the model's forward names them.
 
         Returns:
             `torch.Tensor`: Values, float32, shape `(B, S)`.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # Not the model's own forward, which may cap or scale what its head returns
+        # Not the model's forward, which may cap or scale what its head returns
         with hidden_states(self.model) as states:
             self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False, **inputs)
         return self.head(states[-1])
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """
-        Saves the backbone as transformers does, and the head beside it.
-
-        Args:
-            folder (`str` or `Path`):
-                Where to.
-            state_dict (`dict[str, torch.Tensor]`, *optional*):
-                The critic's whole weights, where processes hold them in part.
-        """
+        """Saves the backbone as transformers does, and the head next to it, see [`ValueHead.save_pretrained`]."""
         backbone = head = None
         if state_dict is not None:
-            prefix = f"model.{self.model.base_model_prefix}."
-            backbone, head = _below(state_dict, prefix), _below(state_dict, "head.")
+            prefixes = f"model.{self.model.base_model_prefix}.", "head."
+            backbone, head = (
+                {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+                for prefix in prefixes
+            )
         self.model.base_model.save_pretrained(folder, state_dict=backbone)
         self.head.save_pretrained(folder, head)
 
     def load(self, folder: str | Path) -> bool:
-        """
-        Takes back what [`save_pretrained`] wrote.
-
-        Args:
-            folder (`str` or `Path`):
-                Folder.
-
-        Returns:
-            `bool`: Whether there was a head. Without one the weights stay as they are.
-        """
+        """Loads a local folder that [`save_pretrained`] wrote, see [`ValueHead.load`]; nothing without a head."""
         if not self.head.load(folder):
             return False
         saved = Critic.from_pretrained(folder, type(self.model), dtype=self.model.dtype)
@@ -170,7 +155,8 @@ class Critic(nn.Module):
             model_class (`type`):
                 Class of the policy.
             kwargs:
-                Arguments of `from_pretrained`, such as `subfolder="critic"` for the critic beside a published policy.
+                Arguments of `from_pretrained`, such as `subfolder="critic"` for the critic in the repository of a
+                policy.
 
         Returns:
             [`Critic`]: The critic.
@@ -180,10 +166,10 @@ class Critic(nn.Module):
         """
         source = {name: kwargs[name] for name in SOURCE if name in kwargs}
         config, _ = PreTrainedConfig.get_config_dict(folder, **source)
-        # Models such as the thinker of an omni model are a part of what is saved
+        # A saved omni model contains that of its thinker
         types = [part.get("model_type") for part in (config, *config.values()) if isinstance(part, dict)]
         if getattr(model_class.config_class, "model_type", None) not in types:
-            # It would load as the policy's class, with weights left random
+            # It would load as the policy's class, with random weights
             raise _other_family(f"{types[0]!r} model", model_class)
         architecture = (config.get("architectures") or [model_class.__name__])[0]
         if architecture.endswith("ForSequenceClassification"):
@@ -198,7 +184,7 @@ class Critic(nn.Module):
     @classmethod
     def from_model(cls, model: PreTrainedModel, model_class: type[PreTrainedModel]) -> "Critic":
         """
-        Makes a critic of a model of the policy's family.
+        Makes a critic of a model of the policy's family, whose weights it takes over.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
@@ -208,7 +194,7 @@ class Critic(nn.Module):
                 Class of the policy.
 
         Returns:
-            [`Critic`]: The critic, which takes over the model's weights.
+            [`Critic`]: The critic.
 
         Raises:
             `ValueError`: If the model has another backbone or several labels.
@@ -218,16 +204,14 @@ class Critic(nn.Module):
         if model.config.model_type != getattr(model_class.config_class, "model_type", None):
             raise _other_family(type(model).__name__, model_class)
         with torch.device("meta"):
-            shell = model_class(model.config)  # masks and positions are the business of this class
-        prefix = shell.base_model_prefix
+            shell = model_class(model.config)  # this class knows masks and positions
         if type(model.base_model) is not type(shell.base_model):
             raise _other_family(type(model).__name__, model_class)
-        setattr(shell, prefix, model.base_model)
+        setattr(shell, shell.base_model_prefix, model.base_model)
         critic = cls(shell)
         if model.config.num_labels != 1:
             raise ValueError(
-                f"A reward model that becomes a critic gives one number, {type(model).__name__} has "
-                f"{model.config.num_labels} labels."
+                f"A critic needs a reward model with one label, {type(model).__name__} has {model.config.num_labels}."
             )
         with torch.no_grad():
             critic.head.weight.copy_(model.get_parameter("score.weight"))
@@ -237,31 +221,18 @@ class Critic(nn.Module):
 def add_critic(policy: nn.Module, critic: nn.Module) -> None:
     """
     Makes a critic a submodule of its policy, so that one engine and one optimizer train both. The policy's
-    `save_pretrained` leaves it out.
-
-    Args:
-        policy (`torch.nn.Module`):
-            The policy.
-        critic (`torch.nn.Module`):
-            The critic.
+    `save_pretrained` skips it.
     """
     policy.critic = critic
-    if isinstance(policy, PreTrainedModel):  # adapters save nothing but themselves
-        left_out = {f"critic.{name}" for name in critic.state_dict()}
-        policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *left_out}
+    if isinstance(policy, PreTrainedModel):  # an adapter saves only its weights
+        skipped = {f"critic.{name}" for name in critic.state_dict()}
+        policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *skipped}
 
 
 def policy_alone(policy: nn.Module) -> Any:
     """
-    A policy without its critic, for what saves, loads or synchronizes the policy's weights.
-
-    Args:
-        policy (`torch.nn.Module`):
-            The policy, within no wrapper of an engine.
-
-    Returns:
-        `torch.nn.Module`: A module of the policy's class that shares all of its other modules; the policy itself if it
-            has no critic.
+    A module of the policy's class that shares all of its modules but the critic, for what saves, loads or synchronizes
+    weights; the policy itself if it has no critic. It must be unwrapped from its engine.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
@@ -277,7 +248,3 @@ def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:
         f"The critic must be of the policy's family, to take the same tokens and media: it is a {found}, the policy a "
         f"{model_class.__name__}."
     )
-
-
-def _below(state_dict: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}

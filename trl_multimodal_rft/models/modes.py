@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Training and evaluation mode, and what is random in training mode."""
+"""Training and evaluation mode, and randomness in training mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,11 +11,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """
-    Puts a module and its parts into evaluation mode within the context, and back into the mode that each was in.
-
-    Parts may be in another mode than the whole, as frozen encoders are.
-    """
+    """Puts a module into evaluation mode within the context, and each of its parts back into the mode it had."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -27,8 +23,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def measuring(model: nn.Module, device: torch.device, evaluation: bool = True) -> Iterator[None]:
-    """Forwards within the context leave no trace: no gradients, modes or random states, nothing recomputed."""
-    # As instances have it: wrappers pass on what they hold
+    """Makes forwards within the context leave no trace: gradients, modes, random states, checkpointing."""
+    # `vars`, as wrappers forward attributes of what they wrap
     checkpointed = [vars(part) for part in model.modules() if vars(part).get("gradient_checkpointing")]
     with (
         torch.no_grad(),
@@ -46,11 +42,11 @@ def measuring(model: nn.Module, device: torch.device, evaluation: bool = True) -
 
 def fix_encoders(model: PreTrainedModel) -> None:
     """
-    Turns off dropout around the language model, and keeps batch norms there at their running statistics.
+    Turns off dropout outside the language model, and keeps batch norms there at their running statistics.
 
-    Encoders such as that of Granite Speech would otherwise compute other features in each forward pass: completions
-    would be scored on features that differ from those they were sampled on, and statistics would move while sampling.
-    Their parts stay in training mode, which gradient checkpointing needs.
+    Encoders such as Granite Speech's would otherwise compute other features in each forward pass, so that completions
+    would be scored on other features than they were sampled on, and update statistics while sampling. Their parts stay
+    in training mode, which gradient checkpointing needs.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():
@@ -64,5 +60,5 @@ def fix_encoders(model: PreTrainedModel) -> None:
 
 
 def _use_running_statistics(module: nn.Module, args: tuple) -> None:
-    """As a hook it outlives `model.train()`, which `Trainer` calls in each step."""
+    """A hook, since `Trainer` calls `model.train()` in each step."""
     module.training = False

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Models by their names."""
+"""Loading of models by name."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from ..encoding.processors import load_processor
 from ..families import family_of
 
 
-# Arguments of `from_pretrained` that say where files are
+# Arguments of `from_pretrained` that locate files
 SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
-    """The class that loads what is trained of a model, where that isn't all of it."""
+    """The class of the part of a model that is trained; `None` if that is all of it."""
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
@@ -29,7 +29,7 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:
-    """Loads what is trained of a model, as TRL loads a policy."""
+    """Loads the part of a model that is trained, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
     with naming_what_is_missing(name):
         kwargs.setdefault("architecture", trained_part(name, **kwargs))
@@ -39,7 +39,7 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
 def load_trained(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs
 ) -> tuple[Any, ProcessorMixin | PreTrainedTokenizerBase]:
-    """Loads what a trainer has saved, a model or an adapter, and what encodes its prompts."""
+    """Loads a model or an adapter that a trainer has saved, and its processor."""
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
     if find_adapter_config_file(name, **source) is None:
@@ -63,20 +63,17 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
         config = config_class.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is no folder or file with a config of transformers, and no model of that name can be read from "
-            "the Hub or, offline, from its cache."
+            f"{name!r} is no folder or file with a config of transformers, nor a model that can be read from the Hub "
+            "or, offline, from its cache."
         ) from error
+    mappings = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
     names = [
         *(config.architectures or []),
-        *(
-            mapping[config.model_type]
-            for mapping in (
-                modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-                modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-                modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            )
-            if config.model_type in mapping
-        ),
+        *(each[config.model_type] for each in mappings if config.model_type in each),
     ]
     model_class = part or next((getattr(transformers, each) for each in names if hasattr(transformers, each)), None)
     if model_class is None:

@@ -8,9 +8,8 @@ def keep_differentiable(model: nn.Module) -> None:
     """
     Keeps 4-bit weights in the layout that has a gradient.
 
-    On CPUs with AVX512-BF16, bitsandbytes packs the weights of a layer for inference at the first forward in
-    evaluation mode, such as sampling, and never takes that back: layers then pass no gradient on to those below,
-    without a word.
+    On CPUs with AVX512-BF16, bitsandbytes packs a layer's weights for inference at the first forward in evaluation
+    mode, such as sampling, and never unpacks them: layers then silently pass no gradient.
     """
     for module in model.modules():
         if _is_4bit(module):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which part of a model sees, which part hears, and which weights stay as they are."""
+"""Encoders of a model, and weights that its architecture freezes."""
 
 import torch
 from transformers import PreTrainedModel
@@ -10,11 +10,10 @@ from ..families import family_of
 
 def find_tower(model: PreTrainedModel, modality: str) -> str:
     """Finds the encoder of a modality."""
-    other = family_of(model).towers.get(modality)
-    if other is not None:
-        return other
+    if (known := family_of(model).towers.get(modality)) is not None:
+        return known
     encoder = model.get_encoder(modality=modality)
-    # Where there is none, `get_encoder` returns a model
+    # Without an encoder, `get_encoder` returns a model
     name = next((name for name, module in model.named_modules() if module is encoder), "")
     if isinstance(encoder, PreTrainedModel) and encoder.get_decoder() is model.get_decoder():
         name = ""
@@ -25,10 +24,10 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 
 def freeze_as_built(model: PreTrainedModel) -> None:
     """
-    Freezes the weights of a loaded model that its architecture keeps as they are, such as the positions of Whisper's
-    encoder: `from_pretrained` makes every weight one to train.
+    Freezes weights of a loaded model that its architecture freezes, such as the positions of Whisper's encoder:
+    `from_pretrained` makes all weights trainable.
     """
-    if is_deepspeed_zero3_enabled():  # which loads weights in place
+    if is_deepspeed_zero3_enabled():  # it loads weights in place
         return
     with torch.device("meta"):
         built = type(model)(model.config)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Models within wrappers of engines and adapters, and what is within models."""
+"""Models within wrappers of engines and adapters, and their hidden states."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +15,18 @@ from transformers import PreTrainedModel
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """The model within wrappers of the engine and of PEFT."""
     if isinstance(model, PreTrainedModel):
-        return model  # nothing is around it; Accelerate looks through all installed packages to tell
-    own: Any = model if accelerator is None else accelerator.unwrap_model(model)
-    return own.get_base_model() if is_peft_model(own) else own
+        return model  # a shortcut: Accelerate searches all installed packages
+    inner: Any = model if accelerator is None else accelerator.unwrap_model(model)
+    return inner.get_base_model() if is_peft_model(inner) else inner
 
 
 @contextmanager
 def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) -> Iterator[list[torch.Tensor]]:
     """
-    Collects the states that the LM head gets, of each forward within the context.
+    Collects the inputs of the LM head, `(B, S, hidden_size)`, of each forward within the context.
 
-    A model that merges media and holds a language model with its head has no backbone whose outputs they are. They are
-    taken at its head then, which leaves out what the head leaves out.
-
-    Shapes: returns `(B, S, hidden_size)`.
+    They are the backbone's outputs. A model without one, which merges media and holds a language model with a head,
+    gets a hook at that head, which with `instead_of_logits` projects only the last state.
     """
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()
@@ -56,14 +54,12 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
 
 
 def is_unsharded(accelerator: Accelerator) -> bool:
-    """
-    Whether processes run forwards without each other: all hold all weights, and no engine stands between.
-    """
+    """Whether ranks run forwards independently: each holds all weights, without an engine."""
     engines = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
     return all(engine is None for engine in engines)
 
 
 def computing_dtype(accelerator: Accelerator, model: PreTrainedModel) -> torch.dtype:
-    """What a model computes in: that of mixed precision, or else its own."""
+    """Dtype of mixed precision, or else of the model."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return autocast.get(accelerator.mixed_precision, model.dtype)
