@@ -25,6 +25,7 @@ class PromptEncoder:
     media_rules: MediaRules = DEFAULT_RULES
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
+    keep_decoded: bool = False  # whether prompts keep their decoded media
     for_engine: bool = False  # whether vLLM samples, which takes decoded media and has positions of its own
 
     def __post_init__(self):
@@ -54,7 +55,7 @@ class PromptEncoder:
             self.model,
             template_kwargs={**self.template_kwargs, **template_kwargs},
             audio_overlong=self.audio_overlong,
-            keep_decoded=self.for_engine,
+            keep_decoded=self.keep_decoded or self.for_engine,
             engine_positions=self.for_engine,
             ablation=ablation,
             row=row,
