@@ -169,11 +169,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"The buffer holds {n} samples on this process, which don't fill whole optimizer steps of "
                 f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
             )
-        if self._n_micro_batches % window != 0:
-            raise RuntimeError(
-                f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; pass the "
-                "others first."
-            )
+        self._check_update_begins("An update")
         check_samples(items, "action_mask", *self._action_fields)
         self._clear_metrics()
         statistics = self._buffer_statistics(items)
@@ -208,12 +204,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             items = remove_padding_in_sequences(items, self._pad_token)
         weights = None if entropy_mask is None else [item.action_entropy for item in items]
         check_samples(items, "action_mask", *self._action_fields)
-        window = self.args.gradient_accumulation_steps
-        if self._n_micro_batches % window != 0 and self._half_done != trained:
-            raise RuntimeError(
-                f"An update of {' and '.join(sorted(self._half_done))} is half done, after "
-                f"{self._n_micro_batches % window} of {window} micro-batches; pass the others first."
-            )
+        if self._half_done != trained:
+            self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
         self._clear_metrics()
         self.state.global_step = global_steps
         self._trained = self._half_done = trained
@@ -222,6 +214,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         finally:
             self._trained = {"policy", "critic"}
         return self._mean_metrics()
+
+    def _check_update_begins(self, name: str) -> None:
+        window = self.args.gradient_accumulation_steps
+        if n := self._n_micro_batches % window:
+            raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
     def _train_micro_batch(
         self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None = None

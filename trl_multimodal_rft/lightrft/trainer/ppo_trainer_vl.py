@@ -355,11 +355,11 @@ class PPOTrainerVL:
     def training_step_actor(
         self, experience: Experience, entropy_mask: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Trains the policy alone, see [`training_step`]. Its optimizer step counts as one, and costs as much."""
+        """Trains the policy alone, see [`training_step`]. Its step counts and costs as much as one of both."""
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"policy"}, entropy_mask)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """Trains the critic alone, see [`training_step`]. Its optimizer step counts as one, and costs as much."""
+        """Trains the critic alone, see [`training_step`]. Its step counts and costs as much as one of both."""
         if self.critic is None:
             raise ValueError(f"`advantage_estimator={self.strategy.advantage_estimator!r}` has no critic to train.")
         return self.trainer.train_on(experience, self.trainer.state.global_step, {"critic"})
@@ -402,7 +402,7 @@ class PPOTrainerVL:
         rank = accelerator.process_index
         with kept_random_state():
             torch.manual_seed(self.strategy.seed + rank)
-            batches = islice(eval_dataloader, rank, None, accelerator.num_processes)  # takes random numbers
+            batches = islice(eval_dataloader, rank, None, accelerator.num_processes)
             return evaluation_logs(maker, map(self._rows, batches), options)
 
     def save_logs_and_checkpoints(
