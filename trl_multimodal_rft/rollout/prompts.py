@@ -22,7 +22,7 @@ class PromptEncoder:
     processor: Any
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of `apply_chat_template`
     audio_overlong: Literal["raise", "truncate"] = "raise"
-    keep_decoded: bool = False  # whether prompts keep their decoded media
+    keep_decoded: bool = field(default=False, kw_only=True)  # whether prompts keep their decoded media
     media_rules: MediaRules = DEFAULT_RULES
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
