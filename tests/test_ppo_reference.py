@@ -613,7 +613,7 @@ def test_updates_are_not_mixed(tmp_path):
 def test_schedules_need_a_length(tmp_path):
     ppo = make(tmp_path, config={"lr_scheduler_type": "linear"})
     batch = make_experience_batch(experience_of(ppo)[1][:4])
-    with pytest.raises(ValueError, match="nobody knows how long the schedule .* set `max_steps`"):
+    with pytest.raises(ValueError, match="the schedule .* has no known length; set `max_steps`"):
         ppo.training_step(batch, 0)
     ppo = make(tmp_path, config={"lr_scheduler_type": "linear", "max_steps": 4, "gradient_accumulation_steps": 1})
     rates = [ppo.training_step(batch, step)["actor_lr"] for step in range(4)]

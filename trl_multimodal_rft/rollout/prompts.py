@@ -22,6 +22,7 @@ class PromptEncoder:
     processor: Any
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of `apply_chat_template`
     audio_overlong: Literal["raise", "truncate"] = "raise"
+    keep_decoded: bool = field(default=False, kw_only=True)  # whether prompts keep their decoded media
     media_rules: MediaRules = DEFAULT_RULES
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
@@ -54,7 +55,7 @@ class PromptEncoder:
             self.model,
             template_kwargs={**self.template_kwargs, **template_kwargs},
             audio_overlong=self.audio_overlong,
-            keep_decoded=self.for_engine,
+            keep_decoded=self.keep_decoded or self.for_engine,
             engine_positions=self.for_engine,
             ablation=ablation,
             row=row,

@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from trl.trainer.utils import nanmax, nanmin
 
 from ..forward.scores import Scores
+from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
 from .rollout import Rollout
 
@@ -27,6 +29,38 @@ def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, 
         for place in places
     ]
     return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+
+
+def score_values(
+    policy: PolicyForward,
+    model: nn.Module,
+    critic: Critic | ValueHead,
+    rollout: Rollout,
+    size: int,
+    cut: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Values of the states before each completion token, and after completions that were `cut`, 0 after others; `size`
+    completions in a forward.
+
+    Shapes: `cut` `(N,)`; returns `(N, C)` and `(N,)`.
+    """
+    ids, mask, n = rollout.completion_ids, rollout.completion_mask, len(rollout)
+    lengths, extended = mask.sum(1, keepdim=True), mask
+    if cut is not None:
+        # The state after the last token is the one before a further token, whatever that is
+        ids, extended = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut[:, None].to(mask.dtype))
+    places = [slice(start, start + size) for start in range(0, n, size)]
+    values = torch.cat(
+        [
+            policy.values(model, critic, rollout.prompts[part], ids[part], extended[part], packed=rollout.packed)
+            for part in places
+        ]
+    )
+    bootstrap = torch.zeros(n, device=ids.device)
+    if cut is not None:
+        bootstrap = torch.where(cut, values.gather(1, lengths)[:, 0], 0)
+    return torch.where(mask.bool(), values[:, : mask.size(1)], 0), bootstrap
 
 
 def engine_ratios(

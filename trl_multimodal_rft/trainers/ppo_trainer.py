@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import (
@@ -41,6 +40,7 @@ from ..models.modes import fix_encoders
 from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
 from ..rollout.rollout import Rollout
+from ..rollout.score import score_values
 from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
@@ -292,28 +292,15 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     @torch.no_grad()
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
-        args, ids, mask = self.args, rollout.completion_ids, rollout.completion_mask
-        lengths = mask.sum(1, keepdim=True)
-        last = ids.gather(1, (lengths - 1).clamp(min=0))
+        args, ids = self.args, rollout.completion_ids
+        lengths = rollout.completion_mask.sum(1)
+        last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
         cut = (lengths > 0) & ~torch.isin(last, torch.tensor(self.eos_token_ids, device=ids.device))
-        # The state after the last token is the one before a further token, whatever that is
-        further = F.pad(ids, (0, 1)), F.pad(mask, (0, 1)).scatter_add(1, lengths, cut.to(mask.dtype))
-        ids, extended = further if args.bootstrap_truncated else (ids, mask)
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        slices = [slice(start, start + size) for start in range(0, len(ids), size)]
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            parts = [
-                self._policy.values(
-                    self.model, self.critic, rollout.prompts[part], ids[part], extended[part], packed=rollout.packed
-                )
-                for part in slices
-            ]
-        values = torch.cat(parts)
-        bootstrap = torch.zeros(len(ids), device=ids.device)
-        if args.bootstrap_truncated:
-            bootstrap = torch.where(cut, values.gather(1, lengths), 0)[:, 0]
-            values = values[:, :-1]
-        return torch.where(mask.bool(), values, 0), bootstrap
+            return score_values(
+                self._policy, self.model, self.critic, rollout, size, cut if args.bootstrap_truncated else None
+            )
 
     # Update
 

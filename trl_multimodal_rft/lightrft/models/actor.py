@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What all actors share: loading, LoRA, log-probabilities of actions, and sampling."""
+"""The base class of actors: loading, LoRA, log-probabilities of actions, and sampling."""
 
 import inspect
 import logging
@@ -27,40 +27,35 @@ from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
 
-logger = logging.getLogger(__name__)  # accelerate's needs its state, which an actor by itself has no use for
+logger = logging.getLogger(__name__)  # accelerate's needs its state
 
-# What forwards take beside media: the actor's own business
+# Arguments of forwards that aren't media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
 
-# What callers may pass whatever the family: it says nothing without pixels, so families that don't take it don't miss
-# it
+# Accepted for all families, since they mean nothing without pixels
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
 
 class Actor(nn.Module):
     """
-    A policy that gives log-probabilities of its actions, the tokens of completions, and samples them.
+    A policy that computes log-probabilities of its actions, the tokens of completions, and samples them.
 
-    [`ActorVL`], [`ActorAL`] and [`ActorOmni`] name the media of their kind; this class takes those of any model by the
-    names that its forward has, and none for a language model.
+    [`ActorVL`], [`ActorAL`] and [`ActorOmni`] name their media; this class takes those of any model by the names of
+    the model's forward.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Name or path of a model, or a model.
         use_flash_attention_2 (`bool`, *optional*, defaults to `False`):
-            Whether to load with FlashAttention 2 instead of what transformers chooses (`sdpa` where it can).
+            Whether to load with FlashAttention 2 instead of transformers' choice.
         bf16 (`bool`, *optional*, defaults to `True`):
-            Whether the weights are bfloat16. `False` keeps the dtype they were saved with, or that of the instance.
-        lora_rank (`int`, *optional*, defaults to `0`):
-            Rank of the LoRA adapter; 0 trains the weights themselves.
-        lora_alpha (`int`, *optional*, defaults to `16`):
-            LoRA's scale, over the rank.
-        lora_dropout (`float`, *optional*, defaults to `0`):
-            Dropout before the adapter.
+            Whether the weights are bfloat16. `False` keeps the dtype of the checkpoint, or of the instance.
+        lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
+            Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`list[str]`, *optional*):
-            Ends of the names of the linear layers to adapt; all of them by default. Never those of a frozen encoder.
+            Ends of the names of the linear layers to adapt, outside of frozen encoders; all of them by default.
         ds_config (`dict`, *optional*):
-            DeepSpeed configuration. With ZeRO-3, weights are loaded in parts.
+            DeepSpeed configuration. ZeRO-3 shards the weights while loading.
         device_map (`dict`, *optional*):
             Device of each module, for loading.
         packing_samples (`bool`, *optional*, defaults to `False`):
@@ -70,19 +65,16 @@ class Actor(nn.Module):
             [`~algorithms.entropy.high_entropy_mask`] keeps that share of tokens.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Whether to load with 4-bit weights (NF4), for LoRA.
-        freeze_vision_tower (`bool`, *optional*, defaults to `False`):
-            Whether the encoder of images and videos isn't trained.
-        freeze_audio_tower (`bool`, *optional*, defaults to `False`):
-            Whether the encoder of audio isn't trained.
+        freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
+            Whether to freeze the encoder of images and videos, and that of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the policy; sample with the same one.
         model_class (`type`, *optional*):
-            Class to load with, if not the one that the model's config names.
+            Class to load with, by default that of the model's config.
 
     Raises:
-        `ValueError`: If an argument of loading is given for an instance, if there is no encoder to freeze, if no layer
-            is left for LoRA, if samples are to be packed for a model that can't, or if the model's media tensors hold
-            places in each other.
+        `ValueError`: If an argument of loading is passed with an instance, if there is no encoder to freeze or no
+            layer for LoRA, or if the model doesn't support packing, or has media tensors that index each other.
     """
 
     modality = "text"
@@ -114,7 +106,7 @@ class Actor(nn.Module):
         self.high_entropy_token_ratio = high_entropy_token_ratio
         self.temperature = temperature
         if isinstance(pretrain_or_model, (str, Path)):
-            # transformers looks at the object while it lives
+            # transformers keeps a weak reference to the object
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
             model = load_model(pretrain_or_model, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map)
@@ -129,27 +121,23 @@ class Actor(nn.Module):
             given = [name for name, value in loading.items() if value]
             if given:
                 raise ValueError(
-                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path or load it that "
-                    "way."
+                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path, or drop it."
                 )
             model = pretrain_or_model
             if lora_rank > 0 and model is not self._base(model):
-                raise ValueError("The instance has an adapter already; pass the model without, or `lora_rank=0`.")
+                raise ValueError("The instance has an adapter already; pass the base model, or `lora_rank=0`.")
             if bf16 and not getattr(self._base(model), "is_quantized", False):
                 cast_parameters(model, self._base(model), torch.bfloat16)
         base = self._base(model)
         if family_of(base).indexed_media:
             raise ValueError(
-                f"{base.config.model_type} has media tensors that hold places in others, which experiences, that are "
-                "split by rows, would break; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
+                f"{base.config.model_type} has media tensors that index others, which breaks when experiences are "
+                "split by rows; train it with `MultimodalGRPOTrainer` or `MultimodalPPOTrainer`."
             )
         keep_differentiable(base)
         base.config.use_cache = False
-        frozen = [
-            find_tower(base, modality)
-            for modality, freeze in (("image", freeze_vision_tower), ("audio", freeze_audio_tower))
-            if freeze
-        ]
+        towers = {"image": freeze_vision_tower, "audio": freeze_audio_tower}
+        frozen = [find_tower(base, modality) for modality, freeze in towers.items() if freeze]
         for name in frozen:
             base.get_submodule(name).requires_grad_(False)
         if packing_samples:
@@ -206,13 +194,13 @@ class Actor(nn.Module):
                 Number of action tokens `A`, at most `S - 1`; packed, that of each sample. `None` gives the model's
                 output with its logits, and needs `return_output=True`.
             attention_mask (`torch.Tensor`, *optional*):
-                1 on tokens, shape `(B, S)`; all ones by default. Not used for packed sequences.
+                1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
             return_output (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's output too. It has the logits of all tokens; packed, only `aux_loss`.
+                Whether to return the model's output, too. It has the logits of all tokens; packed, only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             media (`torch.Tensor`):
-                Media and per-token fields by the names of the model's forward; `None` is left out.
+                Media and per-token fields by the names of the model's forward; `None` is ignored.
 
         Returns:
             `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
@@ -220,9 +208,9 @@ class Actor(nn.Module):
             actor has a `high_entropy_token_ratio`.
 
         Raises:
-            [`MediaError`]: If placeholders and media don't agree.
-            `TypeError`: If the model takes no argument of that name.
-            `ValueError`: If the number of actions doesn't fit the sequences, or if packed sequences are unexpected.
+            [`MediaError`]: If placeholders and media don't match.
+            `TypeError`: If the model has no argument of that name.
+            `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
         media = self._known(media)
         if packed_seq_lens is not None:
@@ -252,7 +240,7 @@ class Actor(nn.Module):
             if output.logits.shape[:2] != sequences.shape:
                 raise ValueError(
                     f"The logits have the shape {tuple(output.logits.shape[:2])} for sequences of "
-                    f"{tuple(sequences.shape)}: the model expands placeholders itself. Use a processor that does."
+                    f"{tuple(sequences.shape)}: the model expands placeholders itself; use a processor that does."
                 )
             logps, entropy = scores_of_logits(
                 output.logits[:, length - 1 - num_actions : length - 1],
@@ -276,8 +264,7 @@ class Actor(nn.Module):
     def _forward_packed(self, sequences, num_actions, lengths, media, return_output):
         if not self.packing_samples:
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-        model = self.base_model
-        prompts, completion_ids, mask = packed_prompts(model, sequences, num_actions, lengths, media)
+        prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
         scores = PolicyForward(fallbacks=self._fallbacks, temperature=self.temperature).score(
             self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
@@ -304,7 +291,7 @@ class Actor(nn.Module):
 
     @property
     def _accepted(self) -> set[str]:
-        """Names of media and per-token fields that the model's forward has."""
+        """Names of media and per-token fields of the model's forward."""
         return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
 
     def _inputs(self, sequences: torch.Tensor, media: dict[str, Any], num_actions: int) -> dict[str, Any]:
@@ -318,7 +305,7 @@ class Actor(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
     ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
         """
-        Samples completions. Tokens that stand for media are never sampled.
+        Samples completions, never with placeholders of media.
 
         Args:
             input_ids (`torch.Tensor`):
@@ -327,17 +314,17 @@ class Actor(nn.Module):
                 1 on tokens, shape `(B, P)`; all ones by default.
             kwargs:
                 Media by the names of the model's forward, and options of
-                [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. What neither they nor the model's
-                generation config say about sampling is the policy's: its temperature, and no `top_k` or `top_p`.
+                [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. The policy's temperature, and no
+                `top_k` or `top_p`, are defaults where the model's generation config has none.
 
         Returns:
             `tuple`: Sequences `(B, P + N)`, their attention mask, and the action mask `(B, N)`, see
             [`process_sequences`].
 
         Raises:
-            [`MediaError`]: If placeholders and media don't agree.
+            [`MediaError`]: If placeholders and media don't match.
             `ValueError`: If prompts are padded on the right, or with several sequences per prompt, or beams with
-            audio.
+                audio.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -353,7 +340,7 @@ class Actor(nn.Module):
             raise ValueError("Beams aren't supported with audio: transformers gives them the clips in another order.")
         inputs = self._inputs(input_ids, media, 0)
         if self._has_router:
-            inputs["output_router_logits"] = False  # decoding steps have no balance to speak of
+            inputs["output_router_logits"] = False  # decoding needs no load-balancing loss
         eos_ids, pad_id = options["eos_token_id"], options["pad_token_id"]
         if pad_id is None:
             pad_id = eos_ids if isinstance(eos_ids, int) else (eos_ids or [0])[0]
@@ -375,35 +362,34 @@ class Actor(nn.Module):
         return results
 
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What `generate` will go by: its arguments, then a generation config among them, then the model's."""
+        """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
         config = kwargs.get("generation_config", GenerationConfig())
         given = {name: value for name, value in config.to_dict().items() if value is not None}
         return {**self.base_model.generation_config.to_dict(), **given, **kwargs}
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
-        Temperature, `top_k` and `top_p` to sample with: the policy's where nothing is said, with a warning where they
-        make another policy than the one whose log-probabilities are computed.
+        Temperature, `top_k` and `top_p`, with a warning where they make another policy than the one that is scored.
 
         Args:
             options (`dict`):
-                What was asked for; `None` for nothing.
+                The three options; `None` means that of the policy.
 
         Returns:
             `dict`: The three options.
         """
-        own = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        own = {name: value if options[name] is None else options[name] for name, value in own.items()}
-        if own["temperature"] != self.temperature:
+        defaults = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        chosen = {name: value if options[name] is None else options[name] for name, value in defaults.items()}
+        if chosen["temperature"] != self.temperature:
             logger.warning(
-                f"Sampling at temperature {own['temperature']}, but log-probabilities are those at "
-                f"{self.temperature}; make the actor with `temperature={own['temperature']}`."
+                f"Sampling at temperature {chosen['temperature']}, but log-probabilities are those at "
+                f"{self.temperature}; make the actor with `temperature={chosen['temperature']}`."
             )
-        if own["top_p"] < 1.0 or own["top_k"] > 0:
+        if chosen["top_p"] < 1.0 or chosen["top_k"] > 0:
             logger.warning(
-                "`top_p` and `top_k` cut off tokens that log-probabilities count; importance ratios will be off."
+                "`top_p` and `top_k` cut off tokens that log-probabilities count: importance ratios are off."
             )
-        return own
+        return chosen
 
     def process_sequences(
         self,
@@ -414,8 +400,8 @@ class Actor(nn.Module):
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Masks of sampled sequences, see [`~algorithms.completions.mask_completions`]. No sampled token is changed; what
-        follows the first end of a completion is padding.
+        Masks of sampled sequences, see [`~algorithms.completions.mask_completions`]. Tokens after the first end of a
+        completion become padding, all others stay.
 
         Returns:
             `tuple`: The sequences, their attention mask `(B, S)`, and the action mask `(B, S - input_len)`.
@@ -426,25 +412,25 @@ class Actor(nn.Module):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
         """
-        Recomputes activations in the backward pass instead of keeping them, in the encoders too.
+        Recomputes activations in the backward pass, also in the encoders.
 
         Args:
             gradient_checkpointing_kwargs (`dict`, *optional*):
                 Arguments of `torch.utils.checkpoint.checkpoint`, by default `{"use_reentrant": False}`.
         """
         kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        # Enabling makes inputs require gradients, as reentrant checkpointing would give none otherwise; here only once
+        # Enabling makes inputs require gradients, which reentrant checkpointing needs; here only once
         self.base_model.disable_input_require_grads()
         self.base_model.activation_checkpointing_enable(kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keeps activations again."""
+        """Stores activations again."""
         self.base_model.activation_checkpointing_disable()
         self.base_model.disable_input_require_grads()
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters are trained, of how many."""
-        # ZeRO-3 leaves a part on each process, and 4-bit weights hold two in a byte
+        # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
         trainable = total = 0
         for parameter in self.model.parameters():
             n = getattr(parameter, "ds_numel", None) or parameter.numel()
@@ -457,7 +443,7 @@ class Actor(nn.Module):
 
     def model_for(self, args) -> nn.Module:
         """
-        The model, for a trainer of this package, which does the rest itself.
+        The model, for a trainer of this package.
 
         Args:
             args ([`MultimodalGRPOConfig`] or [`MultimodalRLOOConfig`]):
@@ -467,7 +453,7 @@ class Actor(nn.Module):
             `torch.nn.Module`: The model.
 
         Raises:
-            `ValueError`: If temperature or token filter of the config aren't the actor's.
+            `ValueError`: If the config has another temperature or token filter.
         """
         if self.temperature != args.temperature:
             raise ValueError(
@@ -476,10 +462,7 @@ class Actor(nn.Module):
             )
         ratio = self.high_entropy_token_ratio
         if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
-            raise ValueError(
-                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` of the config to the "
-                "same."
-            )
+            raise ValueError(f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile={ratio}`.")
         return self.model
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
@@ -488,7 +471,7 @@ class Actor(nn.Module):
 
         Args:
             folder (`str`):
-                Where to.
+                Target folder.
             kwargs:
                 Arguments of the model's `save_pretrained`.
         """

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy that hears."""
+"""An audio-language policy."""
 
 import inspect
 
@@ -54,15 +54,14 @@ class ActorAL(Actor):
 
         Args:
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
-                Not used here, so that callers may treat all actors alike; [`ActorOmni`] has use for them, see
-                [`ActorVL.forward`].
+                Ignored here, so that all actors have the same call; [`ActorOmni`] uses them, see [`ActorVL.forward`].
             audio_values (`torch.Tensor`, *optional*):
                 Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order.
             audio_attention_mask (`torch.Tensor`, *optional*):
                 1 on the frames of a clip, shape `(number of clips, frames)`, as the processor returns it. All ones by
-                default, which is right only for clips that fill the frames.
+                default, for clips that fill the frames.
             media (`torch.Tensor`):
-                What else the family's forward takes.
+                Further inputs of the family.
         """
         if self._sees:
             media |= {

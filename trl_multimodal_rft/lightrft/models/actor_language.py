@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy that reads: LightRFT's name of [`Actor`]."""
+"""LightRFT's name of the text policy, [`Actor`]."""
 
 from .actor import Actor as ActorLanguage
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How actors load models and put adapters into them."""
+"""Loading of models and adapters for actors."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from ...models.towers import freeze_as_built
 
 
 def cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does: not buffers, whose rounding would turn rotary positions."""
+    """Casts parameters as `from_pretrained` does, without buffers, whose rounding would change rotary positions."""
     kept = tuple(base._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
@@ -39,19 +39,19 @@ def load_model(
         model_class = getattr(
             transformers, (config.architectures or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM
         )
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto"}
-    if use_flash_attention_2:
-        options["attn_implementation"] = "flash_attention_2"
-    if device_map is not None:
-        options["device_map"] = device_map
-    if load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        )
-    model = model_class.from_pretrained(path, **options)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+    options: dict[str, Any] = {
+        "attn_implementation": "flash_attention_2" if use_flash_attention_2 else None,
+        "device_map": device_map,
+        "quantization_config": quantization if load_in_4bit else None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    model = model_class.from_pretrained(path, dtype=torch.bfloat16 if bf16 else "auto", **given)
     freeze_as_built(model)
     return model
 
@@ -65,14 +65,13 @@ def add_lora(
     frozen: list[str],
 ) -> nn.Module:
     """
-    Puts a LoRA adapter into a model, which keeps its mode. Adapts layers whose names end in one of `target_modules`,
-    or all linear ones but the LM head, and none in the modules `frozen`.
+    Adds a LoRA adapter to a model, which keeps its mode: to layers whose names end in one of `target_modules`, or to
+    all linear ones but the LM head, outside of the modules `frozen`.
     """
     peft = require_module("peft", "peft")
 
     if target_modules in (None, "all-linear"):
-        # Not left to PEFT, which shortens the names that it finds, so that "0" of a merger is whole blocks of
-        # Qwen3-Omni
+        # PEFT would shorten the names that it finds: "0" of a merger would match whole blocks of Qwen3-Omni
         head = model.get_output_embeddings()
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         target_modules = [name for name, module in layers if module is not head]
@@ -85,7 +84,7 @@ def add_lora(
         exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
         bias="none",
     )
-    own = set(model.modules())
+    before = set(model.modules())
     try:
         adapted = peft.get_peft_model(model, config)
     except peft.utils.error.NoMatchingPeftModuleError as error:
@@ -94,6 +93,6 @@ def add_lora(
             "`target_modules=None` takes all."
         ) from error
     for module in adapted.modules():
-        if module not in own:
-            module.training = model.training  # else dropout would be at work in a model that was just loaded
+        if module not in before:
+            module.training = model.training  # a loaded model has no dropout
     return adapted

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy that sees and hears."""
+"""A vision-audio-language policy."""
 
 from .actor_al import ActorAL
 

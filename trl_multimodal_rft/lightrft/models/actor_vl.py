@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy that sees."""
+"""A vision-language policy."""
 
 import torch
 
@@ -39,16 +39,13 @@ class ActorVL(Actor):
         Log-probabilities of the actions, the last tokens of each sequence, see [`Actor.forward`].
 
         Args:
-            pixel_values (`torch.Tensor`, *optional*):
-                Images of all sequences, in the shape of the family: for Qwen, patches of shape `(sum of patches, D)`.
-            image_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each image in time, height and width, shape `(number of images, 3)`.
-            pixel_values_videos (`torch.Tensor`, *optional*):
-                Videos of all sequences.
-            video_grid_thw (`torch.Tensor`, *optional*):
-                Patches of each video, shape `(number of videos, 3)`.
+            pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
+                Images and videos of all sequences, in the shape of the family: for Qwen, patches of shape
+                `(sum of patches, D)`.
+            image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each of them in time, height and width, shape `(number, 3)`.
             media (`torch.Tensor`):
-                What else the family's forward takes, such as `image_sizes` or `pixel_attention_mask`.
+                Further inputs of the family, such as `image_sizes` or `pixel_attention_mask`.
         """
         return super().forward(
             sequences,

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a model's forward takes, from bare tensors: ids and media without the processor that made them."""
+"""Inputs of a model's forward from bare tensors: ids and media without their processor."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ def bare_inputs(
     model: PreTrainedModel, sequences: torch.Tensor, media: dict[str, torch.Tensor], num_actions: int
 ) -> dict[str, torch.Tensor]:
     """
-    Checks media against the ids and adds the per-token fields that the model needs. Positions are the model's own
-    business.
+    Checks media against the ids and adds the model's per-token fields. The model computes its positions itself.
     """
-    own = {name: media[name] for name in TOKEN_FIELDS if name in media}
-    media = {name: value for name, value in media.items() if name not in own}
+    given = {name: media[name] for name in TOKEN_FIELDS if name in media}
+    media = {name: value for name, value in media.items() if name not in given}
     check_media(model, sequences, media)
     masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
     if masks and family_of(model).isolate is not None:
@@ -34,20 +33,20 @@ def bare_inputs(
         for name in masks:
             if len({int(part[name].flatten(1).sum(1).max()) for part in parts if name in part}) > 1:
                 raise MediaError(
-                    f"`{name}` has clips of different lengths, and this family's encoder would mix them with their "
-                    "padding; pass rows with clips of one length at a time."
+                    f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
+                    "pass rows with clips of one length at a time."
                 )
-    if not own:
-        own = token_fields(model, sequences)
+    if not given:
+        given = token_fields(model, sequences)
         videos = any(modality_of(name) == "video" for name in media)
-        if "mm_token_type_ids" in own and videos and not (own["mm_token_type_ids"] == 2).any():
+        if "mm_token_type_ids" in given and videos and not (given["mm_token_type_ids"] == 2).any():
             raise MediaError(
                 "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
             )
         for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
-            own[name] = own[name].clone()
-            own[name][:, -num_actions:] = fill
-    return {**to_model(media, model, sequences.device), **own}
+            given[name] = given[name].clone()
+            given[name][:, -num_actions:] = fill
+    return {**to_model(media, model, sequences.device), **given}
 
 
 def bare_prompt(
@@ -56,7 +55,7 @@ def bare_prompt(
     media: dict[str, torch.Tensor],
     fields: dict[str, torch.Tensor] | None = None,
 ) -> EncodedPrompt:
-    """A prompt from bare tensors, on the CPU; per-token fields are told from the ids unless `fields` has them."""
+    """A prompt from bare tensors, on the CPU; without `fields`, per-token fields are read off the ids."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
     fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
@@ -72,8 +71,8 @@ def packed_prompts(
     media: dict[str, torch.Tensor],
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
-    Takes samples apart that lie one after the other in one row: their prompts, their completions padded on the right,
-    `(B, A)`, and the mask of these.
+    Splits samples packed into one row: their prompts, their completions padded on the right, `(B, A)`, and the mask of
+    these.
     """
     lengths = list(map(int, lengths))
     if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
@@ -81,7 +80,7 @@ def packed_prompts(
             f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
         )
     if num_actions is None:
-        raise ValueError("Packed sequences need `num_actions`, one number for each sample.")
+        raise ValueError("Packed sequences need `num_actions`, one number per sample.")
     actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
     if len(actions) != len(lengths):
         raise ValueError(f"There are {len(actions)} `num_actions` for {len(lengths)} packed samples.")
@@ -107,11 +106,11 @@ def packed_prompts(
 
 
 def check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
-    """Checks that each action has a token before it that could predict it."""
+    """Checks that each action has a token before it, which predicts it."""
     if not 0 <= num_actions < length:
         raise ValueError(
-            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: the first token has no token "
-            "before it that could predict it."
+            f"`num_actions`{whose} ({num_actions}) must be between 0 and {length - 1}: no token predicts the first "
+            "one."
         )
 
 
@@ -120,10 +119,8 @@ def check_num_actions(num_actions: int, length: int, whose: str = "") -> None:
 
 def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    The per-token fields that a model takes, from its placeholders. Videos that a family writes with the image token
-    count as images.
-
-    Without them, models of the Qwen family would silently number the positions of media as those of text.
+    The per-token fields of a model, from its placeholders; videos with the image token count as images. Without them,
+    models of the Qwen family silently give media the positions of text.
     """
     accepted = inspect.signature(type(model).forward).parameters
     names = [name for name in TOKEN_FIELDS if name in accepted]
@@ -141,7 +138,7 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
 
 
 def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Media of each row, as slices of those of all rows, which lie one after the other, by the rows' placeholders."""
+    """Media of each row, as slices of those of all rows, by the rows' placeholders."""
     check_media(model, rows, media)
     placeholders = _placeholders(model)
     result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
@@ -168,8 +165,8 @@ def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
                     result[row][name] = value[start_row : start_row + 1]
                 else:
                     raise MediaError(
-                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so it can't be told which "
-                        f"belong to row {row}; pass the rows one by one."
+                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so that those of row {row} are "
+                        "ambiguous; pass the rows one by one."
                     )
             start += count
             start_row += count > 0
@@ -178,16 +175,15 @@ def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
 
 def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> None:
     """
-    Checks that a batch's placeholders agree with its media, row by row as far as that can be told.
-
-    Models don't: with too few features most raise, with too many or with none some go on as if nothing had happened.
+    Checks that a batch's placeholders match its media, row by row where their tensors allow it. Models don't: most
+    raise with too few features, but some silently run with too many or none.
     """
     placeholders = _placeholders(model)
     masks = {modality: _masks(rows, ids) for modality, ids in placeholders.items()}
     first = {kind: next((i for i, mask in enumerate(found) if mask.any()), None) for kind, found in masks.items()}
-    # Grids, sizes and masks are no media by themselves
+    # Without grids, sizes and masks
     given = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
-    # Where videos are written with the image token, they can't be told apart
+    # Videos with the image token look like images
     as_images = "video" in given and first["video"] is None
     accepted = inspect.signature(type(model).forward).parameters
     for modality in MODALITIES:
@@ -196,7 +192,7 @@ def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
             raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
         if modality in given and row is None and not (modality == "video" and first["image"] is not None):
             raise MediaError(
-                f"there is {modality} but the sequences hold no placeholder for it, so the model would not get it; "
+                f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
                 "make the ids with the model's processor."
             )
         if modality in given and grid in accepted and grid not in media:
@@ -213,7 +209,7 @@ def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
 def has_too_few_placeholders(
     model: PreTrainedModel, rows: Any, modality: str, tensors: dict[str, torch.Tensor]
 ) -> bool:
-    """Whether rows have placeholders for some of a modality's tokens only, as far as its tensors tell their number."""
+    """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
     counts = _token_counts(model, modality, tensors)
     found = sum(int(mask.sum()) for mask in _masks(rows, _placeholders(model)[modality]))
     return counts is not None and 0 < found < sum(counts)
@@ -229,7 +225,7 @@ def _masks(rows, ids: set[int]) -> list[torch.Tensor]:
 
 
 def _token_counts(model, modality, tensors) -> list[int] | None:
-    """Number of tokens of each medium, where the tensors tell."""
+    """Number of tokens of each medium, where the tensors give it."""
     grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
     if grid is not None:
         return (grid.prod(1) // model.config.vision_config.spatial_merge_size**2).tolist()
@@ -239,9 +235,8 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
     if modality != "audio" or mask is None:
         return None
     lengths = mask.sum(1).long()
-    own_rule = family_of(model).audio_tokens
-    if own_rule is not None:
-        return own_rule(model, lengths).tolist()
+    if (rule := family_of(model).audio_tokens) is not None:
+        return rule(model, lengths).tolist()
     whisper_rule = getattr(model.get_encoder(modality="audio"), "_get_feat_extract_output_lengths", None)
     return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
@@ -277,6 +272,6 @@ def _count_media(model, modality, masks, tensors) -> list[int]:
         if sum(counts) == n_media:
             return counts
     raise MediaError(
-        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so it can't "
-        "be told which belong to which row; pass the rows one by one."
+        f"the rows hold {sum(runs)} runs of placeholders for {modality}, but there are {n_media} of it, so that it "
+        "isn't clear which belong to which row; pass the rows one by one."
     )

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A critic that is called with sequences and their number of actions, as an actor is."""
+"""A critic that is called as an actor, with sequences and their number of actions."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from .bare_inputs import bare_inputs, check_num_actions
 
 class Critic(critic_module.Critic):
     """
-    A [`~models.Critic`] with the call of the reference system.
+    A [`~models.Critic`] with LightRFT's call.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -28,21 +28,21 @@ class Critic(critic_module.Critic):
     @classmethod
     def of(cls, critic: nn.Module | None) -> nn.Module | None:
         """
-        Gives a [`~models.Critic`] the call of the reference system.
+        A [`~models.Critic`] with LightRFT's call and the same weights; other critics stay as they are.
 
         Args:
             critic (`torch.nn.Module`, *optional*):
                 Any critic.
 
         Returns:
-            `torch.nn.Module`: A critic with the same weights if it is a [`~models.Critic`], else itself.
+            `torch.nn.Module`: The critic.
         """
         if not isinstance(critic, critic_module.Critic) or isinstance(critic, cls):
             return critic
-        own = cls.__new__(cls)
-        nn.Module.__init__(own)
-        own.model, own.head, own.training = critic.model, critic.head, critic.training
-        return own
+        adapted = cls.__new__(cls)
+        nn.Module.__init__(adapted)
+        adapted.model, adapted.head, adapted.training = critic.model, critic.head, critic.training
+        return adapted
 
     def forward(
         self,
@@ -68,8 +68,8 @@ class Critic(critic_module.Critic):
             `torch.Tensor`: Values, float32, shape `(B, A)`, or `(B, S)` without `num_actions`.
 
         Raises:
-            [`MediaError`]: If placeholders and media don't agree.
-            `ValueError`: If the number of actions doesn't fit the sequences.
+            [`MediaError`]: If placeholders and media don't match.
+            `ValueError`: If the number of actions doesn't match the sequences.
         """
         if num_actions is None:
             return super().forward(sequences, attention_mask, **inputs)

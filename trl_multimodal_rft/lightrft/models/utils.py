@@ -20,10 +20,8 @@ def compute_approx_kl(
     Estimates the KL divergence from the reference at each token, see [`~algorithms.kl.approx_kl`].
 
     Args:
-        log_probs (`torch.Tensor`):
-            Log-probabilities under the policy, shape `(B, A)`.
-        log_probs_base (`torch.Tensor`):
-            Log-probabilities under the reference, shape `(B, A)`.
+        log_probs, log_probs_base (`torch.Tensor`):
+            Log-probabilities under the policy and under the reference, shape `(B, A)`.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`; all ones by default.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
@@ -45,15 +43,14 @@ def compute_reward(
     reward_clip_range: tuple[float, float] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """
-    Reward of each token: that of its completion on the last action, less the KL penalty of every action.
+    Reward of each token: that of its completion on the last action, minus the KL penalty of every action.
 
     Args:
         r (`torch.Tensor` or `float`):
             Rewards of the completions, shape `(B,)`, or one for all.
-        kl_coef (`float`):
-            Coefficient of the penalty; below 0 it counts as 0.
-        kl (`torch.Tensor` or `list[torch.Tensor]`):
-            KL divergence of each token, shape `(B, A)`, or for each completion `(A,)`.
+        kl_coef, kl (`float`, and `torch.Tensor` or `list[torch.Tensor]`):
+            Coefficient of the penalty, at least 0, and KL divergence of the tokens, `(B, A)`, or `(A,)` for each
+            completion.
         action_mask (`torch.Tensor`, *optional*):
             1 on actions, shape `(B, A)`.
         num_actions (`int` or `list[int]`, *optional*):
@@ -81,18 +78,16 @@ def compute_reward(
 
 def masked_mean(tensor: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:
     """
-    Mean of the values that count.
+    Mean over a mask.
 
     Args:
-        tensor (`torch.Tensor`):
-            Values.
-        mask (`torch.Tensor`, *optional*):
-            1 on those that count, of the same shape; `None` counts all.
+        tensor, mask (`torch.Tensor`):
+            Values and their mask, of the same shape; `None` counts all.
         dim (`int`, *optional*):
-            Dimension to take means along; all of them by default.
+            Dimension to reduce; all by default.
 
     Returns:
-        `torch.Tensor`: The mean, 0 where nothing counts.
+        `torch.Tensor`: The mean, 0 where the mask is 0 throughout.
     """
     mask = torch.ones_like(tensor, dtype=torch.bool) if mask is None else mask.bool()
     return torch.where(mask, tensor, 0).sum(dim) / mask.sum(dim).clamp(min=1)

@@ -84,7 +84,7 @@ class Record:
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
-            Ids of prompt and completion.
+            Ids of prompt and completion, shape `(B, S)`.
     """
 
     sequences: Tokens
@@ -156,32 +156,21 @@ AUDIO_FIELDS = ("audio_values", "audio_attention_mask")
 
 
 @dataclass(eq=False)
-class Experience(Record):
+class ActionRecord(Record):
     """
-    A batch of completions with what an update needs. Shapes are those of padded ones; packed, fields are lists.
+    Completions with what an update needs. Shapes are those of a padded batch; packed, fields are lists.
 
     Args:
-        sequences (`torch.Tensor` or `list[torch.Tensor]`):
-            Ids of prompt and completion, shape `(B, S)`.
         action_log_probs, base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
             Log-probabilities of the actions under the policy that sampled and under the reference, shape `(B, A)`;
             the latter `None` without a reference.
-        values (`torch.Tensor` or `list[torch.Tensor]`):
-            Values of the critic, shape `(B, A)`; `None` without one.
-        returns, advantages (`torch.Tensor` or `list[torch.Tensor]`):
-            Shape `(B, A)`.
-        attention_mask (`torch.Tensor` or `list[torch.Tensor]`):
-            1 on tokens, 0 on padding, shape `(B, S)`.
-        action_mask (`torch.Tensor` or `list[torch.Tensor]`):
-            1 on actions, shape `(B, A)`.
+        values, returns, advantages (`torch.Tensor` or `list[torch.Tensor]`):
+            Shape `(B, A)`; `values` are `None` without a critic.
+        attention_mask, action_mask (`torch.Tensor` or `list[torch.Tensor]`):
+            1 on tokens, shape `(B, S)`, and on actions, shape `(B, A)`.
         info (`dict`):
             Everything else, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
             dicts hold more of the kind, any other value is about the whole batch.
-        kl (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-            KL divergence from the reference, shape `(B, A)`.
-        action_entropy (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-            Entropy of the policy at each action, to train on tokens of high entropy only, shape `(B, A)`. See
-            [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
     """
 
     action_log_probs: Any
@@ -192,13 +181,28 @@ class Experience(Record):
     attention_mask: Any
     action_mask: Any
     info: Any
+
+
+@dataclass(eq=False)
+class Experience(ActionRecord):
+    """
+    A batch of completions, see [`ActionRecord`].
+
+    Args:
+        kl (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+            KL divergence from the reference, shape `(B, A)`.
+        action_entropy (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
+            Entropy of the policy at each action, to train on tokens of high entropy only, shape `(B, A)`. See
+            [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
+    """
+
     kl: Any = None
     action_entropy: Any = None
 
 
 @dataclass(eq=False)
 class OptionalFields:
-    """Defaults of fields that follow those of media, see [`Experience`]."""
+    """Defaults of fields that follow those of media, see [`ActionRecord`]."""
 
     action_log_probs: Any = None
     base_action_log_probs: Any = None
@@ -248,10 +252,8 @@ class Samples:
     Completions as they were sampled, padded, or packed into one row.
 
     Args:
-        sequences (`torch.Tensor`):
-            Ids of prompt and completion, shape `(B, S)` or, packed, `(1, total length)`.
-        attention_mask (`torch.Tensor`):
-            1 on tokens, shape of `sequences`.
+        sequences, attention_mask (`torch.Tensor`):
+            Ids of prompt and completion, and 1 on tokens, shape `(B, S)` or, packed, `(1, total length)`.
         action_mask (`torch.Tensor`):
             1 on actions, shape `(B, A)`; `None` if packed.
         num_actions (`int` or `torch.Tensor`):

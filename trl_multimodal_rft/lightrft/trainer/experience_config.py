@@ -18,7 +18,8 @@ from ...trainers.ppo_config import MultimodalPPOConfig
 @dataclass
 class ExperienceConfig:
     """
-    How experience is made.
+    Options of the experience maker. Options without a description here are those of the trainers, see
+    [`MultimodalPPOConfig`].
 
     Args:
         advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
@@ -27,40 +28,23 @@ class ExperienceConfig:
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
             Completions of each prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
-            Samples that are generated and scored at once.
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            See [`~algorithms.advantages.reinforce_baseline`].
-        cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            See [`~algorithms.advantages.cpgd`].
+            Samples generated and scored at once.
         kl_estimator (`str`, *optional*, defaults to `"k1"`):
-            Estimate of the KL divergence that experiences hold.
+            Estimator of the KL divergence in experiences.
         kl_in_reward (`bool`, *optional*):
-            Whether the KL divergence, k1, is subtracted from the rewards. Defaults to `True` for `"gae"`,
-            `"reinforce"` and `"rloo"`.
-        soft_overlong_cache (`int`, *optional*):
-            Number of tokens below `max_new_tokens` from which on a completion is penalized for its length, up to -1.
-        reward_running_scale (`bool`, *optional*, defaults to `False`):
-            Whether to divide rewards by their standard deviation so far.
-        reward_clip_range (`tuple[float, float]`, *optional*):
-            Range to clip rewards to.
-        bootstrap_truncated (`bool`, *optional*, defaults to `False`):
-            For `"gae"`, whether the critic's value stands for what would have come after a completion that was cut
-            off.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            What happens to audio that is longer than the model's window: `"raise"` or `"truncate"`.
+            Whether to subtract the KL divergence, k1, from the rewards. Defaults to `True` for `"gae"`, `"reinforce"`
+            and `"rloo"`.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
-            With several processes, statistics are those of all. Policies and critics score in its mixed precision.
-        ignored_media_columns (`Sequence[str]`, *optional*, defaults to `()`):
-            Columns with media that only reward functions read, `audio`, `image` and `video` included.
+            Statistics are those of all its ranks. Policies and critics score in its mixed precision.
         media_rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
+            Allowed sources and sizes of media.
 
     Raises:
-        `ValueError`: If an argument has no such value, or if the estimator needs several completions of a prompt.
+        `ValueError`: If an argument has an invalid value, or if the estimator needs several completions of a prompt.
     """
 
     advantage_estimator: str = "group_norm"
@@ -84,9 +68,8 @@ class ExperienceConfig:
     def __post_init__(self):
         self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
         check_choice(self, "advantage_estimator", tuple(ESTIMATORS))
-        own = {each.name for each in fields(self)}
         for each in fields(MultimodalPPOConfig):
-            if each.name in own and "choices" in each.metadata:
+            if hasattr(self, each.name) and "choices" in each.metadata:
                 check_choice(self, each.name, each.metadata["choices"])
         for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
             if getattr(self, name) < 1:
@@ -106,7 +89,7 @@ class ExperienceConfig:
 
 def check_options(options: dict[str, Any]) -> None:
     """
-    Refuses options of generation that would have no effect.
+    Raises for options of generation without effect.
 
     Args:
         options (`dict`):

@@ -15,20 +15,22 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ...algorithms.completions import mask_completions
 from ...algorithms.kl import FixedKLController, approx_kl
-from ...data.columns import rows_to_messages
 from ...data.features import restore_media
 from ...data.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
-from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt, placeholder_tokens
+from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...families import family_of
 from ...forward.scoring import left_pad
 from ...models.modes import evaluation_mode
 from ...policy import Fallbacks, PolicyForward
+from ...rollout.prompts import PromptEncoder
+from ...rollout.rollout import Rollout
+from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
-from .experience import (  # noqa: F401  some are here for LightRFT's users alone
+from .experience import (  # noqa: F401  some of them only for users of LightRFT
     Experience,
     ExperienceAL,
     ExperienceOmni,
@@ -41,7 +43,7 @@ from .experience import (  # noqa: F401  some are here for LightRFT's users alon
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
 from .reward_sources import RewardSources
-from .rollout_advantages import RolloutAdvantages
+from .rollout_advantages import RolloutAdvantages, penalize_length
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
@@ -55,29 +57,29 @@ class NaiveExperienceMaker(RolloutAdvantages):
         actor ([`Actor`]):
             Policy.
         critic (`torch.nn.Module`, *optional*):
-            Value model, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns the value
-            of the state before each action, shape `(B, A)`. Needed by `"gae"`.
+            Value model for `"gae"`, called as `critic(sequences, num_actions, attention_mask, **media)`, which returns
+            the value of the state before each action, shape `(B, A)`.
         reward_model (`torch.nn.Module` or `list`, *optional*):
             Reward models, called as `reward_model(sequences, attention_mask, **media)`, which return `(B,)`.
         initial_model ([`Actor`], *optional*):
-            Reference. The policy itself, if it has an adapter, stands for the model without.
+            Reference. The policy itself means the policy without its adapter.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer.
         prompt_max_len (`int`):
-            Most tokens of a prompt. Longer text loses its beginning; longer prompts with media are an error.
+            Most tokens of a prompt. Longer text loses its beginning; longer messages raise.
         kl_controller ([`~algorithms.kl.FixedKLController`], *optional*):
-            Has the coefficient of the KL divergence as its `value`. 0 by default.
+            Its `value` is the coefficient of the KL divergence. 0 by default.
         strategy ([`ExperienceConfig`]):
-            How experience is made.
+            Options.
         remote_rm_url (`str` or `list[str]`, *optional*):
             URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
             loaded and run.
         reward_fn (`Callable`, *optional*):
-            With other sources of reward, a function that combines them, which are added up by default: it takes any of
+            With other sources of reward, which are summed by default, a function that combines them: it takes any of
             `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns `(B,)`, or
             that and a dictionary of metrics. Alone, a reward function with TRL's signature.
         reward_fn_label_map (`dict[str, int]`, *optional*):
-            Names of the sources of reward: models first, then servers.
+            Index of each source of reward, by name: models first, then servers.
         reward_recipe (`dict`, *optional*):
             Without `reward_fn`, which sources count for which label, see [`~rewards.recipe.combine_rewards`].
         processor ([`~transformers.ProcessorMixin`], *optional*):
@@ -85,8 +87,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     Raises:
         `TypeError`: If `strategy` is no [`ExperienceConfig`].
-        `ValueError`: If there is no source of reward, no critic for `"gae"`, a critic for another estimator, or if the
-            tokenizer can't pad or the processor pads audio on the wrong side.
+        `ValueError`: If there is no source of reward, if critic or reference don't match, or if tokenizer or processor
+            can't pad.
     """
 
     def __init__(
@@ -107,8 +109,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
     ):
         if not isinstance(strategy, ExperienceConfig):
             raise TypeError(
-                f"`strategy` is a {type(strategy).__name__}; pass an `ExperienceConfig`, which has LightRFT's "
-                "`strategy.args` as fields."
+                f"`strategy` is a {type(strategy).__name__}; pass an `ExperienceConfig`, whose fields are those of "
+                "LightRFT's `strategy.args`."
             )
         super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
@@ -117,18 +119,18 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.tokenizer = tokenizer
         self.processor = processor
         self.prompt_max_len = prompt_max_len
-        self._looked_at_rows = False
+        self._checked_columns = False
         if initial_model is actor and actor.model is actor.base_model:
             raise ValueError("The policy can't be its own reference without an adapter; pass another actor or `None`.")
         if initial_model is not None and initial_model.temperature != actor.temperature:
             raise ValueError(
                 f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
-                f"{actor.temperature}, so that their KL divergence would mean nothing; make them equal."
+                f"{actor.temperature}, so that their KL divergence has no meaning; make them equal."
             )
         needs_critic = strategy.advantage_estimator == "gae"
         if needs_critic != (critic is not None):
-            have = "none was passed" if needs_critic else "one was passed, which would not be used"
-            raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {have} as `critic`.")
+            problem = "none was passed" if needs_critic else "one was passed, which would not be used"
+            raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {problem} as `critic`.")
         self.reward_sources = RewardSources(
             reward_model,
             remote_rm_url,
@@ -149,14 +151,14 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """Device of the policy."""
         return self.actor.device
 
     def tokenize_fn(
         self, texts: Sequence[str], max_length: int, padding: bool = True, device: torch.device | str | None = None
     ) -> dict[str, Any]:
         """
-        Tokenizes prompts. Of longer ones the end is kept.
+        Tokenizes prompts. Longer ones lose their beginning.
 
         Args:
             texts (`Sequence[str]`):
@@ -166,13 +168,13 @@ class NaiveExperienceMaker(RolloutAdvantages):
             padding (`bool`, *optional*, defaults to `True`):
                 Whether to pad on the left.
             device (`torch.device` or `str`, *optional*):
-                Where the tensors go.
+                Device of the tensors.
 
         Returns:
             `dict`: `input_ids` and `attention_mask`: tensors of shape `(B, P)`, or lists without padding.
 
         Raises:
-            `ValueError`: If a prompt is longer and its placeholders for media would be cut.
+            `ValueError`: If a prompt would lose placeholders of media.
         """
         ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         media = self._placeholder_ids
@@ -180,7 +182,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             if media.intersection(tokens[: max(len(tokens) - max_length, 0)]):
                 raise ValueError(
                     f"Prompt {index} has {len(tokens)} tokens, and cutting it to {max_length} would cut placeholders "
-                    "for media; raise `prompt_max_len` or leave it out."
+                    "of media; raise `prompt_max_len` or drop the prompt."
                 )
         ids = [tokens[-max_length:] for tokens in ids]
         if not padding:
@@ -190,7 +192,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _placeholder_ids(self) -> set[int]:
-        """Tokens that stand for media."""
+        """Placeholders of media."""
         return all_placeholder_ids(self.actor.base_model, self.processor or self.tokenizer)
 
     # Experience
@@ -202,7 +204,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             all_prompts (`str` or `list`):
-                Text, messages, or rows with a `prompt`, media columns and others, see [`generate_samples`].
+                See [`generate_samples`].
             generate_kwargs:
                 Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
                 and `"reinforce"`.
@@ -211,8 +213,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
 
         Raises:
-            `ValueError`: If an option isn't known, if there is a penalty for length but no `max_new_tokens`, or if a
-                prompt or a reward is not as it should be.
+            `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
+                or a reward is invalid.
         """
         gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
         length_penalty = self._length_penalty(generate_kwargs)
@@ -220,7 +222,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
         experiences = [self.make_experience(each) for each in bar]
         if length_penalty is not None:
-            self._penalize_length(experiences, length_penalty)
+            penalize_length(experiences, length_penalty)
         experiences, rewards = self.process_experiences(experiences)
         self._set_advantages(experiences, rewards, gamma, lambd)
         return experiences
@@ -239,60 +241,62 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 Options of generation, such as `max_new_tokens`; sampling from the whole policy by default.
 
         Returns:
-            `list[Samples]`: `micro_rollout_batch_size` samples each, the last one with the rest.
+            `list[Samples]`: `micro_rollout_batch_size` samples each; the last one may have fewer.
 
         Raises:
-            `ValueError`: If an option isn't known, or if a prompt is too long or holds placeholders without media.
+            `ValueError`: If an option is unknown, or if a prompt is too long or holds placeholders without media.
         """
         check_options(generate_kwargs)
         rows = [
             prompt if isinstance(prompt, dict) else {"prompt": prompt}
             for prompt in ([all_prompts] if isinstance(all_prompts, str) else all_prompts)
         ]
-        ignored = self.strategy.ignored_media_columns
-        if not self._looked_at_rows:
-            self._looked_at_rows = True
-            warning = check_columns(rows, "The rows", ignored, needs_prompt=False, extent="some")
+        if not self._checked_columns:
+            self._checked_columns = True
+            ignored = self.strategy.ignored_media_columns
+            warning = check_columns(rows, "The rows", ignored, extent="some")
             if warning is not None and self._is_main:
                 logger.warning(warning)
-        own_tokens = placeholder_tokens(self.actor.base_model, self.processor or self.tokenizer)
-        prompts = [row["prompt"] for row in rows_to_messages(rows, ignored, own_tokens, self.strategy.media_rules)]
-        encoded = self._encode(prompts)
-        # For reward functions, which get the prompts of all micro-batches alike
+        encoder = self._encoder
+        prompts = encoder.messages(rows)  # pyrefly: ignore[bad-argument-type]  (rows without a number)
+        encoded = self._encode(prompts, encoder)
+        # For reward functions, which get prompts of the same form in all micro-batches
         rows = [{**row, "prompt": restore_media(prompt)} for row, prompt in zip(rows, prompts, strict=True)]
-        n = self.strategy.n_samples_per_prompt
+        n, size = self.strategy.n_samples_per_prompt, self.strategy.micro_rollout_batch_size
         repeated = [(row, prompt) for row, prompt in zip(rows, encoded, strict=True) for _ in range(n)]
-        size = self.strategy.micro_rollout_batch_size
         return [self._sample(repeated[i : i + size], generate_kwargs) for i in range(0, len(repeated), size)]
 
-    def _encode(self, prompts: list) -> list[EncodedPrompt]:
-        """All are text, or all are messages."""
-        model = self.actor.base_model
-        encoded = []
+    @property
+    def _encoder(self) -> PromptEncoder:
+        args = self.strategy
+        return PromptEncoder(
+            self.actor.base_model,
+            self.processor or self.tokenizer,
+            audio_overlong=args.audio_overlong,
+            media_rules=args.media_rules,
+            ignored_media_columns=args.ignored_media_columns,
+            special_tokens_in_text="allow",
+            keep_decoded=True,
+        )
+
+    def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
+        """Encodes prompts, which are all text, or all messages."""
         if isinstance(prompts[0], str):
-            for index, tokens in enumerate(self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]):
+            ids = self.tokenize_fn(prompts, self.prompt_max_len, padding=False)["input_ids"]
+            for index, tokens in enumerate(ids):
                 if self._placeholder_ids.intersection(tokens):
                     raise ValueError(
-                        f"Prompt {index} is text with placeholders for media, but there are none; pass messages, or a "
-                        "row with the media in columns."
+                        f"Prompt {index} is text with placeholders of media, but no media; pass messages, or a row "
+                        "with the media in columns."
                     )
-                encoded.append(bare_prompt(model, torch.tensor(tokens), {}))
-            return encoded
-        for index, prompt in enumerate(prompts):
-            sample = encode_prompt(
-                prompt,
-                self.processor or self.tokenizer,
-                model,
-                audio_overlong=self.strategy.audio_overlong,
-                keep_decoded=True,
-                row=index,
-            )
-            if len(sample) > self.prompt_max_len:
+            return [bare_prompt(self.actor.base_model, torch.tensor(tokens), {}) for tokens in ids]
+        encoded = [encoder.encode(prompt, index) for index, prompt in enumerate(prompts)]
+        for index, prompt in enumerate(encoded):
+            if len(prompt) > self.prompt_max_len:
                 raise ValueError(
-                    f"Prompt {index} has {len(sample)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
-                    "and messages aren't cut; raise it or leave the prompt out."
+                    f"Prompt {index} has {len(prompt)} tokens, more than `prompt_max_len` ({self.prompt_max_len}), "
+                    "and messages aren't cut; raise it or drop the prompt."
                 )
-            encoded.append(sample)
         return encoded
 
     def _sample(self, part: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
@@ -301,8 +305,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         eos_ids = options.get("eos_token_id", model.generation_config.eos_token_id)
         eos_ids = self.tokenizer.eos_token_id if eos_ids is None else eos_ids
         pad_id = options.get("pad_token_id", self.tokenizer.pad_token_id)
-        unwanted = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
-        suppressed = sorted(self._placeholder_ids | set(unwanted))
+        suppressed = options.get("suppress_tokens") or model.generation_config.suppress_tokens or []
         sampling = {}
         if options.get("do_sample", True):
             names = ("temperature", "top_k", "top_p")
@@ -315,7 +318,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 **sampling,
                 "eos_token_id": eos_ids,
                 "pad_token_id": pad_id,
-                "suppress_tokens": suppressed or None,
+                "suppress_tokens": sorted({*self._placeholder_ids, *suppressed}) or None,
             },
             disable_compile=True,
         )
@@ -343,7 +346,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _forward(self) -> PolicyForward:
-        """Its models are whole on each process, and wait for nobody."""
+        """Forwards without an accelerator: models are whole on each rank, and never collective."""
         return PolicyForward(fallbacks=Fallbacks(isolate=family_of(self.actor).isolate))
 
     def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
@@ -357,24 +360,22 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                What was sampled. Without `encoded_prompts`, the sequences are text.
+                Samples. Without `encoded_prompts`, the sequences are text.
 
         Returns:
             [`Experience`]: Log-probabilities, values and KL divergence, and in `info`: `reward`, `kl` (mean of a
-            completion), `response_length`, `total_length`, `num_actions` and `truncated`, each of shape `(B,)` but the
-            number, and metrics of `reward_fn` as `reward_metrics`. Models are left in the mode they were in.
+            completion), `response_length`, `total_length`, `num_actions` and `truncated`, all `(B,)` except the
+            number of actions, and metrics of `reward_fn` as `reward_metrics`. The models' modes stay unchanged.
         """
         mask = samples.action_mask
         base_logps = values = bootstrap = None
-        with self._autocast():
-            logps, entropy = self._action_log_probs(self.actor, samples)
+        logps, entropy = self._action_log_probs(self.actor, samples)
         if self.initial_model is not None:
-            own = self.initial_model is self.actor
-            with self.actor.model.disable_adapter() if own else nullcontext(), self._autocast():
+            is_policy = self.initial_model is self.actor
+            with self.actor.model.disable_adapter() if is_policy else nullcontext():
                 base_logps, _ = self._action_log_probs(self.initial_model, samples)
         if self.critic is not None:
-            with self._autocast():
-                values, bootstrap = self._state_values(samples)
+            values, bootstrap = self._state_values(samples)
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
@@ -411,54 +412,57 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
 
     def _action_log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities of the actions and, if there are any, entropies, `(B, A)`, 0 outside the mask."""
-        mask = samples.action_mask
-        with evaluation_mode(actor):
+        """Log-probabilities of the actions and, if the forward gives them, entropies, `(B, A)`, 0 outside the mask."""
+        mask, entropy = samples.action_mask, None
+        with self._autocast(), evaluation_mode(actor):
             if samples.encoded_prompts is not None:
-                scores = self._forward.score(
-                    actor.model,
-                    samples.encoded_prompts,
-                    samples.sequences[:, -samples.num_actions :],
-                    mask.long(),
-                    packed=actor.packing_samples,
-                )
-                logps, entropy = scores.logps, scores.entropies
+                rollout = self._rollout(samples, actor)
+                scores = score_in_batches(self._forward, actor.model, rollout, len(rollout))
+                logps, entropy = scores.logps.float(), scores.entropies
             else:
                 inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
-                if actor.high_entropy_token_ratio == 0:
-                    return torch.where(mask, actor(*inputs), 0), None
-                logps, output = actor(*inputs, return_output=True)
-                entropy = output["action_entropy"]
+                with_entropy = actor.high_entropy_token_ratio > 0
+                logps = actor(*inputs, return_output=with_entropy)
+                if with_entropy:
+                    logps, output = logps
+                    entropy = output["action_entropy"]
         entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
-        return torch.where(mask, logps.float(), 0), entropy
+        return torch.where(mask, logps, 0), entropy
+
+    def _rollout(self, samples: Samples, actor: Actor) -> Rollout:
+        """Samples as the trainers score them."""
+        return Rollout(
+            samples.encoded_prompts,
+            torch.arange(len(samples.encoded_prompts)),  # scoring compares no groups
+            self.tokenizer.pad_token_id,
+            completion_ids=samples.sequences[:, -samples.num_actions :],
+            completion_mask=samples.action_mask.long(),
+            packed=actor.packing_samples,
+        )
 
     def _state_values(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after completions that
-        were cut off, `(B,)`, 0 after others.
+        Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after truncated
+        completions, `(B,)`, 0 after others.
         """
-        sequences, n_actions, bootstrap = samples.sequences, samples.num_actions, self.strategy.bootstrap_truncated
-        mask, attention_mask = samples.action_mask, samples.attention_mask
-        if bootstrap:
-            # The state before a further token, whatever that is; what was cut off fills all columns
-            sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
-            further = samples.truncated[:, None]
-            mask, attention_mask = (torch.cat([m, further.to(m.dtype)], 1) for m in (mask, attention_mask))
-        assert self.critic is not None
-        with evaluation_mode(self.critic):
-            if isinstance(self.critic, Critic) and samples.encoded_prompts is not None:
-                values = self._forward.values(
-                    self.critic,
-                    self.critic,
-                    samples.encoded_prompts,
-                    sequences[:, -n_actions:],
-                    mask.long(),
-                    packed=self.actor.packing_samples,
+        critic: Any = self.critic
+        bootstraps, mask, cut = self.strategy.bootstrap_truncated, samples.action_mask, samples.truncated
+        with self._autocast(), evaluation_mode(critic):
+            if isinstance(critic, Critic) and samples.encoded_prompts is not None:
+                rollout = self._rollout(samples, self.actor)
+                values, after = score_values(
+                    self._forward, critic, critic, rollout, len(rollout), cut if bootstraps else None
                 )
-            else:
-                media = self._media(samples)
-                values = torch.where(mask, self.critic(sequences, n_actions, attention_mask, **media), 0)
-        return (values[:, :-1], values[:, -1]) if bootstrap else (values, None)
+                return values, after if bootstraps else None
+            sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
+            if bootstraps:
+                # The state before a further token, whatever that is; truncated completions fill all columns
+                sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
+                mask, attention_mask = (
+                    torch.cat([each, cut[:, None].to(each.dtype)], 1) for each in (mask, attention_mask)
+                )
+            values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
+        return (values[:, :-1], values[:, -1]) if bootstraps else (values, None)
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""
@@ -474,7 +478,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                What was sampled.
+                Samples.
 
         Returns:
             `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where none applies, and metrics of `reward_fn`.
@@ -490,14 +494,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
         return get_soft_overlong_punishment(most, self.strategy.soft_overlong_cache)
 
-    def _penalize_length(self, experiences: list[Experience], penalty: Callable) -> None:
-        for experience in experiences:
-            lengths = experience.info["response_length"].long().tolist()
-            penalties = torch.tensor(penalty([range(n) for n in lengths]), device=self.device)
-            experience.info["soft_overlong_punishment"] = penalties
-            experience.info["reward"] = experience.info["reward"] + penalties
-
     def _autocast(self):
-        """The precision of updates, where an accelerator has one."""
+        """The precision of the accelerator's updates."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()

@@ -1,8 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The PPO trainer on experience: one micro-batch at a time, from wherever it comes."""
+"""The PPO trainer on experience, one micro-batch at a time."""
 
 import inspect
 import math
+import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainerState
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.critic import explained_variance
 from ...algorithms.losses import LOSSES
@@ -31,6 +34,7 @@ from ..models.bare_inputs import bare_inputs, bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience
+from .experience_maker import NaiveExperienceMaker
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
@@ -48,23 +52,23 @@ _OF_ACTIONS = (
 )
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
 
-# What the experience maker knows about a sample
+# Entries of `info` that are logged
 _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    [`MultimodalPPOTrainer`] for samples that are there already. Its loop is the caller's, since a step may come from a
-    single micro-batch; its checkpoints hold the buffer too.
+    [`MultimodalPPOTrainer`] on experience. The caller has the loop, since a step may come from a single micro-batch;
+    checkpoints hold the buffer, too.
     """
 
     _saved_classes = (*groups.SAVED_CLASSES, *replay_buffer.SAVED_CLASSES)
 
     def __init__(self, actor: Actor, args: MultimodalPPOConfig, replay_buffer: ReplayBuffer, **kwargs):
-        rows = Dataset.from_list([{"prompt": ""}])  # in the place of those that come later
+        rows = Dataset.from_list([{"prompt": ""}])  # for the constructor alone
         super().__init__(
-            model=actor,  # pyrefly: ignore[bad-argument-type]  an actor gives its model, see `model_for`
-            reward_funcs=_rewards_of_the_maker,
+            model=actor,  # pyrefly: ignore[bad-argument-type]  see `Actor.model_for`
+            reward_funcs=_no_rewards,
             args=args,
             train_dataset=rows,
             ptx_dataset=rows if args.ptx_coef > 0 else None,
@@ -74,17 +78,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.actor = actor
         self.replay_buffer = replay_buffer
         self.is_prepared = False  # whether the engine has models and optimizer
-        self.is_first_epoch = True  # on the samples at hand
+        self.is_first_epoch = True  # on these samples
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
-        self._half_done: set[str] = set()  # what an update that has begun changes
+        self._half_done: set[str] = set()  # parts that an unfinished update trains
         self._n_micro_batches = 0
-        # Actions, and those with a reward, of the micro-batches that metrics are about
+        # Actions, and those with a reward, of the micro-batches in the metrics
         self._action_counts: list[list[float]] = []
         accepted = inspect.signature(type(actor.base_model).forward).parameters
         self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
-    # What the trainer asks for
+    # Hooks of the trainer
 
     def _make_critic(self, value_model):
         return Critic.of(super()._make_critic(value_model))
@@ -96,8 +100,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._trains("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
-        own = {"client_states": self.client_states, "pending_logs": self.pending_logs}
-        return {**super()._rollout_state(), **own, "experience": self.replay_buffer.state_dict()}
+        return {
+            **super()._rollout_state(),
+            "client_states": self.client_states,
+            "pending_logs": self.pending_logs,
+            "experience": self.replay_buffer.state_dict(),
+        }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
@@ -107,7 +115,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Before the first step
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
-        """Takes the supervised rows, if there is a loss for them."""
+        """Sets the supervised rows, if their loss has a weight."""
         args = self.args
         if args.ptx_coef == 0:
             return
@@ -122,7 +130,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         args.per_device_ptx_batch_size = dataloader.batch_size
 
     def prepare_without_fit(self) -> None:
-        """Prepares for steps of a loop of one's own, once."""
+        """Prepares for steps outside of `fit`, once."""
         if self.is_prepared:
             return
         args = self.args
@@ -130,7 +138,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         endless = self.lr_scheduler is not None or all(schedule == "constant" for schedule in schedules)
         if args.max_steps <= 0 and not endless:
             raise ValueError(
-                f"Without `fit` nobody knows how long the schedule {args.lr_scheduler_type!r} is; set `max_steps` in "
+                f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
             )
         if args.ptx_coef > 0:
@@ -138,7 +146,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_for(args, args.max_steps, None)
 
     def prepare_for(self, args: MultimodalPPOConfig, max_steps: int, checkpoint: str | None) -> None:
-        """Hands models and optimizer to the engine, once, with what a checkpoint holds."""
+        """Hands models and optimizer to the engine, once, with the state of a checkpoint."""
         self.state.compute_steps(args, max_steps)
         if checkpoint is not None and is_unsharded(self.accelerator):
             self._load_from_checkpoint(checkpoint)
@@ -163,11 +171,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"The buffer holds {n} samples on this process, which don't fill whole optimizer steps of "
                 f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
             )
-        if self._n_micro_batches % window != 0:
-            raise RuntimeError(
-                f"An update is half done, after {self._n_micro_batches % window} of {window} micro-batches; give it "
-                "the others."
-            )
+        self._check_update_begins("An update")
         check_samples(items, "action_mask", *self._action_fields)
         self._clear_metrics()
         statistics = self._buffer_statistics(items)
@@ -196,18 +200,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.prepare_without_fit()
         items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # In a field that is cut like the others
+            # In a field whose padding is removed, too
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._pad_token)
         weights = None if entropy_mask is None else [item.action_entropy for item in items]
         check_samples(items, "action_mask", *self._action_fields)
-        window = self.args.gradient_accumulation_steps
-        if self._n_micro_batches % window != 0 and self._half_done != trained:
-            raise RuntimeError(
-                f"An update of {' and '.join(sorted(self._half_done))} is half done, after "
-                f"{self._n_micro_batches % window} of {window} micro-batches; give it the others first."
-            )
+        if self._half_done != trained:
+            self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
         self._clear_metrics()
         self.state.global_step = global_steps
         self._trained = self._half_done = trained
@@ -217,14 +217,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self._trained = {"policy", "critic"}
         return self._mean_metrics()
 
+    def _check_update_begins(self, name: str) -> None:
+        window = self.args.gradient_accumulation_steps
+        if n := self._n_micro_batches % window:
+            raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
+
     def _train_micro_batch(
         self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None = None
     ) -> None:
         """
-        What a step of `Trainer`'s loop does with a micro-batch.
-
-        Actions weigh the same in all micro-batches that are given their mean number `n_tokens` in a micro-batch of all
-        processes.
+        Trains on a micro-batch as a step of `Trainer`'s loop does. Given `n_tokens`, the mean number of actions in a
+        micro-batch of all ranks, actions weigh the same in all of them.
         """
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         batch = self._inputs_of(items, weights, n_tokens)
@@ -251,14 +254,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.callback_handler.on_step_end(args, self.state, self.control)
 
     def _shuffled(self, items: list[BufferItem]) -> list[BufferItem]:
-        """In an order that depends on the step, groups as a whole."""
+        """Groups, or samples, in an order that depends on the step."""
         size = self.args.num_generations if self.args.keep_groups_together else 1
         groups = [items[start : start + size] for start in range(0, len(items), size)]
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         return [item for i in torch.randperm(len(groups), generator=generator).tolist() for item in groups[i]]
 
     def _weights_by_entropy(self, items: list[BufferItem]) -> list[torch.Tensor] | None:
-        """Weights of the actions of an update, among which those of high entropy are chosen; `None` counts all."""
+        """Weights of the actions of an update by their entropies; `None` counts all."""
         args, device = self.args, self.actor.device
         if args.top_entropy_quantile == 1:
             return None
@@ -280,7 +283,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     @property
     def _action_fields(self) -> dict[str, str]:
-        """What an update needs for each action, and what the trainer calls it."""
+        """Fields of actions that an update needs, and their names in a rollout."""
         fields = {"action_log_probs": "old_per_token_logps", "advantages": "advantages"}
         if self.kl_coef != 0:
             fields["base_action_log_probs"] = "ref_per_token_logps"
@@ -291,7 +294,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _inputs_of(
         self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
     ) -> Rollout:
-        """The micro-batch as the trainer takes it: prompts, and completions padded on the right."""
+        """The micro-batch as a rollout: prompts, and completions padded on the right."""
         device = self.actor.device
         pins = self.args.dataloader_pin_memory and device.type == "cuda"
 
@@ -316,8 +319,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self._pad_token,
             completion_ids=placed(actions, self._pad_token),
             completion_mask=placed([torch.ones_like(each) for each in actions]),
-            tool_mask=mask,  # an action that doesn't count is seen all the same
-            # Of a generation batch, as the trainer counts them
+            tool_mask=mask,  # masked actions stay in the context
+            # Of a generation batch, as in the trainer
             num_items_in_batch=torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
             scorable=scorable,
@@ -329,7 +332,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
-        """The prompt of a sample; the same object as an equal one, so that a forward shares it."""
+        """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
         names, model = self._media_names, self.actor.base_model
         media = {names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         ids = item.sequences[: len(item.sequences) - len(item.action_mask)].cpu()
@@ -343,7 +346,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     # Metrics
 
     def _mean_metrics(self) -> dict[str, float]:
-        """Means of the metrics since the last time, by the names of the reference system."""
+        """Means of the metrics since the last call, by the names of LightRFT."""
         status = {}
         weights = dict.fromkeys(_OF_ACTIONS, 0) | dict.fromkeys(_OF_REWARDED_ACTIONS, 1)
         for name, values in self._metrics["train"].items():
@@ -355,7 +358,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._clear_metrics()
         status.pop("value_learning_rate", None)  # which is `critic_lr`
         if "policy_loss" in status and not LOSSES[self.args.loss_type].is_mean:
-            # Each micro-batch has its part of an update's
+            # Which is that of an update, split over its micro-batches
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
 
@@ -364,11 +367,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._action_counts.clear()
 
     def _buffer_statistics(self, items: list[BufferItem]) -> dict[str, float]:
-        """Of the buffers of all processes. What has no reward has neither advantage nor return."""
+        """Statistics of the buffers of all ranks. Samples without a reward have neither advantage nor return."""
 
         def everyone(values: list[torch.Tensor]) -> torch.Tensor:
-            own = torch.cat(values).float().to(self.actor.device)
-            gathered = self.accelerator.gather(self.accelerator.pad_across_processes(own, pad_index=math.nan))
+            local = torch.cat(values).float().to(self.actor.device)
+            gathered = self.accelerator.gather(self.accelerator.pad_across_processes(local, pad_index=math.nan))
             return gathered[~gathered.isnan()]
 
         def actions(field: str) -> torch.Tensor:
@@ -393,20 +396,45 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics
 
+    # Logs and checkpoints
 
-def _rewards_of_the_maker(**kwargs):
-    """Stands for the reward functions that the trainer doesn't run."""
+    def log_pending(self) -> None:
+        """Logs the means of the pending metrics."""
+        means = {name: mean(values) for name, values in self.pending_logs.items()}
+        self.log({re.sub("^rollout_", "rollout/", name): value for name, value in means.items()})
+        self.pending_logs.clear()
+
+    def save_checkpoint(self, client_states: dict[str, Any], with_models: bool) -> None:
+        """Saves a checkpoint, and models in a folder that isn't rotated away if wanted."""
+        self.client_states = dict(client_states)
+        self._save_checkpoint(self.model, trial=None)
+        if with_models:
+            folder = f"hf-{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.save_model(str(Path(self.args.output_dir, folder)), _internal_call=True)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    @torch.no_grad()
+    def copy_average_to(self, actor: Actor) -> None:
+        """Copies the averaged weights into another actor."""
+        averages = dict(actor.model.named_parameters())
+        with self.ema_weights():
+            for name, parameter in self.ema._parameters.items():
+                averages[name].copy_(parameter)
+
+
+def _no_rewards(**kwargs):
+    """For the constructor alone."""
     raise RuntimeError("Rewards come from the experience maker; call `fit`.")
 
 
 def check_samples(items: list[BufferItem], *names: str) -> None:
-    """Checks that samples have what an update needs."""
+    """Checks that samples have the fields that an update needs."""
     for name in names:
         if any(getattr(item, name) is None for item in items):
             raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
     for index, item in enumerate(items):
         if item.attention_mask is not None and not item.attention_mask.all():
-            raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; leave them out.")
+            raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
 
 
 def _reward(item: BufferItem) -> float:
@@ -414,22 +442,22 @@ def _reward(item: BufferItem) -> float:
 
 
 def _is_scorable(item: BufferItem) -> bool:
-    """Whether a reward, if one is known, is a number."""
+    """Whether the reward, if known, is a number."""
     return "reward" not in (item.info or {}) or not math.isnan(_reward(item))
 
 
-# Metrics of samples of all processes
+# Metrics of samples of all ranks
 
 
-def of_all_processes(values: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Joins lists of all processes, each of which may have names of its own."""
+def of_all_ranks(values: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Joins lists of all ranks, whose names may differ."""
     gathered = gather_object([values])
     names = sorted({name for each in gathered for name in each})
     return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
-    """Mean of the numbers that are known (not `NaN`); with weights, what counts nothing may be anything."""
+    """Mean of the known numbers (not `NaN`); with weights, of those whose weight isn't 0."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if weights is None:
         return values.nanmean().item()
@@ -438,13 +466,13 @@ def mean(numbers: list[float], weights: list[float] | None = None) -> float:
 
 
 def std(numbers: list[float]) -> float:
-    """Standard deviation, that of the population, of the numbers that are known."""
+    """Standard deviation of the population of known numbers."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return (values - values.nanmean()).square().nanmean().sqrt().item()
 
 
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
-    """Means over the samples of all processes."""
+    """Means over the samples of all ranks."""
     values: dict[str, list[float]] = {}
     for info in (experience.info for experience in experiences):
         logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})
@@ -452,5 +480,28 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
             logged |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}
         for name, numbers in logged.items():
             values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
-    values = of_all_processes(values)
+    values = of_all_ranks(values)
     return {name: mean(numbers) for name, numbers in values.items()} | {"reward_std": std(values["reward"])}
+
+
+def evaluation_logs(
+    maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
+) -> dict[str, float]:
+    """Means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
+    n = maker.strategy.n_samples_per_prompt
+    values: dict[str, list[float]] = {"reward": [], "response_length": []}
+    for rows in batches:
+        rewards: list[float] = []
+        for samples in maker.generate_samples(rows, **options):
+            scored, metrics = maker.rewards(samples)
+            rewards += scored.tolist()
+            values["response_length"] += samples.response_length.tolist()
+            for name, numbers in metrics.items():
+                values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
+        values["reward"] += rewards
+        for start in range(0, len(rewards) if n > 1 else 0, n):
+            known = [each for each in rewards[start : start + n] if not math.isnan(each)]
+            values.setdefault("reward_best", []).append(max(known, default=math.nan))
+    values = of_all_ranks(values)
+    results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
+    return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}

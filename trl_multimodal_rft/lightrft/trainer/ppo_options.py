@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What [`PPOTrainerVL`] makes of its arguments and batches of prompts, and which of them don't go together."""
+"""Arguments and batches of prompts of [`PPOTrainerVL`], converted and checked."""
 
 import copy
 from collections.abc import Sequence
@@ -13,9 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
+from .experience_config import ExperienceConfig, check_options
+from .experience_maker import NaiveExperienceMaker
+from .experience_trainer import ExperienceTrainer
 
 
-# Options of the config that belong to the rollouts and the loop of `MultimodalPPOTrainer`
+# Options of the config that only the rollouts and the loop of `MultimodalPPOTrainer` have
 _OF_ROLLOUTS = (
     "cache_implementation",
     "chat_template_kwargs",
@@ -42,22 +45,22 @@ _OF_ROLLOUTS = (
 )
 
 WHOLE_WEIGHTS = (
-    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; take `MultimodalPPOTrainer`, "
+    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; use `MultimodalPPOTrainer`, "
     "or DDP, ZeRO-1 or ZeRO-2."
 )
 
-# Options of generation that only sampling has
+# Options of generation without effect on greedy decoding
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Module | None) -> None:
-    """Refuses a config that would have no effect in part, or doesn't go with the models."""
+    """Raises if the config has options without effect, or doesn't match the models."""
     if not isinstance(strategy, MultimodalPPOConfig):
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
     if critic is not None and strategy.advantage_estimator != "gae":
         raise ValueError(
-            f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` has no use for; "
-            "change one of them."
+            f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` doesn't use; change "
+            "one of them."
         )
     defaults = {field.name: field.default for field in fields(strategy)}
     for name in _OF_ROLLOUTS:
@@ -69,23 +72,98 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
             )
     if strategy.top_entropy_quantile < 1 and actor.high_entropy_token_ratio == 0:
         raise ValueError(
-            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) goes by the entropies of the rollouts; make "
-            f"the actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
+            f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs the entropies of the rollouts; make the "
+            f"actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
 
 
-def changed(strategy: MultimodalPPOConfig, **options) -> MultimodalPPOConfig:
-    """A copy with other options. Unlike `dataclasses.replace`, it doesn't set up devices and processes again."""
+def config_of(
+    strategy: MultimodalPPOConfig,
+    actor: Actor,
+    critic: nn.Module | None,
+    reference: Actor | None,
+    generate_kwargs: dict[str, Any],
+    **options,
+) -> MultimodalPPOConfig:
+    """
+    A copy of the strategy with the options of [`PPOTrainerVL`], all of them checked. Pops `gamma` and `lambd` from
+    `generate_kwargs`.
+    """
+    check_strategy(strategy, actor, critic)
+    for name, least, value in (
+        ("micro_train_batch_size", 1, options["per_device_train_batch_size"]),
+        ("init_kl_coef", 0, options["beta"]),
+    ):
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    if reference is None or options["beta"] == 0:
+        if options["kl_target"]:
+            raise ValueError("`kl_target` needs an `initial_model` to diverge from, and an `init_kl_coef` above 0.")
+        options |= {"beta": 0.0, "kl_estimator": None, "kl_in_reward": None}
+    options |= {
+        "gamma": generate_kwargs.pop("gamma", strategy.gamma),
+        "lam": generate_kwargs.pop("lambd", strategy.lam),
+    }
+    check_options(generate_kwargs)
+    # Unlike `dataclasses.replace`, this doesn't set up devices and processes again
     config = copy.copy(strategy)
-    vars(config).update(options)
+    vars(config).update(
+        options,
+        temperature=actor.temperature,
+        max_completion_length=generate_kwargs.get("max_new_tokens", strategy.max_completion_length),
+        data_seed=strategy.seed if strategy.data_seed is None else strategy.data_seed,
+        # The other names of these options
+        num_iterations=options["num_ppo_epochs"],
+        activation_checkpointing=options["gradient_checkpointing"],
+        # Whole groups for any size of a micro-batch, as the trainer needs them; experience comes in other batches
+        steps_per_generation=strategy.num_generations * strategy.gradient_accumulation_steps,
+        generation_batch_size=None,  # follows from the others
+        eval_strategy="no",  # the trainer has no rows to evaluate on
+    )
     config.__post_init__()
+    if config.deepspeed_plugin is not None and config.deepspeed_plugin.zero_stage == 3:
+        raise ValueError(WHOLE_WEIGHTS)
     return config
 
 
-def check_average(own: dict[str, torch.Tensor], ema_model: Actor) -> None:
-    """Checks that an actor can take averages of weights: it is a copy of the policy, and not the policy."""
+def experience_maker_of(trainer: ExperienceTrainer, size: int, **arguments) -> NaiveExperienceMaker:
+    """The experience maker of a trainer, with `size` samples per experience."""
+    config = trainer.args
+    if trainer.is_fsdp_enabled:
+        raise ValueError(WHOLE_WEIGHTS)
+    if trainer._policy.fallbacks.isolate is not None and config.num_generations % size != 0:
+        raise ValueError(
+            f"A {trainer.actor.config.model_type} mixes media with their padding, so that an experience must hold one "
+            f"prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({config.num_generations}) or a "
+            "divisor of it."
+        )
+    names = [each.name for each in fields(ExperienceConfig) if hasattr(config, each.name)]
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options |= {"kl_estimator": "k1", "kl_in_reward": bool(config.kl_in_reward)}
+    options["ignored_media_columns"] = config.ignored_media_columns or ()
+    strategy = ExperienceConfig(
+        **options,
+        n_samples_per_prompt=config.num_generations,
+        micro_rollout_batch_size=size,
+        progress=not config.disable_tqdm,
+        accelerator=trainer.accelerator,
+    )
+    models: dict[str, Any] = {
+        "actor": trainer.actor,
+        "critic": trainer.critic,
+        "kl_controller": trainer._kl_controller,
+    }
+    maker = NaiveExperienceMaker(**models, strategy=strategy, **arguments)
+    for model in maker.reward_models:
+        model.to(trainer.accelerator.device)
+    maker.reward_scale = trainer._reward_scale  # which checkpoints hold
+    return maker
+
+
+def check_average(weights: dict[str, torch.Tensor], ema_model: Actor) -> None:
+    """Checks that an actor can hold averages of weights: it must be a copy of the policy, and not the policy."""
     averages = dict(ema_model.model.named_parameters())
-    for name, parameter in own.items():
+    for name, parameter in weights.items():
         if name not in averages or averages[name].shape != parameter.shape:
             raise ValueError(
                 f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(parameter.shape)}."
@@ -102,7 +180,7 @@ def joined_optimizers(
     actor_scheduler: LambdaLR | None,
     critic_scheduler: LambdaLR | None,
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """One optimizer and one schedule of those of policy and critic, `None` where nothing was given."""
+    """One optimizer and one schedule from those of policy and critic, `None` without any."""
     optimizers: dict[str, Any] = {"actor_optim": actor_optim}
     schedulers: dict[str, Any] = {"actor_scheduler": actor_scheduler}
     if config.advantage_estimator == "gae":
@@ -149,7 +227,7 @@ def joined_optimizers(
 
 
 def rows_of(batch: list[dict] | tuple, columns: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple may hold one of these sets of media columns."""
+    """Rows of a batch of prompts, see [`PPOTrainerVL.fit`]; a tuple has one of these sets of media columns."""
     if all(isinstance(row, dict) for row in batch):
         return list(batch)
     media = next((names for names in columns if len(names) + 3 == len(batch)), None)
@@ -173,8 +251,8 @@ def check_rollout(
     dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
 ) -> tuple[int, int]:
     """
-    Checks that batches of prompts make whole optimizer steps. Returns the steps on the experience of a batch, and the
-    prompts of all processes in one.
+    Checks that batches of prompts make whole optimizer steps. Returns the steps on the experience of a batch, and its
+    prompts over all ranks.
     """
     if dataloader.batch_size is None or isinstance(dataloader.dataset, IterableDataset):
         raise ValueError("`prompts_dataloader` must have a `batch_size`, and a dataset whose length is known.")

@@ -156,7 +156,7 @@ class ReplayBuffer:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             accelerator ([`~accelerate.Accelerator`], *optional*):
-                Mean and variance are those of all its ranks, which then all have to call this.
+                Mean and variance are those of all its ranks, which all have to call this.
 
         Raises:
             `RuntimeError`: If the field has been normalized before.

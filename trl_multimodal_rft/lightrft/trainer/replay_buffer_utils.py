@@ -19,6 +19,7 @@ from ...encoding.join import cat_padded
 from ...families import media_padding
 from .experience import (
     VISION_FIELDS,
+    ActionRecord,
     AudioRecord,
     Experience,
     ExperienceAL,
@@ -32,20 +33,12 @@ from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_row
 
 
 @dataclass(eq=False)
-class BufferItem(Record):
+class BufferItem(ActionRecord):
     """
     One sample of an experience. For its fields see [`Experience`]: they are its rows there, of the shapes `(S,)` and
     `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
-    action_log_probs: Any
-    base_action_log_probs: Any
-    values: Any
-    returns: Any
-    advantages: Any
-    attention_mask: Any
-    action_mask: Any
-    info: Any
     action_entropy: Any = None
     kl: Any = None
 
@@ -80,16 +73,7 @@ _TYPES = {
 
 # Fields with a column per token of the sequence, and per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
-_ACTION_FIELDS = (
-    "action_log_probs",
-    "base_action_log_probs",
-    "values",
-    "returns",
-    "advantages",
-    "action_mask",
-    "kl",
-    "action_entropy",
-)
+_ACTION_FIELDS = tuple(each.name for each in fields(BufferItem) if each.name not in (*_SEQUENCE_FIELDS, "info"))
 
 
 def is_vl_experience(experience: Record) -> bool:
@@ -115,10 +99,8 @@ def zero_pad_sequences(
     Args:
         sequences (`Sequence[torch.Tensor]`):
             Tensors of shape `(..., S_i)`, equal but for the last dimension.
-        side (`str`, *optional*, defaults to `"left"`):
-            Side of the padding, `"left"` or `"right"`.
-        value (`float`, *optional*, defaults to `0`):
-            Value of the padding.
+        side, value (*optional*, default to `"left"` and `0`):
+            Side (`"left"` or `"right"`) and value of the padding.
 
     Returns:
         `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.

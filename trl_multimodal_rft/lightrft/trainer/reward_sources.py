@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Where the rewards of experience come from: reward models, servers and functions, and what makes one reward of theirs.
-"""
+"""Rewards of samples from reward models, servers and functions, and their combination."""
 
 import importlib.util
 import inspect
@@ -24,7 +22,7 @@ from .experience import Samples
 
 
 class RewardSources:
-    """Rewards of samples, as [`NaiveExperienceMaker`] takes them."""
+    """Rewards of samples, see [`NaiveExperienceMaker`]."""
 
     def __init__(
         self,
@@ -59,12 +57,9 @@ class RewardSources:
             rewards.append(reward.float().view(n).cpu())
         rewards += [reward_tensor(_call(remote, known), n, get_callable_name(remote)) for remote in self.remotes]
         if self.reward_fn is not None:
-            metrics: dict[str, Any] = {}
-            if rewards:
-                result = _call(self.reward_fn, {**known, "model_reward_list": rewards}, first="model_reward_list")
-                result, metrics = result if isinstance(result, tuple) else (result, {})
-            else:
-                result = _call(self.reward_fn, known)
+            given, first = ({"model_reward_list": rewards}, "model_reward_list") if rewards else ({}, None)
+            result = _call(self.reward_fn, {**known, **given}, first)
+            result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
             labels: Any = samples.labels or [None] * n
@@ -72,7 +67,7 @@ class RewardSources:
         return add_rewards(torch.stack(rewards)), {}
 
     def _known(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What functions may ask for, by name."""
+        """Arguments of reward functions by name."""
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
         completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -89,7 +84,7 @@ class RewardSources:
 
 
 def _load_reward_func(path: str) -> Callable:
-    """`reward_func` of a file that the user names, which is run for that."""
+    """`reward_func` of the user's file, which runs."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {path} to load `reward_func` from.")
     spec: Any = importlib.util.spec_from_file_location("reward_func", path)
@@ -101,7 +96,7 @@ def _load_reward_func(path: str) -> Callable:
 
 
 def _call(function: Callable, known: dict[str, Any], first: str | None = None) -> Any:
-    """Calls with what the function's parameters ask for by name; one unknown parameter alone gets `first`."""
+    """Passes a function the arguments that its parameters name; a single unknown parameter gets `first`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return function(**known)
@@ -110,7 +105,7 @@ def _call(function: Callable, known: dict[str, Any], first: str | None = None) -
     missing = [name for name, p in parameters.items() if name not in known and p.default is inspect.Parameter.empty]
     if missing:
         raise ValueError(
-            f"The reward function '{get_callable_name(function)}' asks for `{missing[0]}`, but there are only "
-            f"{sorted(known)}."
+            f"The reward function '{get_callable_name(function)}' requires `{missing[0]}`, but there are only "
+            f"{sorted(known)}; rename the parameter, or give it a default."
         )
     return function(**{name: known[name] for name in parameters if name in known})

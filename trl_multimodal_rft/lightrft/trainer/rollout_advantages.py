@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
@@ -17,7 +17,7 @@ from .experience_config import ExperienceConfig
 
 
 class RolloutAdvantages:
-    """What the experience maker does once all experience of a rollout is there."""
+    """Advantages and returns from the rewards of all ranks, the last stage of the experience maker."""
 
     def __init__(
         self, strategy: ExperienceConfig, kl_controller: FixedKLController | None = None, has_reference: bool = False
@@ -35,12 +35,11 @@ class RolloutAdvantages:
     @torch.no_grad()
     def process_experiences(self, experiences: list[Experience]) -> tuple[list[Experience], list[torch.Tensor]]:
         """
-        Shapes the rewards of a whole rollout: running scale, clip, and what the estimator does to the rewards of a
-        group.
+        Shapes the rewards of a whole rollout: running scale, clip range, and the estimator's comparison within groups.
 
         Shapes: returns `(B,)`.
         """
-        args = self.strategy
+        args, accelerator = self.strategy, self.strategy.accelerator
         sizes = [len(each.sequences) for each in experiences]
         in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
@@ -48,6 +47,10 @@ class RolloutAdvantages:
                 f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
                 "experiences of a rollout."
             )
+        if accelerator is not None:
+            counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
+            if (counts != counts[0]).any():
+                raise ValueError(f"Ranks have {counts.tolist()} samples; pass as many prompts on each.")
         rewards = self._gather(torch.cat([each.info["reward"] for each in experiences]).float())
         if args.reward_running_scale:
             self.reward_scale.update(rewards)
@@ -68,7 +71,7 @@ class RolloutAdvantages:
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_joined(experiences, "action_mask")),
+                mask=self._gather(_joined(experiences, "action_mask").int()),
                 kl_coef=self._kl_coef,
                 norm_level=args.norm_level,
                 weight=args.cpgd_weight,
@@ -77,16 +80,15 @@ class RolloutAdvantages:
         return experiences, list(self._local(rewards).split(sizes))
 
     def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
-        """Advantages and returns of all experiences from what [`process_experiences`] returns."""
+        """Advantages and returns of all experiences from the results of [`process_experiences`]."""
         args, rewards = self.strategy, torch.cat(rewards)
         mask = _joined(experiences, "action_mask")
         if not ESTIMATORS[args.advantage_estimator].per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([each.info["reward"] for each in experiences])
         else:
-            logps = [
-                _joined(experiences, name) for name in ("action_log_probs", "base_action_log_probs") if self._kl_coef
-            ]
+            names = ("action_log_probs", "base_action_log_probs") if self._kl_coef else ()
+            logps = [_joined(experiences, name) for name in names]
             per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
             if args.advantage_estimator == "gae":
@@ -97,7 +99,7 @@ class RolloutAdvantages:
                 returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
             else:
                 advantages = returns = cumulative_returns(per_token, mask, gamma)
-            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable)))
+            advantages = self._local(whiten(self._gather(advantages), self._gather(scorable.int())))
             sums = per_token.sum(1)
         start = 0
         for each in experiences:
@@ -116,11 +118,7 @@ class RolloutAdvantages:
         gamma: float,
         lambd: float,
     ) -> tuple:
-        r"""
-        Generalized advantage estimation, see [`~algorithms.advantages.gae`].
-
-        Shapes: `values` `(B, A)`.
-        """
+        """Generalized advantage estimation, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
         return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
@@ -130,14 +128,14 @@ class RolloutAdvantages:
         action_mask: torch.Tensor | list[torch.Tensor] | None,
         gamma: float,
     ) -> torch.Tensor | list[torch.Tensor]:
-        r"""
+        """
         Discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
         Shapes: `rewards` `(B, A)`.
         """
         return _padded(lambda rewards, mask: (cumulative_returns(rewards, mask, gamma),), rewards, mask=action_mask)[0]
 
-    # Processes
+    # Ranks
 
     @property
     def _is_main(self) -> bool:
@@ -145,29 +143,29 @@ class RolloutAdvantages:
         return accelerator is None or accelerator.is_main_process
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of all processes, padded on the right."""
+        """Rows of all ranks, padded on the right."""
         accelerator = self.strategy.accelerator
-        if accelerator is None or accelerator.num_processes == 1:
+        if accelerator is None:
             return values
-        counts = accelerator.gather(torch.tensor([len(values)], device=accelerator.device))
-        if (counts != counts[0]).any():
-            raise ValueError(f"Processes have {counts.tolist()} samples; give each as many prompts.")
-        # Padding makes integers of booleans, and only where there is any
-        padded = values.int() if values.dtype == torch.bool else values
-        if values.dim() > 1:
-            padded = accelerator.pad_across_processes(padded, dim=1)
-        return accelerator.gather(padded.contiguous()).to(values.dtype)
+        return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
 
     def _local(self, values: torch.Tensor) -> torch.Tensor:
-        """This process's rows of what was gathered."""
+        """This rank's rows of those of all ranks."""
         accelerator = self.strategy.accelerator
-        if accelerator is None or accelerator.num_processes == 1:
-            return values
-        return values.chunk(accelerator.num_processes)[accelerator.process_index]
+        return values if accelerator is None else values.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def penalize_length(experiences: list[Experience], penalty: Callable) -> None:
+    """Adds a length penalty to rewards."""
+    for experience in experiences:
+        lengths = experience.info["response_length"].long().tolist()
+        penalties = torch.tensor(penalty([range(n) for n in lengths]), device=experience.sequences.device)
+        experience.info["soft_overlong_punishment"] = penalties
+        experience.info["reward"] = experience.info["reward"] + penalties
 
 
 def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
-    """A field with one value per action of all samples, padded on the right."""
+    """A field of actions of all samples, padded on the right."""
     parts = [getattr(each, field) for each in experiences]
     width = max(part.size(1) for part in parts)
     return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
@@ -178,5 +176,5 @@ def _padded(function: Callable, *columns: torch.Tensor | list[torch.Tensor], mas
     if not isinstance(columns[0], list):
         return function(*columns, torch.ones_like(columns[0]) if mask is None else mask)
     rows = (*columns, mask or [torch.ones_like(row) for row in columns[0]])
-    results = function(*(nn.utils.rnn.pad_sequence(each, batch_first=True) for each in rows))
-    return tuple([row[: len(own)] for row, own in zip(each, columns[0], strict=True)] for each in results)
+    results = function(*(pad_sequence(each, batch_first=True) for each in rows))
+    return tuple([row[: len(given)] for row, given in zip(each, columns[0], strict=True)] for each in results)
