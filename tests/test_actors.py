@@ -34,7 +34,6 @@ from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, placeholder_token_ids
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import states
-from trl_multimodal_rft.forward.scoring import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
@@ -64,7 +63,14 @@ def make(name, **options):
     return actor_class(name)(FAMILIES[name].build()[0], **{"bf16": False, **options})
 
 
+def make_both(name, n=None, **options):
+    """An actor and a batch of the family's first `n` prompts."""
+    return make(name, **options), make_batch(bare(name)[2][:n])
+
+
+@functools.cache
 def language_model():
+    """That no actor touches."""
     words = tokenizer()
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**decoder(words))).float().eval()
@@ -76,12 +82,16 @@ def language_model():
     return model
 
 
+def text_actor(**options):
+    return Actor(copy.deepcopy(language_model()), bf16=False, **options)
+
+
 @dataclass
 class Batch:
     """
     Rows of prompts and responses, left-padded, and what goes with them.
 
-    `media` have the names of an actor's arguments, `prompts` and `responses` are the rows apart.
+    `media` have the names of an actor's arguments, `prompts` and `responses` are the rows before they were joined.
     """
 
     sequences: torch.Tensor
@@ -107,6 +117,17 @@ class Batch:
     def prompt_mask(self):
         return self.attention_mask[:, : -len(self.responses[0])]
 
+    # What an actor makes of it, with other media or options
+
+    def score(self, actor, n=N, **options):
+        return actor(self.sequences, n, self.attention_mask, **{**self.media, **options})
+
+    def score_packed(self, actor, n=N, **options):
+        return actor(self.packed, n, packed_seq_lens=self.lengths, **{**self.media, **options})
+
+    def generate(self, actor, **options):
+        return actor.generate(self.prompt_ids, attention_mask=self.prompt_mask, **{**self.media, **options})
+
 
 @dataclass
 class Prompt:
@@ -129,29 +150,24 @@ def renamed(media):
     return {AUDIO_NAMES.get(name, name): value for name, value in media.items()}
 
 
+def left_padded(rows, pad=0):
+    longest = max(map(len, rows))
+    return torch.stack([nn.functional.pad(row, (longest - len(row), 0), value=pad) for row in rows])
+
+
 def make_batch(prompts, sizes=None, pad=0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sizes = sizes or [N] * len(prompts)
     responses = [torch.randint(*ORDINARY, (size,), generator=generator) for size in sizes]
     rows = [torch.cat([p.input_ids, r]) for p, r in zip(prompts, responses, strict=True)]
-    longest = max(map(len, rows))
-    sequences = torch.stack([nn.functional.pad(row, (longest - len(row), 0), value=pad) for row in rows])
-    mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
-    return Batch(sequences, mask, renamed(join_media(prompts)), list(prompts), responses)
+    mask = left_padded([torch.ones_like(row) for row in rows])
+    return Batch(left_padded(rows, pad), mask, renamed(join_media(prompts)), list(prompts), responses)
 
 
-def with_fields(batch, names=("mm_token_type_ids", "token_type_ids"), fill=0):
-    """The batch's media and the processor's per-token fields for its rows."""
-    fields = {}
-    for name in names:
-        if name in batch.prompts[0].token_fields:
-            rows = [
-                torch.cat([p.token_fields[name], torch.full_like(r, fill)])
-                for p, r in zip(batch.prompts, batch.responses, strict=True)
-            ]
-            longest = batch.sequences.size(1)
-            fields[name] = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-    return {**batch.media, **fields}
+def fields_of(batch, name, fill=0):
+    """The processor's per-token field for each row."""
+    rows = zip(batch.prompts, batch.responses, strict=True)
+    return [torch.cat([p.token_fields[name], torch.full_like(r, fill)]) for p, r in rows]
 
 
 def bare_logits(model, prompt, response, **changes):
@@ -179,14 +195,6 @@ def bare_logps(model, batch, temperature=1.0, **changes):
     ]
 
 
-def slow_entropies(model, batch, temperature=1.0):
-    rows = []
-    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
-        probabilities = (bare_logits(model, prompt, response).double() / temperature).softmax(-1)
-        rows.append(-(probabilities * probabilities.log()).nan_to_num(0).sum(-1))
-    return torch.stack(rows).float()
-
-
 @functools.cache
 def bare(name):
     """A family's model that no actor touches, its processor and its encoded prompts."""
@@ -203,19 +211,9 @@ def cases(name):
     """
     model, _, prompts = bare(name)
     pad = model.config.get_text_config().pad_token_id
-    isolate = name_joins_only_equal(model)
-    parts = [[prompt, prompt] for prompt in prompts] if isolate else [prompts]
+    parts = [prompts] if family_of(model).isolate is None else [[prompt, prompt] for prompt in prompts]
     batches = [make_batch(part, pad=pad, seed=i) for i, part in enumerate(parts)]
     return [(batch, torch.stack(bare_logps(model, batch, TEMPERATURE))) for batch in batches]
-
-
-def name_joins_only_equal(model):
-    return family_of(model).isolate is not None
-
-
-def arguments(name, batch):
-    """GLM writes videos with the token for images, so that only the processor's field tells them apart."""
-    return with_fields(batch, ("mm_token_type_ids",)) if name == "glm4v" else batch.media
 
 
 def assert_close(actual, expected, tolerance=1e-5):
@@ -223,87 +221,91 @@ def assert_close(actual, expected, tolerance=1e-5):
     assert (actual - expected).abs().max() <= tolerance
 
 
+def assert_rows_end(logps, expected):
+    """The last of each row, whose others are of its prompt."""
+    for row, values in zip(logps, expected, strict=True):
+        assert_close(row[-len(values) :], values)
+
+
 # Log-probabilities
 
 
 @pytest.mark.parametrize("name", every_family())
+@torch.no_grad()
 def test_forward_equals_the_bare_model(name):
-    actor = make(name, temperature=TEMPERATURE)
+    """Padded and packed, of batches that hold all of the family's media, in several numbers, beside padding."""
+    actor, packing = (make(name, temperature=TEMPERATURE, packing_samples=packed) for packed in (False, True))
+    batches = [batch for batch, _ in cases(name)]
+    kinds = {kind for batch in batches for prompt in batch.prompts for kind in prompt.modalities}
+    assert kinds == set(FAMILIES[name].modalities)
+    if len(batches) == 1:
+        assert not batches[0].attention_mask[:, 0].all()
+        assert len({tuple(len(v) for v in p.media.values()) for p in batches[0].prompts}) > 1
     for batch, expected in cases(name):
-        media = arguments(name, batch)
-        with torch.no_grad():
-            logps = actor(batch.sequences, N, batch.attention_mask, **media)
-            again, output = actor(batch.sequences, N, batch.attention_mask, return_output=True, **media)
-            plain = actor(batch.sequences, None, batch.attention_mask, return_output=True, **media)
-        assert logps.dtype == again.dtype == torch.float32
-        assert_close(logps, expected)
-        assert_close(again, expected)
+        fields = packed_fields = {}
+        if name == "glm4v":  # it writes videos with the token for images, and only the processor's field tells
+            rows = fields_of(batch, "mm_token_type_ids")
+            fields, packed_fields = (
+                {"mm_token_type_ids": value} for value in (left_padded(rows), torch.cat(rows)[None])
+            )
+        logps = batch.score(actor, **fields)
+        again, output = batch.score(actor, return_output=True, **fields)
+        plain = batch.score(actor, None, return_output=True, **fields)
+        packed = batch.score_packed(packing, [N] * len(expected), **packed_fields)
+        assert logps.dtype == again.dtype == packed.dtype == torch.float32
+        assert packed.shape == (1, N * len(expected))
+        for found in (logps, again, packed.view(-1, N), batch.score(packing, **fields)):
+            assert_close(found, expected)
         assert output.logits.shape[:2] == plain.logits.shape[:2] == batch.sequences.shape
         if name != "paligemma":  # without actions, all of its row is prompt
-            assert_close(
-                plain.logits * batch.attention_mask[..., None], output.logits * batch.attention_mask[..., None]
-            )
+            mask = batch.attention_mask[..., None]
+            assert_close(plain.logits * mask, output.logits * mask)
         assert "action_entropy" not in output
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_batches_cover_what_they_should(name):
-    batches = [batch for batch, _ in cases(name)]
-    assert {kind for batch in batches for p in batch.prompts for kind in p.modalities} == set(
-        FAMILIES[name].modalities
-    )
-    if len(batches) == 1:
-        assert not batches[0].attention_mask[:, 0].all()  # padding on the left
-        assert len({tuple(len(v) for v in p.media.values()) for p in batches[0].prompts}) > 1
-
-
 def test_text():
-    model, batch = language_model(), text_batch(sizes=[5, 3, 1])
-    expected = bare_logps(model, batch)
-    logps = Actor(copy.deepcopy(model), bf16=False)(batch.sequences, 5, batch.attention_mask)
+    batch = text_batch(sizes=[5, 3, 1])
+    logps = batch.score(text_actor())
     assert logps.shape == (3, 5)
-    for row, values in zip(logps, expected, strict=True):
-        assert_close(row[-len(values) :], values)
+    assert_rows_end(logps, bare_logps(language_model(), batch))
+    # All but the first token may be actions
+    batch = text_batch(lengths=(1, 1))
+    assert_close(text_actor()(batch.sequences, N), torch.stack(bare_logps(language_model(), batch)))
+    # Packed
+    batch, actor = text_batch(sizes=[3, 0, 2]), text_actor(packing_samples=True)
+    expected = bare_logps(language_model(), batch)
+    assert_close(batch.score_packed(actor, [3, 0, 2])[0], torch.cat(expected))
+    everything = batch.score_packed(actor, [n - 1 for n in batch.lengths])
+    assert everything.shape == (1, sum(batch.lengths) - 3)
+    assert_close(everything[0, batch.lengths[0] - 1 - 3 : batch.lengths[0] - 1], expected[0])
 
 
 def test_padding_after_short_responses():
     """Rows as `generate` returns them: prompts end together, responses start together."""
     model, _, prompts = bare("qwen2_5_vl")
-    sizes = [5, 2, 3, 1, 4]
-    batch = make_batch(prompts, sizes)
-    sequences, mask = aligned(batch)
-    expected = bare_logps(model, batch)
-    logps = make("qwen2_5_vl")(sequences, 5, mask, **batch.media)
-    for row, values in zip(logps, expected, strict=True):
+    batch = make_batch(prompts, [5, 2, 3, 1, 4])
+    rows = [nn.functional.pad(r, (0, 5 - len(r))) for r in batch.responses]
+    ids = left_padded([torch.cat([p.input_ids, r]) for p, r in zip(prompts, rows, strict=True)])
+    filled = [torch.arange(5) < len(r) for r in batch.responses]
+    mask = left_padded([torch.cat([torch.ones_like(p.input_ids), f]) for p, f in zip(prompts, filled, strict=True)])
+    logps = make("qwen2_5_vl")(ids, 5, mask, **batch.media)
+    for row, values in zip(logps, bare_logps(model, batch), strict=True):
         assert_close(row[: len(values)], values)
-
-
-def aligned(batch):
-    width, longest = max(map(len, batch.responses)), max(map(len, batch.prompts))
-    rows, masks = [], []
-    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
-        gaps = (longest - len(prompt), width - len(response))
-        row = torch.cat([prompt.input_ids, response])
-        rows.append(nn.functional.pad(row, gaps))
-        masks.append(nn.functional.pad(torch.ones_like(row), gaps))
-    return torch.stack(rows), torch.stack(masks)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "paligemma"])
 def test_actions_that_are_prompt(name):
     """Rows that end together, as a replay buffer makes them: those with fewer actions hold prompt in their columns."""
     model, _, prompts = bare(name)
-    prompts = prompts[:3]
-    sizes = [5, 2, 3]
-    batch = make_batch(prompts, sizes)
-    media = with_fields(batch, fill=1) if name == "paligemma" else batch.media
-    expected = bare_logps(model, batch)
-    logps = make(name)(batch.sequences, 5, batch.attention_mask, **media)
-    for row, values in zip(logps, expected, strict=True):
-        assert_close(row[-len(values) :], values)
+    batch = make_batch(prompts[:3], [5, 2, 3])
+    fields = {}
+    if name == "paligemma":
+        fields = {field: left_padded(fields_of(batch, field, 1)) for field in prompts[0].token_fields}
+    logps = batch.score(make(name), **fields)
+    assert_rows_end(logps, bare_logps(model, batch))
     # Before them stand those of the prompt's last tokens
-    fields = {key: value[:-3] for key, value in prompts[1].token_fields.items()}
-    shorter = Prompt(prompts[1].input_ids[:-3], prompts[1].media, fields)
+    shorter = {key: value[:-3] for key, value in prompts[1].token_fields.items()}
+    shorter = Prompt(prompts[1].input_ids[:-3], prompts[1].media, shorter)
     alone = Batch(None, None, None, [shorter], [batch.sequences[1, -5:]])
     if name != "paligemma":  # its prompts see their ends
         assert_close(logps[1], bare_logps(model, alone)[0])
@@ -314,8 +316,7 @@ def test_short_and_long_clips_in_one_batch():
     chats = [chat(audio(0.2, seed=1), text("a")), chat(audio(1.0, seed=2), text("What do you hear in the audio?"))]
     batch = make_batch(encode_chats(model, processor, chats))
     assert batch.media["audio_attention_mask"].sum(1).tolist() == [20, 100]
-    logps = make("qwen2_audio")(batch.sequences, N, batch.attention_mask, **batch.media)
-    assert_close(logps, torch.stack(bare_logps(model, batch)))
+    assert_close(batch.score(make("qwen2_audio")), torch.stack(bare_logps(model, batch)))
 
 
 def test_the_comparison_would_see_plain_positions():
@@ -328,61 +329,45 @@ def test_the_comparison_would_see_plain_positions():
 
 
 def test_no_mask_is_all_ones():
-    actor = make("qwen2_audio")
-    batch = make_batch(bare("qwen2_audio")[2][:1])
-    expected = actor(batch.sequences, N, torch.ones_like(batch.sequences), **batch.media)
-    assert torch.equal(actor(batch.sequences, N, **batch.media), expected)
+    actor, batch = make_both("qwen2_audio", 1)
+    assert torch.equal(actor(batch.sequences, N, **batch.media), batch.score(actor))
     sequences, mask, _ = actor.generate(batch.prompt_ids, **batch.media, max_new_tokens=3)
-    again, *_ = actor.generate(
-        batch.prompt_ids, attention_mask=torch.ones_like(batch.prompt_ids), **batch.media, max_new_tokens=3
-    )
-    assert torch.equal(sequences, again) and mask.all()
+    assert torch.equal(sequences, batch.generate(actor, max_new_tokens=3)[0]) and mask.all()
 
 
-def test_all_but_the_first_token_may_be_actions():
-    model, batch = language_model(), text_batch(lengths=(1, 1))
-    logps = Actor(copy.deepcopy(model), bf16=False)(batch.sequences, N)
-    assert_close(logps, torch.stack(bare_logps(model, batch)))
-
-
-@pytest.mark.parametrize("num_actions", [0, 1, None])
-def test_few_actions(num_actions):
-    actor, batch = make("qwen2_audio"), make_batch(bare("qwen2_audio")[2])
-    args = (batch.sequences, num_actions, batch.attention_mask)
-    if num_actions is None:
-        with pytest.raises(ValueError, match="return_output=True"):
-            actor(*args, **batch.media)
-        return
-    logps, output = actor(*args, return_output=True, **batch.media)
-    again = actor(*args, **batch.media)
-    assert logps.shape == again.shape == (3, num_actions) and output.logits.shape[:2] == batch.sequences.shape
-    assert torch.allclose(logps, again, atol=1e-5)
+def test_number_of_actions():
+    actor, batch = make_both("qwen2_audio")
+    for n in (0, 1):
+        logps, output = batch.score(actor, n, return_output=True)
+        again = batch.score(actor, n)
+        assert logps.shape == again.shape == (3, n) and output.logits.shape[:2] == batch.sequences.shape
+        assert torch.allclose(logps, again, atol=1e-5)
+    with pytest.raises(ValueError, match="return_output=True"):
+        batch.score(actor, None)
+    length = batch.sequences.size(1)
+    for n in (length, length + 3, -1):
+        with pytest.raises(ValueError, match=rf"`num_actions` \({n}\) must be between 0 and {length - 1}"):
+            batch.score(actor, n)
 
 
 def test_temperature():
     model, _, prompts = bare("gemma3")
-    batch = make_batch(prompts)
     for temperature in (0.5, 1.0, 2.0):
-        actor = make("gemma3", temperature=temperature)
-        logps, output = actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
+        actor, batch = make_both("gemma3", temperature=temperature)
+        logps, output = batch.score(actor, return_output=True)
         assert_close(logps, torch.stack(bare_logps(model, batch, temperature)), 2e-5)
-        assert_close(actor(batch.sequences, N, batch.attention_mask, **batch.media), logps, 2e-5)
+        assert_close(batch.score(actor), logps, 2e-5)
         # The output's logits are the model's
-        last = bare_logits(model, batch.prompts[0], batch.responses[0])[-1]
-        assert_close(output.logits[0, -2], last)
+        assert_close(output.logits[0, -2], bare_logits(model, prompts[0], batch.responses[0])[-1])
 
 
+@torch.no_grad()
 def test_half_precision():
     """Log-probabilities are computed in float32 from half-precision states."""
-    model = FAMILIES["qwen2_5_vl"].build()[0].to(torch.bfloat16)
-    batch = make_batch(bare("qwen2_5_vl")[2])
-    actor = make("qwen2_5_vl", bf16=True)
-    with torch.no_grad():
-        expected = torch.stack(bare_logps(model, batch))
-        exact = torch.stack(bare_logps(bare("qwen2_5_vl")[0], batch))
-        logps = actor(batch.sequences, N, batch.attention_mask, **batch.media)
-        again, _ = actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
-    for values in (logps, again):
+    actor, batch = make_both("qwen2_5_vl", bf16=True)
+    expected = torch.stack(bare_logps(FAMILIES["qwen2_5_vl"].build()[0].to(torch.bfloat16), batch))
+    exact = torch.stack(bare_logps(bare("qwen2_5_vl")[0], batch))
+    for values in (batch.score(actor), batch.score(actor, return_output=True)[0]):
         assert values.dtype == torch.float32
         # As near to float32 weights as the bare model is, and not rounded to the 8 bits of bfloat16
         assert (values - exact).abs().mean() < 1.2 * (expected - exact).abs().mean()
@@ -406,12 +391,11 @@ def test_gradients(name):
     weights = weights_of(logps)
     (logps * weights).sum().backward()
     expected = gradients(model)
-    calls = [
-        lambda actor: actor(batch.sequences, N, batch.attention_mask, **batch.media),
-        lambda actor: actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)[0],
-        lambda actor: actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media).view(-1, N),
-    ]
-    for call in calls:
+    for call in (
+        batch.score,
+        lambda actor: batch.score(actor, return_output=True)[0],
+        lambda actor: batch.score_packed(actor).view(-1, N),
+    ):
         actor = make(name, packing_samples=True)
         (call(actor) * weights).sum().backward()
         assert relative_difference(expected, gradients(actor.model)) <= 1e-5
@@ -420,138 +404,81 @@ def test_gradients(name):
 # Packed samples
 
 
-@pytest.mark.parametrize("name", every_family())
-def test_packed_equals_padded(name):
-    actor = make(name, temperature=TEMPERATURE, packing_samples=True)
-    for batch, expected in cases(name):
-        media = batch.media
-        if name == "glm4v":
-            rows = [
-                torch.cat([p.token_fields["mm_token_type_ids"], torch.zeros_like(r)])
-                for p, r in zip(batch.prompts, batch.responses, strict=True)
-            ]
-            media = {**media, "mm_token_type_ids": torch.cat(rows)[None]}
-        with torch.no_grad():
-            logps = actor(batch.packed, [N] * len(expected), packed_seq_lens=batch.lengths, **media)
-            padded = actor(batch.sequences, N, batch.attention_mask, **arguments(name, batch))
-        assert logps.shape == (1, N * len(expected)) and logps.dtype == torch.float32
-        assert_close(logps.view(-1, N), expected)
-        assert_close(padded, expected)  # an actor for packed samples takes padded ones too
-
-
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"])
 def test_packed_samples_of_several_lengths(name):
     model, _, prompts = bare(name)
     sizes = [4, 0, 2, 5, 1][: len(prompts)]
-    batch = make_batch(prompts, sizes)
-    actor = make(name, packing_samples=True)
-    logps, output = actor(batch.packed, sizes, packed_seq_lens=batch.lengths, return_output=True, **batch.media)
+    batch, actor = make_batch(prompts, sizes), make(name, packing_samples=True)
+    logps, output = batch.score_packed(actor, sizes, return_output=True)
     assert_close(logps[0], torch.cat(bare_logps(model, batch)))
     assert "aux_loss" not in output
     # Tensors of numbers do as well, and the mask has nothing to say
-    again = actor(
-        batch.packed, torch.tensor(sizes), torch.ones(1), packed_seq_lens=torch.tensor(batch.lengths), **batch.media
-    )
-    assert torch.equal(again, logps)
-
-
-def test_packed_samples_without_any_action():
-    actor, batch = make("qwen2_5_vl", packing_samples=True), make_batch(bare("qwen2_5_vl")[2], [0] * 5)
-    logps = actor(batch.packed, 0, packed_seq_lens=batch.lengths, **batch.media)
+    sizes, lengths = torch.tensor(sizes), torch.tensor(batch.lengths)
+    assert torch.equal(actor(batch.packed, sizes, torch.ones(1), packed_seq_lens=lengths, **batch.media), logps)
+    # Without any action
+    logps = batch.score_packed(actor, 0)
     assert logps.shape == (1, 0)
     logps.sum().backward()
 
 
-def test_packed_text():
-    model, batch = language_model(), text_batch(sizes=[3, 0, 2])
-    actor = Actor(copy.deepcopy(model), bf16=False, packing_samples=True)
-    logps = actor(batch.packed, [3, 0, 2], packed_seq_lens=batch.lengths)
-    assert_close(logps[0], torch.cat(bare_logps(model, batch)))
-    # All but the first token may be actions
-    everything = actor(batch.packed, [n - 1 for n in batch.lengths], packed_seq_lens=batch.lengths)
-    assert everything.shape == (1, sum(batch.lengths) - 3)
-    assert_close(everything[0, batch.lengths[0] - 1 - 3 : batch.lengths[0] - 1], bare_logps(model, batch)[0])
-
-
 def test_packed_samples_do_not_see_each_other():
-    actor, batch = make("qwen2_5_vl", packing_samples=True), make_batch(bare("qwen2_5_vl")[2][:2])
-    first = actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media)[:, :N]
+    actor, batch = make_both("qwen2_5_vl", 2, packing_samples=True)
     alone = make_batch(batch.prompts[:1])
     assert torch.equal(alone.responses[0], batch.responses[0])
-    assert_close(actor(alone.packed, N, packed_seq_lens=alone.lengths, **alone.media), first, 1e-5)
+    assert_close(alone.score_packed(actor), batch.score_packed(actor)[:, :N])
 
 
 def test_errors_of_packed_samples():
-    batch = make_batch(bare("qwen2_audio")[2])
-    actor, unpacked = make("qwen2_audio", packing_samples=True), make("qwen2_audio")
-    with pytest.raises(ValueError, match="made with `packing_samples=True`"):
-        unpacked(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media)
-    with pytest.raises(ValueError, match="A list of `num_actions` belongs to packed sequences"):
-        unpacked(batch.sequences, [N] * 3, batch.attention_mask, **batch.media)
-    wrong = [batch.lengths[0] + 1, *batch.lengths[1:]]
-    with pytest.raises(ValueError, match=f"add up to {sum(wrong)}, but the sequences have the shape"):
-        actor(batch.packed, N, packed_seq_lens=wrong, **batch.media)
-    with pytest.raises(ValueError, match="add up to"):
-        actor(batch.sequences, N, packed_seq_lens=batch.lengths, **batch.media)
-    with pytest.raises(ValueError, match="There are 2 `num_actions` for 3 packed samples"):
-        actor(batch.packed, [N, N], packed_seq_lens=batch.lengths, **batch.media)
-    with pytest.raises(ValueError, match="Packed sequences need `num_actions`"):
-        actor(batch.packed, packed_seq_lens=batch.lengths, return_output=True, **batch.media)
-    for n in (batch.lengths[1], batch.lengths[1] + 1, -1):
-        with pytest.raises(ValueError, match=rf"`num_actions` of sample 1 \({n}\) must be between 0 and"):
-            actor(batch.packed, [N, n, N], packed_seq_lens=batch.lengths, **batch.media)
-
-
-def test_media_among_packed_actions():
-    """Positions and masks of media are those of prompts, so that actions can't hold any."""
-    actor, batch = make("qwen2_5_vl", packing_samples=True), make_batch(bare("qwen2_5_vl")[2])
-    actions = [N, batch.lengths[1] - 1, N, N, N]
+    actor, batch = make_both("qwen2_audio", packing_samples=True)
+    unpacked, lengths = make("qwen2_audio"), batch.lengths
+    wrong = [lengths[0] + 1, *lengths[1:]]
+    cases = [
+        (unpacked, batch.packed, N, lengths, "made with `packing_samples=True`"),
+        (unpacked, batch.sequences, [N] * 3, None, "A list of `num_actions` belongs to packed sequences"),
+        (actor, batch.packed, N, wrong, f"add up to {sum(wrong)}, but the sequences have the shape"),
+        (actor, batch.sequences, N, lengths, "add up to"),
+        (actor, batch.packed, [N, N], lengths, "There are 2 `num_actions` for 3 packed samples"),
+        (actor, batch.packed, None, lengths, "Packed sequences need `num_actions`"),
+        *[
+            (actor, batch.packed, [N, n, N], lengths, rf"`num_actions` of sample 1 \({n}\) must be between 0 and")
+            for n in (lengths[1], lengths[1] + 1, -1)
+        ],
+    ]
+    for chosen, ids, n, lengths, error in cases:
+        with pytest.raises(ValueError, match=error):
+            chosen(ids, n, packed_seq_lens=lengths, return_output=n is None, **batch.media)
+    # Positions and masks of media are those of prompts, so that actions can't hold any
+    actor, batch = make_both("qwen2_5_vl", packing_samples=True)
     with pytest.raises(MediaError, match="actions of sample 1 hold media"):
-        actor(batch.packed, actions, packed_seq_lens=batch.lengths, **batch.media)
+        batch.score_packed(actor, [N, batch.lengths[1] - 1, N, N, N])
 
 
 @pytest.mark.parametrize("entry", ["path", "instance"])
 def test_models_that_can_not_pack(entry, monkeypatch):
     monkeypatch.setattr(states, "_INITIAL_STATES", set())
     source = str(saved("qwen3_5")) if entry == "path" else FAMILIES["qwen3_5"].build()[0]
-    with pytest.raises(
-        ValueError, match="`packing_samples=True` isn't exact for this model: Qwen3_5GatedDeltaNet starts"
-    ):
+    error = "`packing_samples=True` isn't exact for this model: Qwen3_5GatedDeltaNet starts"
+    with pytest.raises(ValueError, match=error):
         ActorVL(source, packing_samples=True)
 
 
 # What doesn't agree
 
 
-def test_num_actions_out_of_range():
-    actor, batch = make("qwen2_audio"), make_batch(bare("qwen2_audio")[2])
-    length = batch.sequences.size(1)
-    for n in (length, length + 3, -1):
-        with pytest.raises(ValueError, match=rf"`num_actions` \({n}\) must be between 0 and {length - 1}"):
-            actor(batch.sequences, n, batch.attention_mask, **batch.media)
-
-
-@pytest.mark.parametrize("call", ["forward", "packed", "generate"])
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "llava", "gemma3", "voxtral"])
-def test_placeholders_and_media_that_do_not_agree(name, call):
-    model, _, prompts = bare(name)
-    actor = make(name, packing_samples=True)
-    batch = make_batch(prompts[:1])
-    modality = next(iter(prompts[0].modalities))
-
-    def runs(ids, **media):
-        if call == "forward":
-            actor(ids, 2, **media)
-        elif call == "packed":
-            actor(ids, 2, packed_seq_lens=[ids.size(1)], **media)
-        else:
-            actor.generate(ids, **media, max_new_tokens=2)
-
-    runs(batch.sequences, **batch.media)
-    with pytest.raises(MediaError, match=f"row 0 holds placeholders for {modality} but there is no {modality}"):
-        runs(batch.sequences)
-    with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder"):
-        runs(torch.tensor([[60, 61, 62, 63]]), **batch.media)
+def test_placeholders_and_media_that_do_not_agree(name):
+    actor, batch = make_both(name, 1, packing_samples=True)
+    modality = next(iter(batch.prompts[0].modalities))
+    for call in (
+        lambda ids, **media: actor(ids, 2, **media),
+        lambda ids, **media: actor(ids, 2, packed_seq_lens=[ids.size(1)], **media),
+        lambda ids, **media: actor.generate(ids, **media, max_new_tokens=2),
+    ):
+        call(batch.sequences, **batch.media)
+        with pytest.raises(MediaError, match=f"row 0 holds placeholders for {modality} but there is no {modality}"):
+            call(batch.sequences)
+        with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder"):
+            call(torch.tensor([[60, 61, 62, 63]]), **batch.media)
 
 
 def test_ids_of_the_reference_pages():
@@ -565,93 +492,86 @@ def test_ids_of_the_reference_pages():
         ("qwen2_5_vl", patches, "row 0 holds 1 placeholders for image, which .* don't add up"),
         ("qwen2_audio", features, "`audio_attention_mask` is missing"),
     ):
-        actor = make(name, temperature=0.8)
-        with pytest.raises(MediaError, match=error):
-            actor.generate(input_ids=torch.tensor([[1, 2, 3]]), **media, **options)
-        with pytest.raises(MediaError, match="the sequences hold no placeholder"):
-            actor.generate(input_ids=torch.tensor([[1, 2, 70]]), **media, **options)
-        with pytest.raises(MediaError, match="the sequences hold no placeholder"):
+        actor, nothing = make(name, temperature=0.8), "the sequences hold no placeholder"
+        for ids, message in (([1, 2, 3], error), ([1, 2, 70], nothing)):
+            with pytest.raises(MediaError, match=message):
+                actor.generate(input_ids=torch.tensor([ids]), **media, **options)
+        with pytest.raises(MediaError, match=nothing):
             actor(sequences=torch.tensor([[1, 2, 70]]), num_actions=1, **media)
 
 
-def test_two_opposite_errors():
-    """Two rows whose media are swapped have the right number of tokens in total."""
-    for name, medium, small, large in (
+@pytest.mark.parametrize(
+    ("name", "medium", "small", "large"),
+    [
         ("qwen2_5_vl", image, (56, 56), (112, 84)),
         ("qwen2_audio", audio, (0.3,), (0.9,)),
         ("qwen2_5_omni", audio, (0.3,), (0.9,)),
+    ],
+)
+def test_two_opposite_errors(name, medium, small, large):
+    """Two rows whose media are swapped have the right number of tokens in total."""
+    model, processor, _ = bare(name)
+    prompts = encode_chats(model, processor, [chat(medium(*size), text("a")) for size in (small, large)])
+    batch, swapped = make_batch(prompts), renamed(join_media(prompts[::-1]))
+    actor = make(name, packing_samples=True)
+    batch.score(actor)
+    for call, options in ((batch.score, {}), (batch.score_packed, {}), (batch.generate, {"max_new_tokens": 2})):
+        with pytest.raises(MediaError, match="row 0 holds"):
+            call(actor, **swapped, **options)
+
+
+def test_grids():
+    actor, batch = make_both("qwen2_5_vl", 1)
+    pixels, grid = batch.media["pixel_values"], batch.media["image_grid_thw"]
+    for media, error in (
+        ({"pixel_values": pixels, "image_grid_thw": grid + torch.tensor([0, 0, 2])}, r"row 0 holds \d+ placeholders"),
+        ({"pixel_values": pixels}, "no `image_grid_thw`"),
+        ({"image_grid_thw": grid}, "there is no image"),  # without pixels the grid would only move positions
     ):
-        model, processor, _ = bare(name)
-        prompts = encode_chats(model, processor, [chat(medium(*size), text("a")) for size in (small, large)])
-        batch = make_batch(prompts)
-        swapped = renamed(join_media(prompts[::-1]))
-        actor = make(name, packing_samples=True)
-        actor(batch.sequences, N, batch.attention_mask, **batch.media)
-        with pytest.raises(MediaError, match="row 0 holds"):
-            actor(batch.sequences, N, batch.attention_mask, **swapped)
-        with pytest.raises(MediaError, match="row 0 holds"):
-            actor(batch.packed, N, packed_seq_lens=batch.lengths, **swapped)
-        with pytest.raises(MediaError, match="row 0 holds"):
-            actor.generate(batch.prompt_ids, attention_mask=batch.prompt_mask, **swapped, max_new_tokens=2)
-
-
-def test_a_wrong_grid():
-    actor, batch = make("qwen2_5_vl"), make_batch(bare("qwen2_5_vl")[2][:1])
-    wrong = {**batch.media, "image_grid_thw": batch.media["image_grid_thw"] + torch.tensor([0, 0, 2])}
-    with pytest.raises(MediaError, match=r"row 0 holds \d+ placeholders for image"):
-        actor(batch.sequences, N, **wrong)
-    with pytest.raises(MediaError, match="no `image_grid_thw`"):
-        actor(batch.sequences, N, pixel_values=batch.media["pixel_values"])
-    # Without pixels the grid would only move positions
-    with pytest.raises(MediaError, match="there is no image"):
-        actor(batch.sequences, N, image_grid_thw=batch.media["image_grid_thw"])
-
-
-def test_too_many_images_without_a_grid():
-    actor, batch = make("llava"), make_batch(bare("llava")[2][:1])
+        with pytest.raises(MediaError, match=error):
+            actor(batch.sequences, N, **media)
+    # The first example of the reference pages passes one to LLaVA, a family without any
+    actor, batch = make_both("llava", 1)
+    grid = torch.tensor([[1, 24, 24]])
+    assert torch.equal(batch.score(actor, image_grid_thw=grid, video_grid_thw=grid), batch.score(actor))
+    one, two = (batch.generate(actor, max_new_tokens=3, **more)[0] for more in ({}, {"image_grid_thw": grid}))
+    assert torch.equal(one, two)
     with pytest.raises(ValueError, match="do not match"):
-        actor(batch.sequences, N, pixel_values=batch.media["pixel_values"].repeat(2, 1, 1, 1))
+        batch.score(actor, pixel_values=batch.media["pixel_values"].repeat(2, 1, 1, 1))
+    # Videos that are written with the token for images
+    actor, batch = make("glm4v"), make_batch(bare("glm4v")[2][3:])
+    with pytest.raises(MediaError, match="pass the processor's `mm_token_type_ids`"):
+        batch.score(actor)
 
 
 @pytest.mark.parametrize("name", ["nonsense", "audio_values", "position_ids", "labels", "inputs_embeds"])
 def test_unknown_media(name):
-    actor, batch = make("qwen2_5_vl", packing_samples=True), make_batch(bare("qwen2_5_vl")[2][:1])
-    for packed in ({}, {"packed_seq_lens": batch.lengths}):
+    actor, batch = make_both("qwen2_5_vl", 1, packing_samples=True)
+    for call in (batch.score, batch.score_packed):
         with pytest.raises(TypeError, match=f"Qwen2_5_VLForConditionalGeneration takes no media tensor `{name}`"):
-            actor(batch.sequences, N, **packed, **batch.media, **{name: torch.zeros(1, 4)})
-        actor(batch.sequences, N, **packed, **batch.media, **{name: None})
+            call(actor, **{name: torch.zeros(1, 4)})
+        call(actor, **{name: None})
 
 
 def test_media_of_another_kind():
     vision, hearing = make("qwen2_5_vl"), make("qwen2_audio")
     ids = torch.tensor([[60, 61, 62]])
-    with pytest.raises(TypeError, match="takes no audio"):
-        ActorAL(vision.model, bf16=False)(ids, 1, audio_values=torch.zeros(1, 16, 100))
-    with pytest.raises(TypeError, match="takes no mask of audio"):
-        make("voxtral")(ids, 1, audio_attention_mask=torch.ones(1, 100))
-    with pytest.raises(TypeError, match="takes no media tensor `pixel_values`"):
-        ActorVL(hearing.model, bf16=False)(ids, 1, pixel_values=torch.zeros(1, 3, 28, 28))
-    with pytest.raises(TypeError, match="takes no media tensor `mm_token_type_ids`"):
-        make("llava")(ids, 1, mm_token_type_ids=[0, 0, 0])
+    for actor, media, error in (
+        (ActorAL(vision.model, bf16=False), {"audio_values": torch.zeros(1, 16, 100)}, "takes no audio"),
+        (make("voxtral"), {"audio_attention_mask": torch.ones(1, 100)}, "takes no mask of audio"),
+        (ActorVL(hearing.model, bf16=False), {"pixel_values": torch.zeros(1, 3)}, "no media tensor `pixel_values`"),
+        (make("llava"), {"mm_token_type_ids": [0, 0, 0]}, "takes no media tensor `mm_token_type_ids`"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            actor(ids, 1, **media)
     # Options and tensors that `generate` knows nothing of
     for options in ({"nonsense": 3}, {"nonsense": torch.ones(1)}):
         with pytest.raises(ValueError, match="nonsense"):
             vision.generate(ids, max_new_tokens=1, **options)
 
 
-def test_grids_for_a_family_without_any():
-    """The first example of the reference pages passes one to LLaVA."""
-    actor, batch = make("llava"), make_batch(bare("llava")[2][:1])
-    grid = torch.tensor([[1, 24, 24]])
-    expected = actor(batch.sequences, N, **batch.media)
-    assert torch.equal(actor(batch.sequences, N, image_grid_thw=grid, video_grid_thw=grid, **batch.media), expected)
-    one, *_ = actor.generate(batch.prompt_ids, **batch.media, max_new_tokens=3)
-    two, *_ = actor.generate(batch.prompt_ids, image_grid_thw=grid, **batch.media, max_new_tokens=3)
-    assert torch.equal(one, two)
-
-
 def test_logits_of_another_length():
-    actor, batch = make("llava"), make_batch(bare("llava")[2])
+    actor, batch = make_both("llava")
     own = type(actor.model).forward
 
     def expanding(*args, **kwargs):
@@ -663,95 +583,76 @@ def test_logits_of_another_length():
     n, length = batch.sequences.shape
     message = rf"logits have the shape \({n}, {2 * length}\) for sequences of \({n}, {length}\).*expands"
     with pytest.raises(ValueError, match=message):
-        actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
-
-
-def test_videos_written_with_the_token_for_images():
-    actor, batch = make("glm4v"), make_batch(bare("glm4v")[2][3:])
-    with pytest.raises(MediaError, match="pass the processor's `mm_token_type_ids`"):
-        actor(batch.sequences, N, **batch.media)
+        batch.score(actor, return_output=True)
 
 
 # Audio
+
+
+def one_clip(name, *seconds):
+    model, processor, _ = bare(name)
+    clips = [audio(each, seed=i) for i, each in enumerate(seconds, 1)]
+    return make_batch(encode_chats(model, processor, [chat(*clips, text("a"))]))
 
 
 def test_the_mask_of_audio_travels():
     """
     A clip that fills its frames needs no mask; what the frames of another one hold after it is silence to be hidden.
     """
-    model, processor, _ = bare("qwen2_audio")
-    short, full = encode_chats(model, processor, [chat(audio(s, seed=1), text("a")) for s in (0.4, 1.0)])
     actor = make("qwen2_audio", packing_samples=True)
-    batch = make_batch([full])
-    features = {"audio_values": batch.media["audio_values"]}
-    assert torch.equal(actor(batch.sequences, N, **features), actor(batch.sequences, N, **batch.media))
-    batch = make_batch([short])
-    features = {"audio_values": batch.media["audio_values"]}
-    for call in (
-        lambda media: actor(batch.sequences, N, **media),
-        lambda media: actor(batch.packed, N, packed_seq_lens=batch.lengths, **media),
-        lambda media: actor.generate(batch.prompt_ids, **media, max_new_tokens=2),
-    ):
-        call(batch.media)
+    full, short = one_clip("qwen2_audio", 1.0), one_clip("qwen2_audio", 0.4)
+    assert torch.equal(full.score(actor, audio_attention_mask=None), full.score(actor))
+    features = short.media["audio_values"]
+    for call, options in ((short.score, {}), (short.score_packed, {}), (short.generate, {"max_new_tokens": 2})):
+        call(actor, **options)
         with pytest.raises(MediaError, match=r"^`audio_attention_mask` is missing.* `feature_attention_mask` as"):
-            call(features)
+            call(actor, audio_attention_mask=None, **options)
         with pytest.raises(MediaError, match="^there is audio but no `feature_attention_mask`; pass what"):
-            call({"input_features": batch.media["audio_values"]})
+            call(actor, audio_values=None, audio_attention_mask=None, input_features=features, **options)
     with pytest.raises(MediaError, match="there is no audio; pass it"):
-        actor(batch.sequences, N, audio_attention_mask=batch.media["audio_attention_mask"])
+        short.score(actor, audio_values=None)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "audioflamingo3", "voxtral"])
 def test_the_mask_by_default(name):
-    model, processor, (first, *_) = bare(name)
-    if name != "voxtral":  # its window of 30 s is always full
-        (first,) = encode_chats(model, processor, [chat(audio(1.0, seed=1), text("a"))])
-    batch = make_batch([first])
+    # Voxtral's window of 30 s is always full
+    batch = make_batch(bare(name)[2][:1]) if name == "voxtral" else one_clip(name, 1.0)
     logps = make(name)(batch.sequences, N, audio_values=batch.media["audio_values"])
-    assert_close(logps, torch.stack(bare_logps(model, batch)))
+    assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_the_mask_by_default_of_features_with_frames_first(name):
-    model, processor, _ = bare(name)
-    (prompt,) = encode_chats(model, processor, [chat(audio(0.7, seed=1), text("a"))])
-    batch = make_batch([prompt])
-    whole = torch.ones_like(batch.media["audio_attention_mask"])
-    logps = make(name)(batch.sequences, N, audio_values=batch.media["audio_values"])
-    assert_close(logps, make(name)(batch.sequences, N, **{**batch.media, "audio_attention_mask": whole}))
-
-
-@pytest.mark.parametrize("name", ["granite_speech", "phi4_multimodal"])
-def test_families_that_do_without_a_mask(name):
-    model, processor, _ = bare(name)
-    (prompt,) = encode_chats(model, processor, [chat(audio(0.7, seed=1), text("a"))])
-    batch = make_batch([prompt])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "granite_speech", "phi4_multimodal"])
+def test_the_mask_by_default_of_other_features(name):
+    """The first two have their frames first, the others do without a mask."""
+    batch, actor = one_clip(name, 0.7), make(name)
     media = {key: value for key, value in batch.media.items() if key != "audio_attention_mask"}
-    assert_close(make(name)(batch.sequences, N, **media), torch.stack(bare_logps(model, batch)))
+    logps = actor(batch.sequences, N, **media)
+    if name.startswith("gemma"):
+        mask = torch.ones_like(batch.media["audio_attention_mask"])
+        assert_close(logps, batch.score(actor, audio_attention_mask=mask))
+    else:
+        assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
-def test_names_of_the_family_do_as_well():
-    for name in ("qwen2_audio", "phi4_multimodal"):
-        model, processor, _ = bare(name)
-        (prompt,) = encode_chats(model, processor, [chat(audio(0.3, seed=1), audio(0.9, seed=2), text("a"))])
-        batch, actor = make_batch([prompt]), make(name)
-        assert {"feature_attention_mask", "audio_attention_mask"} & set(prompt.media)
-        logps = actor(batch.sequences, N, **prompt.media)
-        assert_close(logps, actor(batch.sequences, N, **batch.media))
-        assert_close(logps, torch.stack(bare_logps(model, batch)))
+@pytest.mark.parametrize("name", ["qwen2_audio", "phi4_multimodal"])
+def test_names_of_the_family_do_as_well(name):
+    batch, actor = one_clip(name, 0.3, 0.9), make(name)
+    assert {"feature_attention_mask", "audio_attention_mask"} & set(batch.prompts[0].media)
+    logps = actor(batch.sequences, N, **batch.prompts[0].media)
+    assert_close(logps, batch.score(actor))
+    assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
 def test_audio_matters_and_images_do_not_to_an_actor_that_only_hears(name):
     batch = make_batch(bare(name)[2][:1])
     actor = ActorAL(FAMILIES[name].build()[0], bf16=False, packing_samples=True)
-    pixels = {"pixel_values": torch.ones(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    videos = {"pixel_values_videos": torch.ones(4, 1176), "video_grid_thw": torch.tensor([[1, 2, 2]])}
-    other = {**batch.media, "audio_values": batch.media["audio_values"].flip(-1)}
-    for packed in ({}, {"packed_seq_lens": batch.lengths}):
-        expected = actor(batch.sequences, N, **batch.media, **packed)
-        assert torch.equal(actor(batch.sequences, N, **batch.media, **pixels, **videos, **packed), expected)
-        assert (actor(batch.sequences, N, **other, **packed) - expected).abs().max() > 1e-2
+    patches, grid = torch.ones(4, 1176), torch.tensor([[1, 2, 2]])
+    seen = {"pixel_values": patches, "image_grid_thw": grid, "pixel_values_videos": patches, "video_grid_thw": grid}
+    for call in (batch.score, batch.score_packed):
+        expected = call(actor)
+        assert torch.equal(call(actor, **seen), expected)
+        assert (call(actor, audio_values=batch.media["audio_values"].flip(-1)) - expected).abs().max() > 1e-2
 
 
 # Sampling
@@ -759,14 +660,11 @@ def test_audio_matters_and_images_do_not_to_an_actor_that_only_hears(name):
 GENERATED = ["qwen2_audio", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_omni", "gemma3", "paligemma", "voxtral"]
 
 
-def prompt_inputs(name, batch):
+def prompt_inputs(batch):
     """What the processor would return for the prompts of the batch, under the names of the model."""
-    fields = {}
-    for key in batch.prompts[0].token_fields:
-        width = batch.prompt_ids.size(1)
-        values = [nn.functional.pad(p.token_fields[key], (width - len(p), 0)) for p in batch.prompts]
-        fields[key] = torch.stack(values)
-    return {**join_media(batch.prompts), **fields}
+    names = batch.prompts[0].token_fields
+    fields = {name: left_padded([prompt.token_fields[name] for prompt in batch.prompts]) for name in names}
+    return {"input_ids": batch.prompt_ids, "attention_mask": batch.prompt_mask, **join_media(batch.prompts), **fields}
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -776,39 +674,24 @@ def test_generate_equals_that_of_transformers(name):
     model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
     batch = make_batch(prompts, pad=processor.tokenizer.pad_token_id)
     suppressed = sorted(all_placeholder_ids(model, model))
-    expected = model.generate(
-        input_ids=batch.prompt_ids,
-        attention_mask=batch.prompt_mask,
-        **prompt_inputs(name, batch),
-        max_new_tokens=6,
-        do_sample=False,
-        suppress_tokens=suppressed,
-    )
-    actor = make(name, packing_samples=True)
+    inputs, options = prompt_inputs(batch), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**inputs, **options, suppress_tokens=suppressed)
+    actor, width = make(name, packing_samples=True), batch.prompt_ids.size(1)
     for _ in range(2):  # nothing is left behind
-        sequences, attention_mask, action_mask = actor.generate(
-            batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, max_new_tokens=6, do_sample=False
-        )
-        width = batch.prompt_ids.size(1)
+        sequences, attention_mask, action_mask = batch.generate(actor, **options)
         assert torch.equal(sequences, expected)
         assert sequences.shape == attention_mask.shape == (len(prompts), width + action_mask.size(1))
         assert (attention_mask.dtype, action_mask.dtype) == (torch.int64, torch.bool)
         assert torch.equal(attention_mask[:, :width], batch.prompt_mask)
         assert torch.equal(attention_mask[:, width:].bool(), action_mask)
-    fields = prompt_inputs(name, batch).items()
-    own = {key: value for key, value in fields if key in ("mm_token_type_ids", "token_type_ids")}
-    again, *_ = actor.generate(
-        batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, **own, max_new_tokens=6, do_sample=False
-    )
-    assert torch.equal(again, expected)
+    own = {key: value for key, value in inputs.items() if key in ("mm_token_type_ids", "token_type_ids")}
+    assert torch.equal(batch.generate(actor, **own, **options)[0], expected)
 
 
 def test_what_is_sampled_is_what_is_scored():
     """Greedy tokens are the likeliest of the forward on what `generate` returned, and sampled ones come from it."""
-    actor, batch = make("qwen2_5_vl"), make_batch(bare("qwen2_5_vl")[2])
-    sequences, mask, actions = actor.generate(
-        batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, max_new_tokens=8
-    )
+    actor, batch = make_both("qwen2_5_vl")
+    sequences, mask, actions = batch.generate(actor, max_new_tokens=8)
     n = actions.size(1)
     output = actor(sequences, None, mask, return_output=True, **batch.media)
     logits = output.logits[:, -n - 1 : -1].clone()
@@ -816,19 +699,14 @@ def test_what_is_sampled_is_what_is_scored():
     assert torch.equal(logits.argmax(-1)[actions], sequences[:, -n:][actions])
 
 
-def some_prompts(name="qwen2_5_vl"):
-    return make_batch(bare(name)[2][:2])
-
-
 def test_end_of_sequence():
-    batch, actor = some_prompts(), make("qwen2_5_vl")
-    args = {"attention_mask": batch.prompt_mask, **batch.media, "max_new_tokens": 8, "do_sample": False}
-    free, _, mask = actor.generate(batch.prompt_ids, **args, eos_token_id=[399])
-    width = batch.prompt_ids.size(1)
+    actor, batch = make_both("qwen2_5_vl", 2)
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    free, _, mask = batch.generate(actor, **greedy, eos_token_id=[399])
+    width, own = batch.prompt_ids.size(1), actor.model.generation_config
     assert mask.all()
-    first, second = free[0, width + 2].item(), free[1, width + 4].item()
-    ends = [first, second]
-    sequences, attention, mask = actor.generate(batch.prompt_ids, **args, eos_token_id=ends, pad_token_id=0)
+    ends = first, _ = [free[0, width + 2].item(), free[1, width + 4].item()]
+    sequences, attention, mask = batch.generate(actor, **greedy, eos_token_id=ends, pad_token_id=0)
     for row in range(2):
         stop = width + next(i for i, token in enumerate(free[row, width:].tolist()) if token in ends) + 1
         assert mask[row].tolist() == [i < stop for i in range(width, sequences.size(1))]
@@ -836,34 +714,25 @@ def test_end_of_sequence():
         assert not sequences[row, stop:].any()
     assert torch.equal(attention[:, width:].bool(), mask) and not mask.all()
     # One number, that of the model's generation config, and that of a config which says nothing else
-    single, _, mask = actor.generate(batch.prompt_ids, **args, eos_token_id=first)
-    actor.model.generation_config.eos_token_id = first
-    config = transformers.GenerationConfig(max_new_tokens=8)
-    rest = {key: value for key, value in args.items() if key != "max_new_tokens"}
-    for again in (
-        actor.generate(batch.prompt_ids, **args),
-        actor.generate(batch.prompt_ids, **args, eos_token_id=None),
-        actor.generate(batch.prompt_ids, **rest, generation_config=config),
+    single, _, mask = batch.generate(actor, **greedy, eos_token_id=first)
+    config = transformers.GenerationConfig
+    for end, options in (
+        (first, greedy),
+        (first, {**greedy, "eos_token_id": None}),
+        (first, {"do_sample": False, "generation_config": config(max_new_tokens=8)}),
+        (399, {"do_sample": False, "generation_config": config(max_new_tokens=8, eos_token_id=first)}),
     ):
+        own.eos_token_id = end
+        again = batch.generate(actor, **options)
         assert torch.equal(again[0], single) and torch.equal(again[2], mask)
-    actor.model.generation_config.eos_token_id = 399
-    config = transformers.GenerationConfig(max_new_tokens=8, eos_token_id=first)
-    again = actor.generate(batch.prompt_ids, **rest, generation_config=config)
-    assert torch.equal(again[0], single) and torch.equal(again[2], mask)
-
-
-def test_padding_defaults_to_the_end_of_sequence():
-    batch, actor = some_prompts(), make("qwen2_5_vl")
-    args = {"attention_mask": batch.prompt_mask, **batch.media, "max_new_tokens": 8, "do_sample": False}
-    free, *_ = actor.generate(batch.prompt_ids, **args, eos_token_id=399)
-    stop = batch.prompt_ids.size(1) + 2
-    end = free[0, stop].item()
-    assert end not in free[0, stop - 2 : stop] and end not in free[1]
-    actor.model.generation_config.pad_token_id = None
-    for eos in (end, [end, 398]):
-        sequences, _, mask = actor.generate(batch.prompt_ids, **args, eos_token_id=eos)
+    # Padding defaults to the end
+    stop = width + 2
+    assert first not in free[0, width:stop] and first not in free[1]
+    own.pad_token_id = None
+    for end in (first, [first, 398]):
+        sequences, _, mask = batch.generate(actor, **greedy, eos_token_id=end)
         assert mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
-        assert (sequences[0, stop:] == end).all() and torch.equal(sequences[1], free[1])
+        assert (sequences[0, stop:] == first).all() and torch.equal(sequences[1], free[1])
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "gemma3", "voxtral"])
@@ -882,7 +751,7 @@ def test_placeholders_are_never_sampled(name):
     actor = actor_class(name)(model, bf16=False)
     for options in ({}, {"suppress_tokens": [77]}, {"generation_config": transformers.GenerationConfig()}):
         torch.manual_seed(0)
-        sampled, *_ = actor.generate(batch.prompt_ids, max_new_tokens=4, do_sample=True, **options)
+        sampled, *_ = batch.generate(actor, max_new_tokens=4, do_sample=True, **options)
         responses = sampled[:, batch.prompt_ids.size(1) :]
         assert not torch.isin(responses, torch.tensor(ids)).any()
         assert (responses == 77).any() != ("suppress_tokens" in options)
@@ -898,12 +767,15 @@ def test_the_policy_itself_is_sampled():
         logits[sorted(all_placeholder_ids(model, model))] = -torch.inf
         likeliest = logits.argsort(descending=True)
         torch.manual_seed(0)
-        sampled = actor.generate(batch.prompt_ids, max_new_tokens=1, do_sample=True)[0][:, -1]
+        sampled = batch.generate(actor, max_new_tokens=1, do_sample=True)[0][:, -1]
         share = (logits / temperature).softmax(-1)[likeliest[50:]].sum().item()
         among = torch.isin(sampled, likeliest[50:]).float().mean().item()
         assert share > 0.02 and abs(among - share) < 4 * (share * (1 - share) / 400) ** 0.5
-        few = actor.generate(batch.prompt_ids, max_new_tokens=1, do_sample=True, top_k=2)[0][:, -1]
+        few = batch.generate(actor, max_new_tokens=1, do_sample=True, top_k=2)[0][:, -1]
         assert torch.isin(few, likeliest[:2]).all()
+
+
+COLD = transformers.GenerationConfig(do_sample=True, temperature=0.3)
 
 
 @pytest.mark.parametrize(
@@ -914,11 +786,7 @@ def test_the_policy_itself_is_sampled():
         ({"top_k": 5}, {}, "`top_p` and `top_k` cut off tokens"),
         ({}, {"top_k": 5}, "`top_p` and `top_k` cut off tokens"),
         ({}, {"temperature": 0.1}, "Sampling at temperature 0.1"),
-        (
-            {"generation_config": transformers.GenerationConfig(do_sample=True, temperature=0.3)},
-            {},
-            "Sampling at temperature 0.3",
-        ),
+        ({"generation_config": COLD}, {}, "Sampling at temperature 0.3"),
         ({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, {"top_k": 5, "temperature": 0.1}, None),
         ({}, {}, None),
         ({"temperature": 0.8, "top_k": 5, "do_sample": False}, {}, None),
@@ -927,59 +795,52 @@ def test_the_policy_itself_is_sampled():
 def test_sampling_from_another_policy_warns(options, config, message, caplog, monkeypatch):
     # Accelerate's logger would refuse without its state, which a script of a user may not have
     monkeypatch.setattr(PartialState, "_shared_state", {})
-    model = language_model()
-    for key, value in config.items():
-        setattr(model.generation_config, key, value)
-    actor = Actor(model, bf16=False)
+    actor = text_actor()
+    actor.model.generation_config.update(**config)
     with caplog.at_level(logging.WARNING, "trl_multimodal_rft"):
         actor.generate(torch.tensor([[60, 61]]), **{"do_sample": True, "max_new_tokens": 1, **options})
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("trl_multimodal_rft")]
     assert len(messages) == (message is not None) and all(message in m for m in messages)
 
 
-def test_right_padding():
-    actor, batch = make("qwen2_audio"), text_batch()
-    mask = batch.prompt_mask.flip(1)
-    with pytest.raises(ValueError, match="padded on the left"):
-        actor.generate(batch.prompt_ids, attention_mask=mask, max_new_tokens=2)
-
-
 def test_what_generate_does_not_do():
-    actor, batch = make("qwen2_audio"), make_batch(bare("qwen2_audio")[2])
+    actor, batch = make_both("qwen2_audio")
     several = {"num_return_sequences": 2, "do_sample": True}
-    for options in (several, {"generation_config": transformers.GenerationConfig(**several)}):
-        with pytest.raises(ValueError, match="repeat the prompts, and their media with them"):
-            actor.generate(batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, **options)
-    with pytest.raises(ValueError, match="Beams aren't supported with audio"):
-        actor.generate(batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, num_beams=2)
+    for options, error in (
+        (several, "repeat the prompts, and their media with them"),
+        ({"generation_config": transformers.GenerationConfig(**several)}, "repeat the prompts, and their media"),
+        ({"num_beams": 2}, "Beams aren't supported with audio"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            batch.generate(actor, **options)
+    words = text_batch()
+    with pytest.raises(ValueError, match="padded on the left"):
+        actor.generate(words.prompt_ids, attention_mask=words.prompt_mask.flip(1), max_new_tokens=2)
 
 
 def test_beams():
     model, _, prompts = bare("qwen2_5_vl")
-    batch = make_batch(prompts[:2])
-    options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
-    suppressed = sorted(all_placeholder_ids(model, model))
-    inputs = {"input_ids": batch.prompt_ids, "attention_mask": batch.prompt_mask, **prompt_inputs("qwen2_5_vl", batch)}
-    expected = model.generate(**inputs, suppress_tokens=suppressed, **options)
+    inputs, options = prompt_inputs(make_batch(prompts[:2])), {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    expected = model.generate(**inputs, suppress_tokens=sorted(all_placeholder_ids(model, model)), **options)
     assert torch.equal(make("qwen2_5_vl").generate(**inputs, **options)[0], expected)
 
 
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
 def test_generate_leaves_the_mode_as_it_was(kwargs):
-    batch, actor = some_prompts(), make("qwen2_5_vl", freeze_vision_tower=True)
-    args = {"attention_mask": batch.prompt_mask, **batch.media, "max_new_tokens": 4, "do_sample": False}
-    expected, *_ = actor.generate(batch.prompt_ids, **args)
+    actor, batch = make_both("qwen2_5_vl", 2, freeze_vision_tower=True)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    expected, *_ = batch.generate(actor, **greedy)
     assert not actor.training
     actor.train()
     actor.gradient_checkpointing_enable(kwargs)
     actor.base_model.model.visual.eval()
     modes = [module.training for module in actor.modules()]
     assert len(set(modes)) == 2
-    sequences, *_ = actor.generate(batch.prompt_ids, **args)
+    sequences, *_ = batch.generate(actor, **greedy)
     assert torch.equal(sequences, expected)
     assert [module.training for module in actor.modules()] == modes
     with pytest.raises(ValueError):
-        actor.generate(batch.prompt_ids, **args, nonsense=1)
+        batch.generate(actor, **greedy, nonsense=1)
     assert [module.training for module in actor.modules()] == modes
     assert not actor.config.use_cache and not sequences.requires_grad
 
@@ -1043,14 +904,9 @@ def test_response_masks(golden):
     assert attention.dtype == torch.int64
     assert truncated.tolist() == [golden.truncated]
     # The method of actors returns the first three
-    processed = make_text_actor().process_sequences(*args)
+    processed = text_actor().process_sequences(*args)
     assert len(processed) == 3
     assert all(torch.equal(a, b) for a, b in zip(processed, (after, attention, actions), strict=True))
-
-
-@functools.cache
-def make_text_actor():
-    return Actor(language_model(), bf16=False)
 
 
 def test_response_masks_of_a_batch():
@@ -1112,20 +968,20 @@ def test_use_flash_attention_2(name, asked):
     if not is_flash_attn_2_available():
         with pytest.raises(ImportError, match="(?i)flash.?att"):
             cls(path, use_flash_attention_2=True)
-    with pytest.raises(
-        ValueError, match="`use_flash_attention_2` says how to load a model, but an instance was passed"
-    ):
-        cls(load(name)[0], use_flash_attention_2=True)
 
 
 def test_bf16(tmp_path):
-    for source in sources("qwen2_5_vl"):
-        assert {p.dtype for p in ActorVL(source).parameters()} == {torch.bfloat16}  # by default
+    """Parameters are cast and buffers aren't: rounded frequencies would turn rotary positions."""
+    by_path, by_instance = (ActorVL(source).model for source in sources("qwen2_5_vl"))  # by default
+    assert {p.dtype for p in by_path.parameters()} == {torch.bfloat16}
+    for kind in ("named_buffers", "named_parameters"):
+        for (name, a), (_, b) in zip(*(getattr(each, kind)() for each in (by_path, by_instance)), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), name
     for source in sources("qwen2_5_vl"):
         assert {p.dtype for p in ActorVL(source, bf16=False).parameters()} == {torch.float32}
     half = load("qwen2_5_vl")[0].to(torch.float16)
-    assert ActorVL(half, bf16=False).model.dtype == torch.float16
     half.save_pretrained(tmp_path)
+    assert ActorVL(half, bf16=False).model.dtype == torch.float16
     assert ActorVL(str(tmp_path), bf16=False).model.dtype == torch.float16
     assert ActorVL(str(tmp_path), bf16=True).model.dtype == torch.bfloat16
 
@@ -1158,64 +1014,58 @@ def test_lora(name):
     assert len(trainable(cls(load(name)[0], bf16=False))) == len(list(bare(name)[0].parameters()))
 
 
+def set_weights(actor, part, std):
+    """Of the adapter, which is nothing at first."""
+    with torch.no_grad():
+        for name, parameter in actor.model.named_parameters():
+            if part in name:
+                parameter.normal_(std=std, generator=torch.Generator().manual_seed(len(name)))
+
+
 def test_an_adapter_changes_nothing_until_it_is_trained_and_scales_with_alpha():
-    model, _, prompts = bare("qwen2_audio")
-    batch = make_batch(prompts)
-    args = (batch.sequences, N, batch.attention_mask)
-    base = torch.stack(bare_logps(model, batch))
-    moved = {}
+    batch, moved = make_batch(bare("qwen2_audio")[2]), {}
+    base = torch.stack(bare_logps(bare("qwen2_audio")[0], batch))
     for alpha in (16, 32):
         actor = make("qwen2_audio", lora_rank=4, lora_alpha=alpha, packing_samples=True)
-        assert_close(actor(*args, **batch.media), base)
-        with torch.no_grad():
-            for n, parameter in actor.model.named_parameters():
-                if "lora_" in n:
-                    parameter.copy_(
-                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(n))) * 1e-3
-                    )
-            moved[alpha] = actor(*args, **batch.media) - base
-            packed = actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media)
-        assert_close(packed.view(-1, N), moved[alpha] + base)
+        assert_close(batch.score(actor), base)
+        set_weights(actor, "lora_", 1e-3)
+        moved[alpha] = batch.score(actor) - base
+        assert_close(batch.score_packed(actor).view(-1, N), moved[alpha] + base)
     assert moved[16].abs().max() > 1e-4
     torch.testing.assert_close(moved[32], 2 * moved[16], rtol=0.05, atol=2e-5)
 
 
-def test_lora_dropout():
-    batch = make_batch(bare("qwen2_audio")[2])
-    different = {}
-    for dropout in (0.0, 0.5):
-        actor = make("qwen2_audio", lora_rank=4, lora_dropout=dropout)
-        with torch.no_grad():
-            for n, parameter in actor.model.named_parameters():
-                if "lora_B" in n:
-                    parameter.normal_()
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_lora_dropout(dropout):
+    actor, batch = make_both("qwen2_audio", lora_rank=4, lora_dropout=dropout)
+    set_weights(actor, "lora_B", 1.0)
 
-        def differs(actor=actor):
-            one, two = (actor(batch.sequences, N, batch.attention_mask, **batch.media) for _ in range(2))
-            return not torch.equal(one, two)
+    def differs():
+        return not torch.equal(batch.score(actor), batch.score(actor))
 
-        # A model is loaded for evaluation, with its adapter
-        assert not any(module.training for module in actor.modules()) and not differs()
-        different[dropout] = actor.train() and differs()
-    assert different == {0.0: False, 0.5: True}
+    # A model is loaded for evaluation, with its adapter
+    assert not any(module.training for module in actor.modules()) and not differs()
+    actor.train()
+    assert differs() == (dropout > 0)
 
 
 @pytest.mark.parametrize("source", [0, 1])
 def test_target_modules(source):
-    options = {"bf16": False, "lora_rank": 2}
-    actor = ActorVL(
-        sources("qwen2_5_vl")[source], target_modules=["q_proj", "language_model.layers.0.mlp.up_proj"], **options
-    )
+    def made(modules, **options):
+        options = {"bf16": False, "lora_rank": 2, **options}
+        return ActorVL(sources("qwen2_5_vl")[source], target_modules=modules, **options)
+
     layers = [f"model.language_model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
-    assert sorted(adapted(actor)) == ["model.language_model.layers.0.mlp.up_proj", *layers]
-    names = sorted(adapted(ActorVL(sources("qwen2_5_vl")[source], **options)))
-    assert sorted(adapted(ActorVL(sources("qwen2_5_vl")[source], target_modules="all-linear", **options))) == names
-    with pytest.raises(ValueError, match=r"has a name that ends in one of \['proj'\]"):
-        ActorVL(sources("qwen2_5_vl")[source], target_modules=["proj"], freeze_vision_tower=True, **options)
-    with pytest.raises(ValueError, match="`target_modules` are those of LoRA"):
-        ActorVL(sources("qwen2_5_vl")[source], target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="ends in one of"):
-        ActorVL(sources("qwen2_5_vl")[source], target_modules=["_proj"], **options)  # no part of a name
+    chosen = adapted(made(["q_proj", "language_model.layers.0.mlp.up_proj"]))
+    assert sorted(chosen) == ["model.language_model.layers.0.mlp.up_proj", *layers]
+    assert sorted(adapted(made(None))) == sorted(adapted(made("all-linear")))
+    for modules, options, error in (
+        (["proj"], {"freeze_vision_tower": True}, r"has a name that ends in one of \['proj'\]"),
+        (["q_proj"], {"lora_rank": 0}, "`target_modules` are those of LoRA"),
+        (["_proj"], {}, "ends in one of"),  # no part of a name
+    ):
+        with pytest.raises(ValueError, match=error):
+            made(modules, **options)
 
 
 def test_lora_on_an_adapter():
@@ -1225,9 +1075,10 @@ def test_lora_on_an_adapter():
     actor = ActorAL(model, bf16=False, temperature=TEMPERATURE)
     assert actor.model is model and type(actor.base_model).__name__ == "Qwen2AudioForConditionalGeneration"
     batch, expected = cases("qwen2_audio")[0]
-    assert_close(actor(batch.sequences, N, batch.attention_mask, **batch.media), expected)
+    assert_close(batch.score(actor), expected)
 
 
+# Encoders of all families; where there is none, freezing raises
 # Encoders of all families; where there is none, freezing raises
 
 TOWERS = {
@@ -1259,23 +1110,12 @@ TOWERS = {
 FREEZE = {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_towers(name):
-    model, _ = FAMILIES[name].build()
-    found = {}
-    for modality in ("image", "audio"):
-        try:
-            found[modality] = find_tower(model, modality)
-        except ValueError as error:
-            assert f"has no {modality} encoder to freeze" in str(error)
-    assert found == TOWERS[name]
-
-
 @pytest.mark.parametrize("name", every_family())
 @torch.no_grad()
 def test_towers_are_what_sees_and_hears(name):
     """Changing an encoder changes what the model makes of its media, and nothing else."""
     model, _, prompts = bare(name)
+    assert {modality: find_tower(model, modality) for modality in TOWERS[name]} == TOWERS[name]
     for modality, tower in TOWERS[name].items():
         model_with_other = copy.deepcopy(model)
         for parameter in model_with_other.get_submodule(tower).parameters():
@@ -1292,9 +1132,7 @@ def test_towers_are_what_sees_and_hears(name):
 def test_frozen_towers(name, lora_rank):
     """Nothing in a frozen encoder is trained or adapted, although its layers are called like those of the decoder."""
     towers = TOWERS[name]
-    for flags in (
-        ({modality} for modality in towers) if len(towers) == 1 else ({"image"}, {"audio"}, {"image", "audio"})
-    ):
+    for flags in [set(towers)] if len(towers) == 1 else ({"image"}, {"audio"}, {"image", "audio"}):
         actor = make(name, lora_rank=lora_rank, **{FREEZE[modality]: True for modality in flags})
         for modality, tower in towers.items():
             module = actor.base_model.get_submodule(tower)
@@ -1311,23 +1149,19 @@ def test_frozen_towers(name, lora_rank):
 def test_names_of_layers_in_towers_and_decoder_coincide(name):
     """Else the tests of frozen encoders would prove nothing."""
     ((modality, tower),) = TOWERS[name].items()
-    layers = adapted(make(name, lora_rank=2))
+    layers, frozen = (adapted(make(name, lora_rank=2, **{FREEZE[modality]: freezes})) for freezes in (False, True))
     inside = [layer for layer in layers if layer.startswith(f"{tower}.")]
-    frozen = adapted(make(name, lora_rank=2, **{FREEZE[modality]: True}))
-    leaves = {layer.rsplit(".", 1)[1] for layer in frozen}
-    assert leaves & {layer.rsplit(".", 1)[1] for layer in inside}
     assert sorted([*frozen, *inside]) == sorted(layers) and "lm_head" not in layers
-    (common, *_) = sorted(leaves & {layer.rsplit(".", 1)[1] for layer in inside})
+    common, *_ = sorted({layer.rsplit(".", 1)[1] for layer in frozen} & {each.rsplit(".", 1)[1] for each in inside})
     for source in sources(name):
         actor = actor_class(name)(source, bf16=False, lora_rank=2, target_modules=[common], **{FREEZE[modality]: True})
-        assert adapted(actor) and not [layer for layer in adapted(actor) if layer.startswith(f"{tower}.")]
-        assert set(adapted(actor)) == {layer for layer in frozen if layer.endswith(f".{common}")}
+        assert set(adapted(actor)) == {layer for layer in frozen if layer.endswith(f".{common}")} != set()
 
 
 def test_freezing_a_language_model():
     for flag in FREEZE.values():
         with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
-            Actor(language_model(), **{flag: True})
+            text_actor(**{flag: True})
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
@@ -1337,39 +1171,34 @@ def test_frozen_towers_stay_as_they_are_in_training(name):
     before = copy.deepcopy(actor.model.state_dict())
     batch = make_batch(bare(name)[2])
     optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], 0.1)
-    actor(batch.sequences, N, batch.attention_mask, **batch.media).sum().backward()
+    batch.score(actor).sum().backward()
     optimizer.step()
     changed = {n for n, value in actor.model.state_dict().items() if not torch.equal(value, before[n])}
     assert changed and not [n for n in changed if n.startswith(f"{tower}.")]
 
 
-def test_device_map(asked):
-    path, options = str(saved("qwen2_audio")), {"bf16": False, "temperature": TEMPERATURE}
-    actor = ActorAL(path, device_map={"": "cpu"}, **options)
-    assert asked["device_map"] == {"": "cpu"} and actor.device == torch.device("cpu")
-    batch, expected = cases("qwen2_audio")[0]
-    assert_close(actor(batch.sequences, N, batch.attention_mask, **batch.media), expected)
-    ActorAL(path, **options)
-    assert "device_map" not in asked
-    assert ActorAL(path, device_map={"": "meta"}).device == torch.device("meta")
-
-
-def test_model_class():
+def test_models_of_a_path(asked, tmp_path):
     class Other(transformers.Qwen2AudioForConditionalGeneration):
         pass
 
-    path = str(saved("qwen2_audio"))
+    path, options = str(saved("qwen2_audio")), {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
+    batch, expected = cases("qwen2_audio")[0]
+    for device_map in ({}, {"device_map": {"": "cpu"}}):
+        actor = ActorAL(path, **device_map, **options)
+        assert device_map.items() <= asked.items() and ("device_map" in asked) == bool(device_map)
+        assert actor.device == torch.device("cpu")
+        assert_close(batch.score(actor), expected)
+        assert_close(batch.score_packed(actor).view(-1, N), expected)
+    assert ActorAL(path, device_map={"": "meta"}).device == torch.device("meta")
     assert type(ActorAL(path, model_class=Other).model) is Other
-    assert type(ActorAL(path).model) is transformers.Qwen2AudioForConditionalGeneration
-
-
-def test_a_language_model_from_a_path(tmp_path):
-    model = language_model()
-    model.save_pretrained(tmp_path)
-    batch = text_batch()
-    actor = Actor(str(tmp_path), bf16=False)
+    assert type(actor.model) is transformers.Qwen2AudioForConditionalGeneration
+    # Without media
+    language_model().save_pretrained(tmp_path)
+    actor, batch = Actor(str(tmp_path), bf16=False), text_batch()
     assert type(actor.model) is transformers.Qwen2ForCausalLM
-    assert_close(actor(batch.sequences, N, batch.attention_mask), torch.stack(bare_logps(model, batch)))
+    assert_close(batch.score(actor), torch.stack(bare_logps(language_model(), batch)))
+    with pytest.raises(OSError):
+        ActorVL("/nowhere/at/all")
 
 
 @pytest.mark.skipif(not is_deepspeed_available(), reason="needs DeepSpeed")
@@ -1402,9 +1231,8 @@ def test_ds_config(asked):
     ids=lambda options: next(iter(options)),
 )
 def test_loading_an_instance(options):
-    with pytest.raises(
-        ValueError, match=f"`{next(iter(options))}` says how to load a model, but an instance was passed"
-    ):
+    error = f"`{next(iter(options))}` says how to load a model, but an instance was passed"
+    with pytest.raises(ValueError, match=error):
         ActorAL(bare("qwen2_audio")[0], **options)
 
 
@@ -1414,45 +1242,25 @@ def test_arguments_that_do_not_exist():
             ActorVL("somewhere", **options)
 
 
-def test_a_path_to_nothing():
-    with pytest.raises(OSError):
-        ActorVL("/nowhere/at/all")
-
-
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
 def test_high_entropy_token_ratio(name):
     model, _, prompts = bare(name)
-    batch = make_batch(prompts)
-    expected = slow_entropies(model, batch, TEMPERATURE)
+    batch, options = make_batch(prompts), {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
+    logits = torch.stack([bare_logits(model, p, r) for p, r in zip(prompts, batch.responses, strict=True)])
+    probabilities = (logits.double() / TEMPERATURE).softmax(-1)
+    expected = -(probabilities * probabilities.log()).nan_to_num(0).sum(-1).float()
     for source in sources(name):
-        actor = actor_class(name)(
-            source, bf16=False, high_entropy_token_ratio=0.2, temperature=TEMPERATURE, packing_samples=True
-        )
-        padded, output = actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
-        assert output.action_entropy.shape == padded.shape and not output.action_entropy.requires_grad
-        assert_close(output.action_entropy, expected, 2e-5)
-        packed, output = actor(batch.packed, N, packed_seq_lens=batch.lengths, return_output=True, **batch.media)
-        assert output["action_entropy"].shape == packed.shape and not output.action_entropy.requires_grad
-        assert_close(output["action_entropy"].view(-1, N), expected, 2e-5)
+        actor = actor_class(name)(source, high_entropy_token_ratio=0.2, **options)
+        for call in (batch.score, batch.score_packed):
+            logps, output = call(actor, return_output=True)
+            assert output.action_entropy.shape == logps.shape and not output.action_entropy.requires_grad
+            assert_close(output["action_entropy"].view(-1, N), expected, 2e-5)
     actor = make(name, packing_samples=True)
-    assert "action_entropy" not in actor(batch.sequences, N, return_output=True, **batch.media)[1]
-    packed = {"packed_seq_lens": batch.lengths, "return_output": True}
-    assert "action_entropy" not in actor(batch.packed, N, **packed, **batch.media)[1]
+    assert "action_entropy" not in batch.score(actor, return_output=True)[1]
+    assert "action_entropy" not in batch.score_packed(actor, return_output=True)[1]
     for ratio in (-0.1, 1.1):
         with pytest.raises(ValueError, match=f"must be between 0 and 1, got {ratio}"):
             make(name, high_entropy_token_ratio=ratio)
-
-
-def test_packing_samples_from_a_path():
-    batch, expected = cases("qwen2_audio")[0]
-    actor = ActorAL(str(saved("qwen2_audio")), bf16=False, temperature=TEMPERATURE, packing_samples=True)
-    assert_close(actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media).view(-1, N), expected)
-
-
-def test_temperature_from_a_path():
-    batch, expected = cases("qwen2_audio")[0]
-    actor = ActorAL(str(saved("qwen2_audio")), bf16=False, temperature=TEMPERATURE)
-    assert_close(actor(batch.sequences, N, batch.attention_mask, **batch.media), expected)
 
 
 def test_positions_of_the_audio_tower_stay_as_they_are():
@@ -1481,25 +1289,23 @@ def test_load_in_4bit(tmp_path, asked):
                 parameter.mul_(4)
     path = str(tmp_path)
     model.save_pretrained(path)
-    batch = make_batch(bare("qwen2_audio")[2])
-    actor = ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True)
+    actor, batch = (
+        ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True),
+        make_batch(bare("qwen2_audio")[2]),
+    )
     config = asked["quantization_config"]
     assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
     quantized = [module for module in actor.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
     assert quantized and all(module.weight.dtype == torch.uint8 for module in quantized)
     assert trainable(actor) and all("lora_" in n for n in trainable(actor))
-    logps = actor(batch.sequences, N, batch.attention_mask, **batch.media)
+    logps = batch.score(actor)
     # Not the weights themselves, but not far from them
-    exact = ActorAL(path, bf16=False)(batch.sequences, N, batch.attention_mask, **batch.media)
-    assert 1e-3 < (logps - exact).abs().mean() < 1
+    assert 1e-3 < (logps - batch.score(ActorAL(path, bf16=False))).abs().mean() < 1
     logps.sum().backward()
     assert any(p.grad is not None and p.grad.any() for n, p in actor.model.named_parameters() if "lora_B" in n)
-    packed = actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media)
-    assert (packed.view(-1, N) - logps).abs().mean() < 0.1
-    sequences, _, mask = actor.generate(
-        batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, max_new_tokens=3
-    )
+    assert (batch.score_packed(actor).view(-1, N) - logps).abs().mean() < 0.1
+    sequences, _, mask = batch.generate(actor, max_new_tokens=3)
     assert sequences.size(1) == batch.prompt_ids.size(1) + mask.size(1)
     # 4-bit weights count as what they stand for
     full = sum(p.numel() for p in ActorAL(path, lora_rank=4).parameters())
@@ -1537,52 +1343,39 @@ def test_print_trainable_parameters():
     assert counted(actor) == [2 * 4 * 128, total + 2 * 4 * 128]
 
 
-CHECKPOINTED = {
-    "default": None,
-    "not reentrant": {"use_reentrant": False},
-    "reentrant": {"use_reentrant": True},
-}
+CHECKPOINTED = (None, {"use_reentrant": False}, {"use_reentrant": True})
 
 
 @pytest.mark.parametrize("lora", ["", "lora", "frozen", "lora, frozen"])
-@pytest.mark.parametrize("kwargs", CHECKPOINTED.values(), ids=list(CHECKPOINTED))
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
-def test_gradient_checkpointing(name, kwargs, lora):
+def test_gradient_checkpointing(name, lora):
     ((modality, _),) = TOWERS[name].items()
-    actor = make(
-        name, lora_rank=4 if "lora" in lora else 0, packing_samples=True, **{FREEZE[modality]: "frozen" in lora}
-    )
-    if "lora" in lora:
-        with torch.no_grad():
-            for n, parameter in actor.model.named_parameters():
-                if "lora_B" in n:
-                    parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    batch = make_batch(bare(name)[2])
+    options = {"lora_rank": 4 if "lora" in lora else 0, FREEZE[modality]: "frozen" in lora}
+    actor, batch = make_both(name, packing_samples=True, **options)
+    set_weights(actor, "lora_B", 0.02)
     actor.train()
 
-    def backward(packed=False):
+    def backward(call=batch.score):
         """Gradients, and how many numbers the forward kept for them."""
         kept = []
         actor.zero_grad(set_to_none=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-            if packed:
-                logps = actor(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media).view(-1, N)
-            else:
-                logps = actor(batch.sequences, N, batch.attention_mask, **batch.media)
+            logps = call(actor).view(-1, N)
             loss = (logps * weights_of(logps)).sum()
         loss.backward()
         return gradients(actor.model), sum(kept)
 
     expected, plain = backward()
     assert set(expected) == set(trainable(actor))
-    for _ in range(2):
-        actor.gradient_checkpointing_enable(*([] if kwargs is None else [kwargs]))
-    for packed in (False, True):
-        recomputed, kept = backward(packed)
-        assert relative_difference(expected, recomputed) <= 1e-5
-        assert kept < 0.6 * plain
-    actor.gradient_checkpointing_disable()
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in actor.modules())
+    for kwargs in CHECKPOINTED:
+        for _ in range(2):
+            actor.gradient_checkpointing_enable(*([] if kwargs is None else [kwargs]))
+        for call in (batch.score, batch.score_packed):
+            recomputed, kept = backward(call)
+            assert relative_difference(expected, recomputed) <= 1e-5
+            assert kept < 0.6 * plain
+        actor.gradient_checkpointing_disable()
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in actor.modules())
     again, kept = backward()
     assert relative_difference(expected, again) <= 1e-5 and kept == plain
 
@@ -1599,23 +1392,22 @@ def test_gradient_checkpointing_reaches_the_encoders():
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe"])
 def test_load_balancing_loss(name):
     model, _, prompts = bare(name)
-    actor, batch = make(name, packing_samples=True), make_batch(prompts[:1])
-    fields = {key: nn.functional.pad(value, (0, N))[None] for key, value in prompts[0].token_fields.items()}
-    inputs = {"input_ids": batch.sequences, "attention_mask": batch.attention_mask, **prompts[0].media, **fields}
-    expected = model(**inputs, output_router_logits=True).aux_loss
-    _, output = actor(batch.sequences, N, batch.attention_mask, return_output=True, **batch.media)
-    plain = actor(batch.sequences, None, batch.attention_mask, return_output=True, **batch.media)
+    actor, batch = make_both(name, 1, packing_samples=True)
+    fields = {key: nn.functional.pad(value, (0, N))[None] for key, value in batch.prompts[0].token_fields.items()}
+    inputs = {"input_ids": batch.sequences, "attention_mask": batch.attention_mask, **batch.prompts[0].media, **fields}
+    expected = bare(name)[0](**inputs, output_router_logits=True).aux_loss
+    _, output = batch.score(actor, return_output=True)
     assert expected > 0
-    for values in (output, plain):
+    for values in (
+        output,
+        batch.score(actor, None, return_output=True),
+        batch.score_packed(actor, return_output=True)[1],
+    ):
         torch.testing.assert_close(values.aux_loss, expected)
     output.aux_loss.backward()
     assert any("gate" in n for n in gradients(actor.model))
-    _, packed = actor(batch.packed, N, packed_seq_lens=batch.lengths, return_output=True, **batch.media)
-    torch.testing.assert_close(packed.aux_loss, expected)
-    dense = make("qwen2_5_vl")
-    batch = make_batch(bare("qwen2_5_vl")[2][:1])
-    _, output = dense(batch.sequences, N, return_output=True, **batch.media)
-    assert getattr(output, "aux_loss", None) is None
+    dense, batch = make_both("qwen2_5_vl", 1)
+    assert getattr(batch.score(dense, return_output=True)[1], "aux_loss", None) is None
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
@@ -1632,8 +1424,7 @@ def test_save_pretrained(lora_rank, tmp_path):
         again = ActorAL(PeftModel.from_pretrained(FAMILIES["qwen2_audio"].build()[0], tmp_path), bf16=False)
     else:
         again = ActorAL(str(tmp_path), bf16=False)
-    args = (batch.sequences, N, batch.attention_mask)
-    assert_close(again(*args, **batch.media), actor(*args, **batch.media))
+    assert_close(batch.score(again), batch.score(actor))
 
 
 ROWS = {"qwen2_audio": audio_rows, "qwen2_5_vl": image_rows}
@@ -1665,48 +1456,40 @@ def test_trainers_take_actors_with_adapters():
     assert moved and all("lora_" in key and "audio_tower" not in key for key in moved)
     # What was trained is the actor's model
     batch, _ = cases("qwen2_audio")[0]
-    args = (batch.sequences, N, batch.attention_mask)
     with torch.no_grad():
-        assert (actor.eval()(*args, **batch.media) - make("qwen2_audio")(*args, **batch.media)).abs().max() > 1e-4
+        assert (batch.score(actor.eval()) - batch.score(make("qwen2_audio"))).abs().max() > 1e-4
 
 
 def test_trainers_refuse_actors_of_another_objective(tmp_path):
     model, processor = load("qwen2_audio")
 
-    def trainer(actor, trainer_class=MultimodalGRPOTrainer, **options):
-        objects = {"model": actor, "processing_class": processor}
+    def trainer(actor_options, trainer_class=MultimodalGRPOTrainer, **options):
+        objects = {"model": ActorAL(model, bf16=False, **actor_options), "processing_class": processor}
         return make_trainer(trainer_class, "qwen2_audio", audio_rows(), tmp_path, objects=objects, **options)
 
-    cold = ActorAL(model, bf16=False, temperature=0.5)
+    cold, few = {"temperature": 0.5}, {"high_entropy_token_ratio": 0.2}
     with pytest.raises(ValueError, match="made for temperature 0.5, but `temperature` is 1.0; make them equal"):
         trainer(cold)
     assert trainer(cold, temperature=0.5).temperature == 0.5
-    few = ActorAL(model, bf16=False, high_entropy_token_ratio=0.2)
-    for trainer_class, options in (
-        (MultimodalGRPOTrainer, {}),
-        (MultimodalGRPOTrainer, {"top_entropy_quantile": 0.5}),
-    ):
+    for options in ({}, {"top_entropy_quantile": 0.5}):
         with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2`; set `top_entropy_quantile`"):
-            trainer(few, trainer_class, **options)
+            trainer(few, **options)
     with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2"):
         trainer(few, MultimodalRLOOTrainer)
     assert trainer(few, top_entropy_quantile=0.2).top_entropy_quantile == 0.2
     # All tokens count either way
-    trainer(ActorAL(model, bf16=False, high_entropy_token_ratio=1.0))
+    trainer({"high_entropy_token_ratio": 1.0})
 
 
 # The examples of the reference pages, with their keywords
 
 
-@pytest.fixture(scope="module")
 def heard():
     """Ids and features of a clip that fills the window, as the pages have them: without a mask."""
-    model, processor, _ = bare("qwen2_audio")
-    (prompt,) = encode_chats(model, processor, [chat(audio(1.0, seed=1), text("What do you hear?"))])
-    return make_batch([prompt], [10])
+    batch = one_clip("qwen2_audio", 1.0)
+    return make_batch(batch.prompts, [10]), {"audio_values": batch.media["audio_values"]}
 
 
-@pytest.fixture(scope="module")
 def seen():
     """Ids, patches and grid of an image of 24 x 24 patches."""
     model = bare("qwen2_5_vl")[0]
@@ -1718,40 +1501,34 @@ def seen():
         "image_grid_thw": torch.tensor([[1, 24, 24]]),
     }
     prompt = Prompt(ids, media, {"mm_token_type_ids": token_fields(model, ids)["mm_token_type_ids"]})
-    return make_batch([prompt], [10])
+    return make_batch([prompt], [10]), media
 
 
-def test_page_example_of_initialization():
+@pytest.mark.parametrize(
+    ("name", "given", "modality"), [("qwen2_audio", heard, "audio"), ("qwen2_5_vl", seen, "vision")]
+)
+def test_page_examples(name, given, modality):
     """As on the pages but for FlashAttention, which has no CPU version."""
-    for cls, name in ((ActorAL, "qwen2_audio"), (ActorVL, "llava")):
-        actor = cls(
-            pretrain_or_model=str(saved(name)),
-            use_flash_attention_2=is_flash_attn_2_available(),
-            lora_rank=16,
-            lora_alpha=32,
-        )
-        layer = next(module for module in actor.modules() if hasattr(module, "lora_A"))
-        assert layer.r["default"] == 16 and layer.scaling["default"] == 2
-        assert actor.model.dtype == torch.bfloat16 and all("lora_" in n for n in trainable(actor))
-
-
-def test_page_examples_of_audio(heard):
-    actor = ActorAL(pretrain_or_model=str(saved("qwen2_audio")), lora_rank=16, lora_alpha=32)
-    input_tensor, audio_features_tensor = heard.prompt_ids, heard.media["audio_values"]
-    sequences, attention_mask, action_mask = actor.generate(
-        input_ids=input_tensor, audio_values=audio_features_tensor, max_new_tokens=100
+    batch, media = given()
+    actor = actor_class(name)(
+        pretrain_or_model=str(saved(name)),
+        use_flash_attention_2=is_flash_attn_2_available(),
+        lora_rank=16,
+        lora_alpha=32,
     )
+    layer = next(module for module in actor.modules() if hasattr(module, "lora_A"))
+    assert layer.r["default"] == 16 and layer.scaling["default"] == 2
+    assert actor.model.dtype == torch.bfloat16 and all("lora_" in n for n in trainable(actor))
+    input_tensor, token_sequences = batch.prompt_ids, batch.sequences
+    sequences, attention_mask, action_mask = actor.generate(input_ids=input_tensor, **media, max_new_tokens=100)
     assert sequences.shape == attention_mask.shape
     assert sequences.size(1) == input_tensor.size(1) + action_mask.size(1)
     sequences, attention_mask, action_mask = actor.generate(
-        input_ids=input_tensor, audio_values=audio_features_tensor, max_new_tokens=50, temperature=0.8, do_sample=True
+        input_ids=input_tensor, **media, max_new_tokens=50, temperature=0.8, do_sample=True
     )
     assert sequences.size(1) <= input_tensor.size(1) + 50
-    token_sequences, input_features_tensor = heard.sequences, audio_features_tensor
-    log_probs = actor(sequences=token_sequences, num_actions=10, audio_values=input_features_tensor)
-    log_probs_too, output = actor(
-        sequences=token_sequences, num_actions=10, audio_values=input_features_tensor, return_output=True
-    )
+    log_probs = actor(sequences=token_sequences, num_actions=10, **media)
+    log_probs_too, output = actor(sequences=token_sequences, num_actions=10, **media, return_output=True)
     assert log_probs.shape == log_probs_too.shape == (1, 10)
     assert (log_probs - log_probs_too).abs().max() < 0.1 and output.logits.shape[:2] == token_sequences.shape
     actor.gradient_checkpointing_enable()
@@ -1759,75 +1536,31 @@ def test_page_examples_of_audio(heard):
     actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     actor.gradient_checkpointing_disable()
     assert counted(actor)[0] == sum(p.numel() for p in actor.parameters() if p.requires_grad)
-    assert actor.modality == "audio"
-    processed = actor.process_sequences(sequences=token_sequences, input_len=30, eos_token_id=2, pad_token_id=0)
-    assert [tuple(t.shape) for t in processed] == [(1, token_sequences.size(1))] * 2 + [
-        (1, token_sequences.size(1) - 30)
-    ]
-
-
-def test_page_examples_of_vision(seen):
-    actor = ActorVL(pretrain_or_model=str(saved("qwen2_5_vl")), lora_rank=16, lora_alpha=32)
-    input_tensor = seen.prompt_ids
-    image_tensor, grid_tensor = seen.media["pixel_values"], seen.media["image_grid_thw"]
-    sequences, attention_mask, action_mask = actor.generate(
-        input_ids=input_tensor, pixel_values=image_tensor, image_grid_thw=grid_tensor, max_new_tokens=100
-    )
-    assert sequences.shape == attention_mask.shape
-    assert sequences.size(1) == input_tensor.size(1) + action_mask.size(1)
-    sequences, attention_mask, action_mask = actor.generate(
-        input_ids=input_tensor,
-        pixel_values=image_tensor,
-        image_grid_thw=torch.tensor([[1, 24, 24]]),
-        max_new_tokens=50,
-        temperature=0.8,
-        do_sample=True,
-    )
-    assert sequences.size(1) <= input_tensor.size(1) + 50
-    token_sequences = seen.sequences
-    log_probs = actor(sequences=token_sequences, num_actions=10, pixel_values=image_tensor, image_grid_thw=grid_tensor)
-    log_probs_too, output = actor(
-        sequences=token_sequences,
-        num_actions=10,
-        pixel_values=image_tensor,
-        image_grid_thw=grid_tensor,
-        return_output=True,
-    )
-    assert log_probs.shape == log_probs_too.shape == (1, 10)
-    assert (log_probs - log_probs_too).abs().max() < 0.1 and output.logits.shape[:2] == token_sequences.shape
-    actor.gradient_checkpointing_enable()
-    actor.gradient_checkpointing_enable({"use_reentrant": True})
-    actor.gradient_checkpointing_disable()
-    assert counted(actor)[0] == sum(p.numel() for p in actor.parameters() if p.requires_grad)
-    assert actor.modality == "vision"
-    exact = make("qwen2_5_vl")(
-        sequences=token_sequences, num_actions=10, pixel_values=image_tensor, image_grid_thw=grid_tensor
-    )
-    assert_close(exact, torch.stack(bare_logps(bare("qwen2_5_vl")[0], seen)))
+    assert actor.modality == modality
+    length = token_sequences.size(1)
+    processed = actor.process_sequences(sequences=token_sequences, input_len=20, eos_token_id=2, pad_token_id=0)
+    assert [tuple(t.shape) for t in processed] == [(1, length), (1, length), (1, length - 20)]
+    exact = make(name)(sequences=token_sequences, num_actions=10, **media)
+    assert_close(exact, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
 def test_examples_of_the_docstrings():
     """A processor's output goes in as it is."""
-    model, processor, _ = bare("qwen2_5_vl")
-    messages = chat(image(56, 56), text("What is in the image?"), video(4, 56, 56))
-    processor_output = processor.apply_chat_template(
-        [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
-    actor = make("qwen2_5_vl")
-    sequences, attention_mask, action_mask = actor.generate(**processor_output, max_new_tokens=10)
-    assert sequences.size(1) == processor_output["input_ids"].size(1) + action_mask.size(1)
-    processor = bare("qwen2_audio")[1]
-    inputs = processor.apply_chat_template(
-        [chat(audio(0.4), text("a"))], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
-    sequences, attention_mask, action_mask = make("qwen2_audio").generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        audio_values=inputs["input_features"],
-        audio_attention_mask=inputs["feature_attention_mask"],
-        max_new_tokens=10,
-    )
-    assert sequences.size(1) == inputs["input_ids"].size(1) + action_mask.size(1)
+    hears = {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"}
+    for name, messages, names in (
+        ("qwen2_5_vl", chat(image(56, 56), text("What is in the image?"), video(4, 56, 56)), None),
+        (
+            "qwen2_audio",
+            chat(audio(0.4), text("a")),
+            {"input_ids": "input_ids", "attention_mask": "attention_mask", **hears},
+        ),
+    ):
+        output = bare(name)[1].apply_chat_template(
+            [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        inputs = output if names is None else {own: output[theirs] for own, theirs in names.items()}
+        sequences, attention_mask, action_mask = make(name).generate(**inputs, max_new_tokens=10)
+        assert sequences.size(1) == output["input_ids"].size(1) + action_mask.size(1)
 
 
 # ZeRO-3
@@ -1850,11 +1583,8 @@ ZERO3 = """
     numbers = counted(actor)
     engine, *_ = deepspeed.initialize(model=actor, config=ds_config)
     with torch.no_grad():
-        padded = engine(batch.sequences, N, batch.attention_mask, **batch.media)
-        packed = engine(batch.packed, N, packed_seq_lens=batch.lengths, **batch.media).view(-1, N)
-        sequences, _, mask = actor.generate(
-            batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, max_new_tokens=4, synced_gpus=True
-        )
+        padded, packed = batch.score(engine), batch.score_packed(engine).view(-1, N)
+        sequences, _, mask = batch.generate(actor, max_new_tokens=4, synced_gpus=True)
     result = {
         "in parts": here < numbers[1],
         "numbers": numbers,
@@ -1884,9 +1614,7 @@ def test_zero3(tmp_path):
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     numbers = counted(make("qwen2_audio"))
     batch, _ = cases("qwen2_audio")[0]
-    expected, *_ = make("qwen2_audio").generate(
-        batch.prompt_ids, attention_mask=batch.prompt_mask, **batch.media, max_new_tokens=4
-    )
+    expected, *_ = batch.generate(make("qwen2_audio"), max_new_tokens=4)
     for result in results:
         assert result["in parts"] and result["numbers"] == numbers
         assert max(result["padded"], result["packed"]) <= 1e-5
@@ -1899,22 +1627,9 @@ def test_clips_of_different_lengths_where_the_encoder_would_mix_them(name):
     model, processor = FAMILIES[name].build()
     actor = ActorAL(model, bf16=False)
     prompts = encode_chats(model, processor, [chat(audio(seconds), text("What?")) for seconds in (0.4, 1.2)])
-    batch, media = left_pad(prompts, 0), join_media(prompts)
     with pytest.raises(MediaError, match="clips of different lengths"):
-        actor(batch["input_ids"], 2, batch["attention_mask"], **media)
-    one = prompts[0]
-    assert actor(one.input_ids[None].repeat(2, 1), 2, **join_media([one, one])).shape == (2, 2)
-
-
-def test_bf16_instance_is_a_bf16_path(tmp_path):
-    """Parameters are cast and buffers aren't: rounded frequencies would turn rotary positions."""
-    model, _ = FAMILIES["qwen2_5_vl"].build()
-    model.save_pretrained(tmp_path)
-    by_path, by_instance = ActorVL(str(tmp_path)).base_model, ActorVL(model).base_model
-    for (name, a), (_, b) in zip(by_path.named_buffers(), by_instance.named_buffers(), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b), name
-    for (name, a), (_, b) in zip(by_path.named_parameters(), by_instance.named_parameters(), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b), name
+        make_batch(prompts).score(actor)
+    assert make_batch(prompts[:1] * 2).score(actor).shape == (2, N)
 
 
 def test_padding_does_not_move_the_positions_of_a_language_model():

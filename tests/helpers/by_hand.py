@@ -300,17 +300,9 @@ def instructblip():
 
 
 def glmasr():
-    config = hf.GlmAsrConfig(
-        audio_config={
-            **TOWER,
-            "model_type": "glmasr_encoder",
-            "num_attention_heads": 4,
-            "num_mel_bins": 16,
-            "head_dim": 8,
-        },
-        text_config={**SMALL, "model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2},
-        audio_token_id=IMAGE,
-    )
+    hears = {**TOWER, "model_type": "glmasr_encoder", "num_attention_heads": 4, "num_mel_bins": 16, "head_dim": 8}
+    text = {**SMALL, "model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2}
+    config = hf.GlmAsrConfig(audio_config=hears, text_config=text, audio_token_id=IMAGE)
 
     model = random(hf.GlmAsrForConditionalGeneration, config)
 
@@ -322,25 +314,14 @@ def glmasr():
 
 
 def fun_asr_nano():
+    hears = {**TOWER, "num_hidden_layers": 3, "num_timestamp_prediction_layers": 1, "num_mel_bins": 8}
+    hears |= {"num_stacked_frames": 2, "fsmn_kernel_size": 5, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    adaptor = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 8, "num_hidden_layers": 1}
+    text = {**SMALL, "model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     config = hf.FunAsrNanoConfig(
-        audio_config={
-            **TOWER,
-            "num_hidden_layers": 3,
-            "num_timestamp_prediction_layers": 1,
-            "num_mel_bins": 8,
-            "num_stacked_frames": 2,
-            "fsmn_kernel_size": 5,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-        adaptor_config={
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "projector_hidden_size": 48,
-        },
-        text_config={**SMALL, "model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8},
+        audio_config=hears,
+        adaptor_config={**adaptor, "projector_hidden_size": 48},
+        text_config=text,
         audio_token_id=IMAGE,
     )
 
@@ -354,25 +335,13 @@ def fun_asr_nano():
 
 
 def minimax_m3_vl():
+    text = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4}
+    text |= {"num_experts_per_tok": 2, "num_local_experts": 4, "dense_intermediate_size": 64}
+    text |= {"shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4}
+    text |= {"index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
     config = hf.MiniMaxM3VLConfig(
         vision_config={**TOWER, "image_size": 32, "patch_size": 4},
-        text_config={
-            **SMALL,
-            "intermediate_size": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "rotary_dim": 4,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 4,
-            "dense_intermediate_size": 64,
-            "shared_intermediate_size": 32,
-            "index_n_heads": 2,
-            "index_head_dim": 8,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
-            "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "sparse"],
-        },
+        text_config={**text, "mlp_layer_types": ["dense", "sparse"]},
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         projector_hidden_size=32,
@@ -389,25 +358,14 @@ def minimax_m3_vl():
 
 
 def mistral_large4():
+    text = {**SMALL, "intermediate_size": 64, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+    text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    text |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "index_topk": 8, "index_head_dim": 16}
+    # With few index heads, many keys have a score of 0, and which of them count is left to `topk`
+    text |= {"index_n_heads": 32, "max_position_embeddings": 256}
+    vision = {**TOWER, "model_type": "pixtral", "patch_size": 4, "image_size": 32, "hidden_act": "silu"}
     config = hf.MistralLarge4Config(
-        vision_config={**TOWER, "model_type": "pixtral", "patch_size": 4, "image_size": 32, "hidden_act": "silu"},
-        text_config=MistralLarge4TextConfig(
-            **SMALL,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            index_topk=8,
-            index_head_dim=16,
-            index_n_heads=32,  # with few, many keys have a score of 0, and which of them count is left to `topk`
-            max_position_embeddings=256,
-        ),
-        image_token_index=IMAGE,
+        vision_config=vision, text_config=MistralLarge4TextConfig(**text), image_token_index=IMAGE
     )
 
     model = random(hf.MistralLarge4ForConditionalGeneration, config)
@@ -420,32 +378,14 @@ def mistral_large4():
 
 
 def molmo2(kind="image"):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    vision = {**TOWER, **heads, "image_size": [8, 8], "patch_size": 2, "num_position_embeddings": 16}
+    adapter = {**heads, "vision_feature_layer": [-1, 0], "hidden_size": 32, "intermediate_size": 64}
+    text = {**SMALL, "additional_vocab_size": 16, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     config = hf.Molmo2Config(
-        vision_config={
-            **TOWER,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "image_size": [8, 8],
-            "patch_size": 2,
-            "num_position_embeddings": 16,
-        },
-        adapter_config={
-            "vision_feature_layer": [-1, 0],
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "intermediate_size": 64,
-            "text_hidden_size": 32,
-        },
-        text_config={
-            **SMALL,
-            "additional_vocab_size": 16,
-            "intermediate_size": 64,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-        },
+        vision_config=vision,
+        adapter_config={**adapter, "text_hidden_size": 32},
+        text_config=text,
         image_patch_id=IMAGE,
         **{f"{name}_token_id": 11 + i for i, name in enumerate(("image_start", "image_end", "low_res_image_start"))},
     )
