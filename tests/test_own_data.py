@@ -57,9 +57,7 @@ SCRIPTS = [grpo, rloo, ppo, sft, evaluate, filter]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
 def test_relative_paths_start_from_the_folder(script, folder):
     write(audio="{i}.wav", **({"completion": "A bird."} if script is sft else {}))
-    more = (
-        ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] if script is filter else []
-    )
+    more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
     with pytest.raises(MediaError, match=rf"column 'audio': no such file: '{folder}/\d.wav' \(relative paths start"):
         command(script, *more)
     command(script, "--media_dir", "clips", *more)
@@ -79,9 +77,8 @@ def test_check_starts_relative_paths_from_the_folder(folder, capsys):
     words += ["--model_name_or_path", str(saved("qwen2_audio"))]
     with pytest.raises(SystemExit):
         main(words)
-    assert (
-        f"no such file: '{folder}/0.wav' (relative paths start from the working directory" in capsys.readouterr().out
-    )
+    message = f"no such file: '{folder}/0.wav' (relative paths start from the working directory"
+    assert message in capsys.readouterr().out
     main([*words, "--media_dir", "clips"])
     assert "All 4 rows would train." in capsys.readouterr().out
 
