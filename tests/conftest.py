@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what ru
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
+from helpers.files import decoder  # noqa: E402, F401
 from helpers.reward_server import serve  # noqa: E402, F401
 
 

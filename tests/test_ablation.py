@@ -11,6 +11,7 @@ import torch
 from datasets import Audio, Dataset, load_dataset
 from helpers.chats import RATE
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
+from helpers.marks import slow_but
 from helpers.trainer_utils import Recording, load, make_trainer
 from PIL import Image
 
@@ -60,14 +61,11 @@ def listener(tmp_path_factory):
     for _ in range(60):
         cases = [(QUESTION, tone(answer, generator), answer) for answer in PITCHES]
         cases += [(told(answer), tone(heard, generator), answer) for answer in (LOW, HIGH) for heard in PITCHES]
+        blocks = [[{"type": "audio"}, {"type": "text", "text": question}] for question, _, _ in cases]
         texts = [
-            processor.apply_chat_template(
-                [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": question}]}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
+            processor.apply_chat_template(user(each), tokenize=False, add_generation_prompt=True)
             + f"{answer}<|im_end|>"
-            for question, _, answer in cases
+            for each, (_, _, answer) in zip(blocks, cases, strict=True)
         ]
         sounds = [sound for _, sound, _ in cases]
         batch = processor(text=texts, audio=sounds, return_tensors="pt", padding=True, sampling_rate=RATE)
@@ -133,9 +131,8 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
     assert silent == [[NOTHING] if i % 2 else [row["solution"]] for i, row in enumerate(tones)][:8] + [None]
     # In the place of a tone another row's, which is high where this one is low
     pair = [tones[1], tones[3], tones[8]]
-    config = EvaluationConfig(
-        ablate="audio", ablate_with="shuffled", num_samples=2, temperature=0.1, max_completion_length=2
-    )
+    sampling = {"num_samples": 2, "temperature": 0.1, "max_completion_length": 2}
+    config = EvaluationConfig(ablate="audio", ablate_with="shuffled", **sampling)
     result = evaluate(model, processor, pair, accuracy_reward, config)
     assert [row["completions_without"] for row in result.rows] == [[HIGH] * 2, [LOW] * 2, None]
     assert (result.metrics["audio_contribution"], result.metrics["audio_rows"]) == (1, 2)
@@ -223,14 +220,10 @@ def blanked(chat, kind):
     return [{**chat[0], "content": blocks}]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.slow)
-        for name in ALL_FAMILIES
-        if ALL_FAMILIES[name].modalities
-    ],
-)
+FAMILIES = [name for name, family in ALL_FAMILIES.items() if family.modalities]
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *ONE_OF_EACH_KIND))
 def test_nothing_changes_but_the_features(family):
     """Tokens and shapes stay, and features are finite, of whatever family."""
     model, processor = ALL_FAMILIES[family].build()
@@ -292,27 +285,15 @@ def by_hand(model, processor, row, ids, silent):
 
 @pytest.mark.parametrize(
     "trainer_class",
-    [
-        MultimodalGRPOTrainer,
-        pytest.param(MultimodalRLOOTrainer, marks=pytest.mark.slow),
-        pytest.param(MultimodalPPOTrainer, marks=pytest.mark.slow),
-    ],
+    slow_but([MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer], MultimodalGRPOTrainer),
 )
 def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, trainer_class):
     model, processor = loaded(listener)
     options = {"media_contribution_steps": 1, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
-    rows = tones.select([0, 1])
-    trainer = make_trainer(
-        type("Recorded", (Recording, trainer_class), {}),
-        "qwen2_audio",
-        rows,
-        tmp_path,
-        objects={"model": model, "processing_class": processor},
-        beta=0.0,
-        max_completion_length=4,
-        temperature=1.0,
-        **options,
-    )
+    options |= {"beta": 0.0, "max_completion_length": 4, "temperature": 1.0}
+    rows, objects = tones.select([0, 1]), {"model": model, "processing_class": processor}
+    recorded = type("Recorded", (Recording, trainer_class), {})
+    trainer = make_trainer(recorded, "qwen2_audio", rows, tmp_path, objects=objects, **options)
     trainer.train()
     (value,) = [logs["media/contribution"] for logs in trainer.state.log_history if "media/contribution" in logs]
     moved, rollout = [], trainer.draws[0].batch
@@ -330,17 +311,10 @@ def test_who_does_not_listen_gains_nothing(tones, tmp_path):
     for parameter in model.model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(parameter)
     objects = {"model": model, "processing_class": processor}
+    options = {"objects": objects, "max_steps": 4, "learning_rate": 0.0, "self_check": False}
     for rows, every, found in ((tones, 2, [0.0, 0.0]), (tones, 0, []), (tones.remove_columns("audio"), 1, [])):
         trainer = make_trainer(
-            MultimodalGRPOTrainer,
-            "qwen2_audio",
-            rows,
-            tmp_path,
-            objects=objects,
-            max_steps=4,
-            learning_rate=0.0,
-            self_check=False,
-            media_contribution_steps=every,
+            MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, media_contribution_steps=every, **options
         )
         trainer.train()
         names = {name for logs in trainer.state.log_history for name in logs if name.startswith("media/contribution")}
@@ -359,14 +333,8 @@ def test_when_a_batch_is_due():
 def test_evaluation_of_a_trainer_without_a_medium(listener, tones, tmp_path):
     model, processor = loaded(listener)
     config = EvaluationConfig(ablate="audio", max_completion_length=2)
-    trainer = make_trainer(
-        MultimodalGRPOTrainer,
-        "qwen2_audio",
-        tones,
-        tmp_path,
-        objects={"model": model, "processing_class": processor},
-        max_steps=1,
-    )
+    objects = {"model": model, "processing_class": processor}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", tones, tmp_path, objects=objects, max_steps=1)
     own = evaluate_trainer(trainer, tones, accuracy_reward, config).metrics
     plain = evaluate(model, processor, tones, accuracy_reward, config).metrics
     assert own == plain and own["audio_contribution"] == 0.5

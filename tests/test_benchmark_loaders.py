@@ -1,19 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Benchmarks as they are published, down to training and evaluation; rewards of multiple choice."""
 
-import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 from datasets import Audio, Dataset, Features, Image, List, Value
-from helpers.chats import RATE
 from helpers.chats import audio as chirp
 from helpers.chats import image as picture
+from helpers.files import sound_file
 from helpers.trainer_utils import load, run, saved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -22,9 +18,10 @@ from trl_multimodal_rft.data.choices import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward, choice_reward, format_reward
 from trl_multimodal_rft.rewards.choices import named_choice
+from trl_multimodal_rft.scripts import evaluate as evaluate_script
+from trl_multimodal_rft.scripts.arguments import parse
 
 
-ROOT = Path(__file__).parent.parent
 TASKS = ["sound", "music", "speech"]
 
 
@@ -59,18 +56,12 @@ def test_named_choice(answer, index):
     assert named_choice(answer, ["Man", "Woman", "man, dog"]) == index
 
 
-def test_text_goes_before_letters():
-    assert named_choice("B", ["B", "A"]) == 0
+def test_letters_of_choices():
+    assert named_choice("B", ["B", "A"]) == 0  # text goes before letters
     assert named_choice("C.", ["c", "d", "e"]) == 0
-
-
-@pytest.mark.parametrize("answer", ["A." * 995, "A. " * 3000, "(A)\n" * 3000 + "Man"])
-def test_letters_without_end(answer):
-    assert named_choice(answer, ["Man", "Woman"]) == 0
-    assert choice_reward([answer], solution=["Man"], choices=[["Man", "Woman"]]) == [1.0]
-
-
-def test_without_letters():
+    for answer in ("A." * 995, "A. " * 3000, "(A)\n" * 3000 + "Man"):
+        assert named_choice(answer, ["Man", "Woman"]) == 0
+        assert choice_reward([answer], solution=["Man"], choices=[["Man", "Woman"]]) == [1.0]
     assert without_letters(["(A) Man", "(B) A dog"]) == ["Man", "A dog"]
     assert without_letters(["A. Man", "B. Woman", "C) Child"]) == ["Man", "Woman", "Child"]
     assert without_letters(["B. Man", "A. Woman"]) == ["B. Man", "A. Woman"]  # initials, for all we know
@@ -102,7 +93,7 @@ def test_choice_reward():
 
 def write_wav(path: Path, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    soundfile.write(path, chirp(0.3 + 0.1 * seed, seed)["audio"], RATE)
+    path.write_bytes(sound_file(chirp(0.3 + 0.1 * seed, seed)["audio"]))
 
 
 def mmau_entries(n: int) -> list[dict]:
@@ -141,13 +132,9 @@ def test_mmau(mmau):
         *("prompt", "audio", "solution", "choices", "id", "task", "category", "sub_category", "difficulty", "dataset")
     ]
     row = dataset[1]
-    assert row["prompt"] == [
-        {
-            "role": "user",
-            "content": "Who speaks in recording 1? Please choose the answer from the following options: ['Man', "
-            "'Woman', 'Child', 'Robot']. Output the final answer in <answer> </answer>.",
-        }
-    ]
+    options = "Please choose the answer from the following options: ['Man', 'Woman', 'Child', 'Robot']."
+    asked = f"Who speaks in recording 1? {options} Output the final answer in <answer> </answer>."
+    assert row["prompt"] == [{"role": "user", "content": asked}]
     assert row["audio"]["path"] == str(mmau / "test-mini-audios" / "id-1.wav")
     assert (row["solution"], row["choices"][3], row["task"]) == ("Woman", "Robot", "music")
     assert row["sub_category"] == "Acoustic Source Inference"
@@ -180,31 +167,20 @@ def test_mmau_from_the_hub_has_letters(tmp_path):
     """The layout of `gamma-lab-umd/MMAU-test-mini`, from a folder."""
     rows = []
     for i, entry in enumerate(mmau_entries(3)):
-        buffer = io.BytesIO()
-        soundfile.write(buffer, chirp(0.3, i)["audio"], RATE, format="WAV")
         lettered = [f"({letter}) {choice}" for letter, choice in zip("ABCD", entry["choices"], strict=True)]
         names = ("id", "dataset", "task", "split", "category", "sub-category", "difficulty")
-        rows.append(
-            {
-                "context": {"bytes": buffer.getvalue(), "path": None},
-                "instruction": entry["question"],
-                "choices": lettered,
-                "answer": lettered[i],
-                "other_attributes": json.dumps({name: entry[name] for name in names}),
-            }
-        )
+        row = {"context": {"bytes": sound_file(chirp(0.3, i)["audio"]), "path": None}}
+        row |= {"instruction": entry["question"], "choices": lettered, "answer": lettered[i]}
+        rows.append({**row, "other_attributes": json.dumps({name: entry[name] for name in names})})
     features = {"context": Audio(decode=False), "instruction": Value("string"), "choices": List(Value("string"))}
     features |= {"answer": Value("string"), "other_attributes": Value("string")}
     (tmp_path / "hub").mkdir()
     Dataset.from_list(rows, Features(features)).to_parquet(tmp_path / "hub" / "test_mini.parquet")
     for path in (tmp_path / "hub", tmp_path / "hub" / "test_mini.parquet"):
         dataset = load_mmau(path)
-        assert dataset[2]["solution"] == "Child" and dataset[2]["choices"] == ["Man", "Woman", "Child", "Robot"]
-        assert (dataset[2]["id"], dataset[2]["task"], dataset[2]["sub_category"]) == (
-            "id-2",
-            "speech",
-            "Acoustic Source Inference",
-        )
+        row = dataset[2]
+        assert row["solution"] == "Child" and row["choices"] == ["Man", "Woman", "Child", "Robot"]
+        assert (row["id"], row["task"], row["sub_category"]) == ("id-2", "speech", "Acoustic Source Inference")
         assert "(A)" not in dataset[0]["prompt"][0]["content"]
         assert dataset[1]["audio"]["bytes"] == rows[1]["context"]["bytes"]
     result = evaluate(*load("qwen2_audio"), dataset, choice_reward, EvaluationConfig(max_completion_length=4))
@@ -224,7 +200,7 @@ def test_answers_that_are_withheld(mmau):
         load_mmau(mmau)
 
 
-def test_recordings_that_are_not_there(mmau, tmp_path, caplog):
+def test_recordings_that_are_not_there_and_rows_of_another_layout(mmau, tmp_path, caplog):
     (mmau / "test-mini-audios" / "id-3.wav").unlink()
     with pytest.raises(FileNotFoundError, match=r"row 3: there is no audio file .*id-3.wav; .*`skip_missing=True`"):
         load_mmau(mmau)
@@ -237,16 +213,13 @@ def test_recordings_that_are_not_there(mmau, tmp_path, caplog):
     assert dataset[3]["audio"]["path"] == str(tmp_path / "elsewhere" / "id-3.wav")
     with pytest.raises(FileNotFoundError, match="None of the 5 audio files"):
         load_mmau(mmau, audio_dir=tmp_path / "nowhere", skip_missing=True)
-
-
-def test_rows_of_another_layout(mmau):
-    entries = mmau_entries(2)
-    (mmau / "wrong.json").write_text(json.dumps([{**entries[0], "answer": "Robots"}]))
-    with pytest.raises(ValueError, match="row 0: the answer 'Robots' is none of the choices"):
-        load_mmau(mmau / "wrong.json")
-    (mmau / "wrong.json").write_text(json.dumps([{**entries[0], "question": None}]))
-    with pytest.raises(ValueError, match="row 0 has no 'question' or 'instruction'"):
-        load_mmau(mmau / "wrong.json")
+    for changed, message in (
+        ({"answer": "Robots"}, "row 0: the answer 'Robots' is none of the choices"),
+        ({"question": None}, "row 0 has no 'question' or 'instruction'"),
+    ):
+        (mmau / "wrong.json").write_text(json.dumps([{**mmau_entries(1)[0], **changed}]))
+        with pytest.raises(ValueError, match=message):
+            load_mmau(mmau / "wrong.json")
 
 
 # AVQA
@@ -284,18 +257,16 @@ def test_avqa(avqa):
         *("video_name", "question_relation", "question_type", "dataset_name"),
     ]
     row = dataset[1]
-    assert row["prompt"][0]["content"].startswith(
-        "What happened in the audio? 1 Please choose the answer from the following"
-    )
+    asked = "What happened in the audio? 1 Please choose the answer from the following"
+    assert row["prompt"][0]["content"].startswith(asked)
     assert row["audio"]["path"] == str(avqa.parent / "wavs" / "-HG3Omg_89c_31.wav")
     assert (row["solution"], row["id"], row["question_type"]) == ("Yacht consignment", 184, "Happening")
     asked = load_avqa(avqa.parent, template="{choices}: {question}")
     assert asked[0]["prompt"][0]["content"].startswith("['motorboat'")
     # A dataset with the same columns
     (avqa.parent / "parquet").mkdir()
-    Dataset.from_json(str(avqa), cache_dir=str(avqa.parent / "cache")).to_parquet(
-        avqa.parent / "parquet" / "train.parquet"
-    )
+    rows = Dataset.from_json(str(avqa), cache_dir=str(avqa.parent / "cache"))
+    rows.to_parquet(avqa.parent / "parquet" / "train.parquet")
     again = load_avqa(avqa.parent / "parquet", audio_dir=avqa.parent / "wavs")
     assert again.to_list() == dataset.to_list()
     line = json.loads(avqa.read_text().splitlines()[0])
@@ -390,31 +361,20 @@ def test_images_without_their_marks(geo3k):
 # The script
 
 
-@pytest.mark.slow
-def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path):
-    for benchmark, path, family, name in (
-        ("mmau", mmau, "qwen2_audio", "choice_reward"),
-        ("geo3k", geo3k, "qwen2_5_vl", "accuracy_reward"),
+def test_the_script_reads_benchmarks(mmau, geo3k, tmp_path, capsys):
+    for benchmark, path, family, name, n in (
+        ("mmau", mmau, "qwen2_audio", "choice_reward", 5),
+        ("geo3k", geo3k, "qwen2_5_vl", "accuracy_reward", 4),
     ):
-        command = [
-            *(
-                sys.executable,
-                "examples/evaluate.py",
-                "--model_name_or_path",
-                str(saved(family)),
-                "--dtype",
-                "float32",
-            ),
-            *("--benchmark", benchmark, "--dataset_name", str(path), "--max_completion_length", "4"),
-            *("--output_dir", str(tmp_path / benchmark)),
+        options = [
+            *("--model_name_or_path", str(saved(family)), "--dtype", "float32", "--max_completion_length", "4"),
+            *("--benchmark", benchmark, "--dataset_name", str(path), "--output_dir", str(tmp_path / benchmark)),
             *(("--group_by", "task") if benchmark == "mmau" else ()),
         ]
-        outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert outcome.returncode == 0, outcome.stderr[-4000:]
+        evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
+        printed = capsys.readouterr().out
         content = json.loads((tmp_path / benchmark / "metrics.json").read_text())
         assert content["settings"]["reward_funcs"] == [name, "format_reward"]
-        assert content["settings"]["benchmark"] == benchmark and content["metrics"]["rows"] == (
-            5 if path == mmau else 4
-        )
-        assert f"accuracy {content['metrics']['accuracy']:.1%} (95 %: ".replace("%", " %", 1) in outcome.stdout
-    assert "accuracy/sound " in outcome.stdout or benchmark == "geo3k"
+        assert content["settings"]["benchmark"] == benchmark and content["metrics"]["rows"] == n
+        assert f"accuracy {content['metrics']['accuracy']:.1%} (95 %: ".replace("%", " %", 1) in printed
+        assert "accuracy/sound " in printed or benchmark == "geo3k"

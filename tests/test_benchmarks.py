@@ -213,11 +213,8 @@ def another_reward(value):
 @pytest.mark.parametrize("fault", [lost_media, another_reward])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_disagreement_is_an_error(replay_buffer, name, fault, monkeypatch, capsys):
-    function = {
-        "split": "split_experience_batch",
-        "remove_padding": "remove_padding_in_sequences",
-        "append": "append_all",
-    }.get(name, "make_experience_batch")
+    functions = {"split": "split_experience_batch", "remove_padding": "remove_padding_in_sequences"}
+    function = {**functions, "append": "append_all"}.get(name, "make_experience_batch")
     right = getattr(replay_buffer, function)
 
     def wrong(*args, **kwargs):

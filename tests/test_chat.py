@@ -29,7 +29,9 @@ from trl_multimodal_rft.reporting.curves import FILE_NAME
 from trl_multimodal_rft.scripts.options import Parser
 
 
-gradio = pytest.importorskip("gradio", exc_type=ImportError)
+pytest.importorskip("gradio", exc_type=ImportError)
+gradio_client = pytest.importorskip("gradio_client")
+Client, handle_file, AppError = gradio_client.Client, gradio_client.handle_file, gradio_client.exceptions.AppError
 
 # Of gradio, about its use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -41,8 +43,6 @@ QUESTION = "What do you hear in the audio?"
 @pytest.fixture
 def served():
     """Serves a page; gives a client of it."""
-    from gradio_client import Client
-
     pages = []
 
     def serve(*argv):
@@ -72,9 +72,6 @@ def greedy(model, processor, messages, length=6):
 
 
 def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
-    from gradio_client import handle_file
-    from gradio_client.exceptions import AppError
-
     model, processor = load("qwen2_audio")
     sounds = [np.float32(audio(seconds, seed=seed)["audio"]) for seconds, seed in ((0.5, 1), (0.8, 2))]
     prompts = [chat({"type": "audio", "audio": sound}, text(QUESTION)) for sound in sounds]
@@ -113,8 +110,6 @@ def test_model_beside_another(served):
 
 def test_conversation(served, tmp_path):
     """Each model hears what was asked before, with its sounds, and reads its own answers."""
-    from gradio_client import Client, handle_file
-
     model, processor = load("qwen2_audio")
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
@@ -143,9 +138,8 @@ def test_conversation(served, tmp_path):
     assert client.predict(QUESTION, handle_file(tmp_path / "0.wav"), api_name="/ask") == expected(asked)
     # A place in the text, and a length of its own
     asked.append(([text("Is it "), heard(1), text(" ?")], 4))
-    second = client.predict(
-        "Is it <audio> ?", handle_file(tmp_path / "1.wav"), max_completion_length=4, api_name="/ask"
-    )
+    given = handle_file(tmp_path / "1.wav")
+    second = client.predict("Is it <audio> ?", given, max_completion_length=4, api_name="/ask")
     assert second == expected(asked)
     asked.append(([text("Is there a bird?")], 6))
     third = client.predict("Is there a bird?", api_name="/ask")
@@ -160,8 +154,6 @@ def test_conversation(served, tmp_path):
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):
     """What a trained model's card asks, about the picture in its folder; of a folder that no page may read else."""
-    from gradio_client import handle_file
-
     prompt = [{"role": "system", "content": "Is it a bird?"}, {"role": "user", "content": "What is in the image?"}]
     rows, folder = image_rows(8).map(lambda row: {"prompt": prompt}), tmp_path / "seen"
     callbacks = {"callbacks": [TrainingCurvesCallback()]}
@@ -237,8 +229,6 @@ def test_other_sites_are_refused(port):
 
 
 def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
-    from gradio_client import Client, handle_file
-
     upload = {"method": "POST", "path": "/gradio_api/upload", "Host": f"127.0.0.1:{port}"}
     form = {"Content_Type": "multipart/form-data; boundary=x"}
     assert asked(port, **upload, **form, Content_Length=str(2**28 + 1)) == 413
@@ -256,8 +246,6 @@ def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
 
 def test_uploads_start_no_program(port, tmp_path, monkeypatch):
     """An EPS that is named like an image, with a program on the path by which Pillow would draw it."""
-    from gradio_client import Client, handle_file
-
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -274,9 +262,6 @@ def test_uploads_start_no_program(port, tmp_path, monkeypatch):
 
 
 def test_errors_show_neither_paths_nor_tokens(port):
-    from gradio_client import Client
-    from gradio_client.exceptions import AppError
-
     client = Client(f"http://127.0.0.1:{port}", verbose=False)
     with pytest.raises(AppError, match=r"read 'a.wav', b.png at https://\*{3}@h/c\?\*{3} as hf_\*{3}$") as error:
         client.predict("ValueError", None, api_name="/ask")

@@ -40,10 +40,14 @@ from trl_multimodal_rft.spelling import REMOVED, did_you_mean
 ROOT = Path(__file__).parents[1]
 
 
-def test_entry_point():
+def test_entry_point_and_tables_are_those_of_the_package():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["trl-multimodal-rft"].split(":")
     assert getattr(import_module(module), name) is main
+    assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
+    assert table()["options"] == json.loads(FILE.read_text())["options"]
+    assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
+    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.DIVIDES), tuple(estimate.OPTIMIZERS))
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")
@@ -128,19 +132,11 @@ MISTAKES = [
     (["grpo", "--config", "number.yaml"], 1, "number.yaml:2: `learning_rate`: 'fast' is not a number, such as 1e-5."),
     (["grpo", "--config", "steps.yaml"], 1, "steps.yaml:1: `max_steps`: '[3]' is not an integer, such as 8."),
     (["grpo", "--config", "key.yaml"], 1, "key.yaml:3: there is no option `num_generation`. Did you mean"),
-    (
-        ["sft", "--config", "removed.yaml"],
-        1,
-        "removed.yaml:1: there is no option `evaluation_strategy`. It was removed",
-    ),
+    (["sft", "--config", "removed.yaml"], 1, "removed.yaml:1: there is no option `evaluation_strategy`. It was rem"),
     (["grpo", "--config=twice.yaml"], 1, "twice.yaml:2: `max_steps` is set twice"),
     (["grpo", "--config", "tabs.yaml"], 1, "tabs.yaml:2: it isn't YAML"),
     (["grpo", "--config", "list.yaml"], 1, "list.yaml: it has no keys"),
-    (
-        ["grpo", "--config", "choice.yaml"],
-        1,
-        "choice.yaml:2: `eval_strategy`: 'stepz' is not one of no, steps, epoch.",
-    ),
+    (["grpo", "--config", "choice.yaml"], 1, "choice.yaml:2: `eval_strategy`: 'stepz' is not one of no, steps, ep"),
     (["grpo", "--config", "launch.yaml"], 1, "launch.yaml:1: `num_processes`: 'two' is not an integer"),
     (["check", "--config", "check.yaml"], 1, "check.yaml:1: `max_prompt_length`: 'long' is not an integer"),
     (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
@@ -158,9 +154,8 @@ MISTAKES = [
 def test_mistakes_are_one_line_before_anything_heavy_is_imported(tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
-    for (words, status, message), (code, out, err, heavy) in zip(
-        MISTAKES, runs([words for words, _, _ in MISTAKES], tmp_path), strict=True
-    ):
+    found = runs([words for words, _, _ in MISTAKES], tmp_path)
+    for (words, status, message), (code, out, err, heavy) in zip(MISTAKES, found, strict=True):
         assert (code, out, heavy) == (status, "", []) and message in err, (words, err)
         assert err.count("\n") == 1 and err.startswith("trl-multimodal-rft") and ": error: " in err
 
@@ -174,22 +169,12 @@ def test_rewards_are_found_without_imports(tmp_path, monkeypatch):
     check_rewards(["trl.rewards.think_format_reward", "os.path.join"])
 
 
-def test_table_of_options_is_that_of_the_configs():
-    assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
-    assert table()["options"] == json.loads(FILE.read_text())["options"]
-
-
 def test_another_release_of_trl_has_its_own_options(monkeypatch):
     monkeypatch.setattr(options, "version", lambda name: "0")
     table.cache_clear()
     collected = table()
     table.cache_clear()
     assert collected["versions"] != {} and collected == json.loads(FILE.read_text())
-
-
-def test_choices_of_light_parsers_are_those_of_the_commands():
-    assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
-    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.DIVIDES), tuple(estimate.OPTIMIZERS))
 
 
 def test_removed_names_have_replacements_that_exist():
@@ -274,9 +259,6 @@ def test_families(capsys):
     assert rows["qwen2_5_omni"].endswith("Qwen2_5OmniThinkerForConditionalGeneration")
     assert "image" in rows["vipllava"]  # of which nothing particular is known
     assert "t5" not in rows and len(rows) > 80
-
-
-def test_known_families(capsys):
     main(["families", "--only_known"])
     output = capsys.readouterr().out
     assert "granite_speech" in output and "vipllava" not in output
@@ -315,14 +297,11 @@ def test_measurements_see_what_is_wrong():
     assert found.mode == "wrong: packed" and found.logps > 1e-3 and "nothing is exact" in found.note
 
 
-def test_minimax_is_measured_with_layers_of_the_kinds_that_are_released():
+def test_page_of_models():
     obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
     row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
     assert row["scored"] == "padded, isolated" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
-
-
-def test_page_of_models():
-    """It has every family, and what it says of those with real processors is what is done."""
+    # It has every family, and what it says of those with real processors is what is done
     text = (ROOT / "docs" / "models.md").read_text()
     rows = measured(text)
     if f"transformers {transformers.__version__}" in text:

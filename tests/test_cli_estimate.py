@@ -11,11 +11,11 @@ import torch
 import yaml
 from helpers.families import FAMILIES
 from helpers.marks import slow_but
-from helpers.trainer_utils import image_rows, load
+from helpers.trainer_utils import image_rows, load, make_trainer
 from transformers import TrainerCallback
 from trl.trainer import utils as trl_utils
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import arguments, estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
@@ -66,11 +66,9 @@ def test_published_sizes(size):
 )
 def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     """The same micro-batch with numbers, on the CPU."""
-    args = parse(
-        "--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing, *TINY
-    )
+    words = ["--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing]
+    args = parse(*words, *TINY)
     said = estimate.measure(args)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "FakeFloats", nullcontext)
         measured = estimate.measure(args)
@@ -90,25 +88,9 @@ def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             seen["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
-    config = MultimodalGRPOConfig(
-        output_dir=tmp_path,
-        max_steps=1,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=8,
-        self_check=False,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-    )
-
-    def by_length(completion_ids, **kwargs):
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    trainer = MultimodalGRPOTrainer(
-        model, by_length, config, image_rows(4), processing_class=processor, callbacks=[Gradients()]
-    )
+    objects = {"model": model, "processing_class": processor, "callbacks": [Gradients()]}
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "adamw_torch", "objects": objects}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, **options)
     trainer.train()
     state = [value for state in trainer.optimizer.state.values() for value in state.values()]
     assert parts["weights"] == sum(p.nbytes for p in model.parameters())
@@ -142,13 +124,7 @@ def numbers(**changes):
 
 @pytest.mark.parametrize(
     ("strategy", "bytes_per_parameter"),
-    [
-        ("ddp", 16),
-        ("zero1", 2 + 2 + 12 / 8),
-        ("zero2", 2 + 2 / 8 + 12 / 8),
-        ("zero3", 16 / 8),
-        ("fsdp2", 16 / 8),
-    ],
+    [("ddp", 16), ("zero1", 2 + 2 + 12 / 8), ("zero2", 2 + 2 / 8 + 12 / 8), ("zero3", 16 / 8), ("fsdp2", 16 / 8)],
 )
 def test_strategies(strategy, bytes_per_parameter):
     parts = memory(parse("--model_name_or_path", "m", "--strategy", strategy, "--gpus", 8), numbers(peak=5))
@@ -156,16 +132,13 @@ def test_strategies(strategy, bytes_per_parameter):
     assert parts["update"] >= bytes_per_parameter * 8_000 + 5
 
 
-def test_reference_critic_and_adapters():
+def test_reference_critic_adapters_and_vllm():
     both = memory(parse("--model_name_or_path", "m", "--beta", 0.1, "--trainer", "ppo"), numbers(critic=7_000))
     assert both["reference"] == 4 * 8_000 and both["critic"] == 16 * 7_000
     adapted = parse("--model_name_or_path", "m", "--beta", 0.1, "--use_peft", "--load_in_4bit", "--dtype", "bfloat16")
     parts = memory(adapted, numbers(trained=100, frozen=8_000, in_4_bits=8_000))
     assert parts["reference"] == 0 and parts["gradients"] == 200
     assert parts["weights"] == pytest.approx(200 + 0.52 * 8_000, rel=0.01)
-
-
-def test_vllm():
     shared = memory(parse("--model_name_or_path", "m", "--use_vllm", "--gpu_memory", 10), numbers())
     assert shared["vLLM"] == 3 * 2**30 < shared["update"]
     asleep = memory(parse("--model_name_or_path", "m", "--use_vllm", "--vllm_enable_sleep_mode"), numbers())
@@ -175,10 +148,8 @@ def test_vllm():
 
 def test_supervised_rows(folder):
     """No row shares its prompt, and nothing is sampled."""
-    said = {
-        name: estimate.measure(parse("--model_name_or_path", folder, *TINY, "--trainer", name))
-        for name in ("grpo", "sft")
-    }
+    words = ["--model_name_or_path", folder, *TINY, "--trainer"]
+    said = {name: estimate.measure(parse(*words, name)) for name in ("grpo", "sft")}
     assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
     parts = memory(parse("--model_name_or_path", folder, *TINY, "--trainer", "sft"), said["sft"])
     assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
@@ -195,11 +166,8 @@ def test_options_of_a_run():
     first, second, third = map(vars, seen)
     assert first["model_name_or_path"] == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert (first["strategy"], first["gpus"]) == ("fsdp2", 8)
-    assert (first["per_device_train_batch_size"], first["steps_per_generation"], first["num_generations"]) == (
-        20,
-        16,
-        5,
-    )
+    sizes = first["per_device_train_batch_size"], first["steps_per_generation"], first["num_generations"]
+    assert sizes == (20, 16, 5)
     assert first["use_vllm"] and (first["completion_tokens"], first["beta"], first["dtype"]) == (2048, 0.01, "float32")
     assert (second["strategy"], second["gpus"], second["num_generations"]) == ("single", 2, 4)
     assert second["load_in_4bit"] and second["use_peft"] and second["steps_per_generation"] == 8
@@ -227,12 +195,6 @@ def test_says_whether_it_fits(folder, capsys, options):
     assert "Fits into 90% of 80 GiB." in output and "peak" in output and "What encoders" not in output
 
 
-def test_says_what_to_change(folder, capsys):
-    main(["estimate", "--model_name_or_path", str(folder), *TINY, "--gpu_memory", "0.001", "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert not result["fits"] and result["advice"]
-
-
 @pytest.mark.parametrize(
     "family", slow_but(["qwen2_audio", "qwen2_5_omni", "gemma3", "qwen3_5", "internvl", "glm4v"], "qwen2_audio")
 )
@@ -257,6 +219,9 @@ def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
 
 
 def test_errors(folder, capsys):
+    main(["estimate", "--model_name_or_path", str(folder), *TINY, "--gpu_memory", "0.001", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert not result["fits"] and result["advice"]
     for options, message in (
         (["--model_name_or_path", "no/such-model"], "'no/such-model' is no folder or file"),
         (["--model_name_or_path", str(folder), "--load_in_4bit"], "add `--use_peft`"),

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a run shows on the console, `run.yaml`, dry runs and interrupted runs."""
 
-import io
 import logging
 import re
 import shlex
@@ -10,10 +9,10 @@ import warnings
 from dataclasses import fields
 
 import pytest
-import soundfile
 import yaml
 from datasets import Dataset
 from helpers.chats import RATE, audio, image, video
+from helpers.files import sound_file
 from helpers.trainer_utils import AS_SHIPPED, audio_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -80,9 +79,8 @@ def test_what_a_run_shows(tmp_path, capsys):
     options |= {"per_device_eval_batch_size": 4, "gradient_checkpointing": True, **AS_SHIPPED}
     with warnings.catch_warnings():
         deprecations_are_errors()
-        trainer = make_trainer(
-            MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, objects={"eval_dataset": held_out}, **options
-        )
+        options["objects"] = {"eval_dataset": held_out}
+        trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, **options)
         trainer.add_callback(CompactLogCallback(trainer))
         assert not {PrinterCallback, ProgressCallback} & {type(each) for each in trainer.callback_handler.callbacks}
         trainer.train()
@@ -112,11 +110,7 @@ def test_parts_add_up():
     ("family", "row", "expected"),
     [
         ("qwen2_audio", audio(0.5), r"<audio: \d+ tokens, 0\.50 s>"),
-        (
-            "qwen2_5_vl",
-            {"images": [image(56, 84)["image"], image(112, 56)["image"]]},
-            "<image: 6 tokens, 56x84>.*x56>",
-        ),
+        ("qwen2_5_vl", {"images": [image(*size)["image"] for size in ((56, 84), (112, 56))]}, "<image: 6 .*x56>"),
         # Several runs of placeholders for a medium: tiles of an image, times between frames
         ("idefics3", {"images": [image(96, 64)["image"], image(64, 64)["image"]]}, r"<image: \d+ tokens, 96x64>"),
         ("qwen3_vl", video(4, 84, 56), r"<video: \d+ tokens, 4 frames, 84x56>"),
@@ -165,9 +159,8 @@ def given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = []
     for i in range(4):
-        file = io.BytesIO()
-        soundfile.write(file, audio(0.5, seed=i)["audio"], RATE, format="WAV")
-        rows.append({"prompt": "What do you hear?", "audio": {"bytes": file.getvalue(), "path": None}})
+        sound = {"bytes": sound_file(audio(0.5, seed=i)["audio"]), "path": None}
+        rows.append({"prompt": "What do you hear?", "audio": sound})
         rows[-1] |= {"solution": "a bird", "completion": "A bird."}
     Dataset.from_list(rows).to_parquet("data/train.parquet")
     arguments = {"model_name_or_path": str(saved("qwen2_audio")), "dataset_name": "data", "output_dir": "out"}
@@ -261,11 +254,8 @@ def test_run_file_starts_the_same_run(given):
 
 def test_other_display(given, capsys):
     """`--disable_compact_log` is as transformers does it."""
-    start(
-        grpo,
-        *words_of({**given, **REWARDED, "max_steps": 1, "reward_funcs": "accuracy_reward"}),
-        "--disable_compact_log",
-    )
+    options = {**given, **REWARDED, "max_steps": 1, "reward_funcs": "accuracy_reward"}
+    start(grpo, *words_of(options), "--disable_compact_log")
     shown = capsys.readouterr()
     assert "'rewards/accuracy_reward/mean'" in shown.out and "1/1 [" in shown.err
     assert "step 1/1" not in shown.out and "trains" not in shown.out

@@ -29,8 +29,12 @@ PICTURE = image(56, 56)["image"]
 SAMPLING = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
 
 
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
 def rows(*texts, media=True):
-    made = [{"prompt": [{"role": "user", "content": each}]} for each in texts]
+    made = [{"prompt": user(each)} for each in texts]
     return Dataset.from_list([{**row, "image": PICTURE} if media else row for row in made])
 
 
@@ -156,13 +160,9 @@ def test_supervised_rows(media):
         with pytest.raises(MediaError, match=f"row 0, column '{name}': the text holds the control token"):
             encode_sequence(row, processor, model, special_tokens_in_text="raise")
         with pytest.raises(MediaError, match="row 0, column '(prompt|completion)': the text holds the control token"):
-            encode_supervised(
-                [{**row, **({"messages": [clean[0], said]} if "messages" in row else {"prompt": clean[:1]})}],
-                processor,
-                model,
-                [processor.tokenizer.eos_token_id],
-                special_tokens_in_text="raise",
-            )
+            part = {**row, **({"messages": [clean[0], said]} if "messages" in row else {"prompt": clean[:1]})}
+            ends = [processor.tokenizer.eos_token_id]
+            encode_supervised([part], processor, model, ends, special_tokens_in_text="raise")
     if not media:
         plain = {"prompt": "<|im_start|>user\nWhat?<|im_end|>\n", "completion": "A cat.<|im_end|>"}
         ids = encode_sequence(plain, processor, model, special_tokens_in_text="raise").input_ids.tolist()
@@ -245,9 +245,8 @@ def test_results_of_tools_are_stripped_or_kept():
 
 
 def test_evaluation_has_the_option_of_its_trainer(tmp_path):
-    trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen2_5_vl", rows("What?"), tmp_path, reward=reward, special_tokens_in_text="raise"
-    )
+    options = {"reward": reward, "special_tokens_in_text": "raise"}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows("What?"), tmp_path, **options)
     config = EvaluationConfig(max_completion_length=2)
     with pytest.raises(MediaError, match="row 1, column 'prompt': the text holds the control token"):
         evaluate_trainer(trainer, rows("What?", HOSTILE), args=config)
@@ -274,15 +273,8 @@ def made(*examples):
     )
 
 
-def user(content):
-    return [{"role": "user", "content": content}]
-
-
 BAD = {
-    "texts": (
-        ["a", "b"],
-        r"column 'prompt\[0\]': a message must be a dictionary with 'role' .*, got a str",
-    ),
+    "texts": (["a", "b"], r"column 'prompt\[0\]': a message must be a dictionary with 'role' .*, got a str"),
     "surrogate": (user("Wh\ud800at?"), r"column 'prompt': the text has the lone surrogate '\\ud800' at character 2"),
     "role": ([*user("What?"), {"role": "critic", "content": "?"}], "column 'prompt': Invalid role in message: critic"),
     "order": (user("What?") * 2, r"the chat template of Qwen2_5_VLProcessor rejected the messages \(Take turns"),

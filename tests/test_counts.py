@@ -112,9 +112,8 @@ def test_nothing_is_decoded(feature):
 
 
 def test_rows_of_several_tables_and_of_selections():
-    parts = [
-        Dataset.from_list([{"prompt": user(*[image_block] * n)}], features=Features(messages(BLOCKS))) for n in (1, 4)
-    ]
+    features = Features(messages(BLOCKS))
+    parts = [Dataset.from_list([{"prompt": user(*[image_block] * n)}], features=features) for n in (1, 4)]
     both = concatenate_datasets([*parts, parts[0]])
     assert most_media(both)["image"] == most_media(both.shuffle(seed=0))["image"] == 4
     assert most_media(both.select([0]))["image"] >= 1  # at least what a row needs
@@ -126,6 +125,8 @@ def test_other_columns_and_those_that_are_ignored_do_not_count():
     assert most_media(dataset)["image"] == 2
     assert most_media(dataset, ignored=["images"]) == NONE
     assert most_media(dataset.with_format("numpy", columns=["prompt"])) == NONE
+    dataset = Dataset.from_list([{"prompt": "a", "image": np.zeros((4, 4, 3), np.uint8).tolist()}])
+    assert most_media(dataset) == {**NONE, "image": 1}
 
 
 def test_what_cannot_be_told():
@@ -138,8 +139,3 @@ def test_what_cannot_be_told():
     mixed = [{"prompt": user(image_block | {"image": "a.png"})}, {"prompt": [{"role": "user", "content": "b"}]}]
     assert most_media(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None
     assert most_media(Dataset.from_list([{"prompt": [[1, 2]]}])) is None
-
-
-def test_an_image_as_numbers():
-    dataset = Dataset.from_list([{"prompt": "a", "image": np.zeros((4, 4, 3), np.uint8).tolist()}])
-    assert most_media(dataset) == {**NONE, "image": 1}

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from helpers.trainer_utils import audio_rows, image_rows, make_trainer
+from helpers.trainer_utils import audio_rows, make_trainer
 from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
 from packaging.requirements import Requirement
@@ -57,6 +57,12 @@ def band(axes):
 
 def logged(history, name):
     return [(entry["step"], entry[name]) for entry in history if name in entry]
+
+
+def drawing(folder, trainer_class=MultimodalGRPOTrainer, **options):
+    """A trainer that draws its curves."""
+    options = {"reward": varied, "objects": {"callbacks": [TrainingCurvesCallback()]}, **options}
+    return make_trainer(trainer_class, "qwen2_audio", audio_rows(), folder, **options)
 
 
 @pytest.fixture
@@ -115,16 +121,13 @@ def test_panels_follow_the_metrics():
         figure_of([{"step": 1, "explained_variance": None}])
 
 
-def test_what_media_contribute():
+def test_several_curves_in_a_panel():
     accuracies = {"eval_accuracy": 0.8, "eval_accuracy_without_audio": 0.5, "eval_accuracy_with_audio": 0.9}
     contributions = {"media/contribution": 0.3, "media/contribution/image": 0.1, "media/contribution/audio": 0.5}
     axes = panels(figure_of([{"step": 1, **accuracies, **contributions}]))
     names = {title: [line.get_label() for line in each.lines] for title, each in axes.items()}
     assert names["Held-out accuracy"] == ["accuracy 80.0%", "accuracy without audio 50.0%"]
     assert names["Contribution of media"] == ["all 0.3", "image 0.1", "audio 0.5"]
-
-
-def test_several_curves_in_a_panel():
     history = [
         {"step": step, "reward": 1.0 * step, "rewards/a/mean": 0.5 * step, "rewards/b/mean": 0.25 * step}
         for step in (1, 2)
@@ -203,16 +206,7 @@ def test_smoothing():
 def test_grpo(tmp_path, drawn):
     """Evaluated, logged and drawn, also what another callback logs when the training has ended."""
     before = dict(matplotlib.rcParams)
-    trainer = make_trainer(
-        MultimodalGRPOTrainer,
-        "qwen2_audio",
-        audio_rows(),
-        tmp_path / "run",
-        reward=[brief, varied],
-        objects={"callbacks": [TrainingCurvesCallback()]},
-        beta=0.1,
-        max_steps=3,
-    )
+    trainer = drawing(tmp_path / "run", reward=[brief, varied], beta=0.1, max_steps=3)
     config = EvaluationConfig(max_completion_length=8)
     trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), brief, config, freq=2))
     trainer.train()
@@ -238,14 +232,7 @@ def test_grpo(tmp_path, drawn):
 
 
 def test_ppo(tmp_path):
-    trainer = make_trainer(
-        MultimodalPPOTrainer,
-        "qwen2_5_vl",
-        image_rows(),
-        tmp_path,
-        reward=varied,
-        objects={"callbacks": [TrainingCurvesCallback()]},
-    )
+    trainer = drawing(tmp_path, MultimodalPPOTrainer)
     trainer.train()
     axes = panels(figure_of(trainer.state.log_history))
     assert [*axes] == ["Reward", "Entropy", "Completion length", "Explained variance", "Value loss"]
@@ -257,22 +244,10 @@ def test_ppo(tmp_path):
 def test_resume(tmp_path, drawn):
     """The picture of a resumed run has the steps before."""
 
-    def trainer(steps):
-        return make_trainer(
-            MultimodalGRPOTrainer,
-            "qwen2_audio",
-            audio_rows(),
-            tmp_path,
-            reward=varied,
-            objects={"callbacks": [TrainingCurvesCallback()]},
-            save_strategy="steps",
-            save_steps=2,
-            max_steps=steps,
-        )
-
-    trainer(2).train()
+    options = {"save_strategy": "steps", "save_steps": 2}
+    drawing(tmp_path, max_steps=2, **options).train()
     drawn.clear()
-    trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    drawing(tmp_path, max_steps=4, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for history, _ in drawn:
         assert [step for step, _ in logged(history, "reward")][:3] == [1, 2, 3]
     assert [step for step, _ in logged(drawn[-1][0], "reward")] == [1, 2, 3, 4]
@@ -286,8 +261,7 @@ def test_only_the_main_process_draws(tmp_path, drawn):
 
     for cls, pictures in ((Other, 0), (MultimodalGRPOTrainer, 2)):
         folder = tmp_path / cls.__name__
-        objects = {"callbacks": [TrainingCurvesCallback()]}
-        make_trainer(cls, "qwen2_audio", audio_rows(), folder, reward=varied, objects=objects, max_steps=1).train()
+        drawing(folder, cls, max_steps=1).train()
         assert (folder / "training_curves.png").exists() == (pictures > 0) and len(drawn) == pictures
 
 
@@ -302,7 +276,7 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
         save(figure, path)
 
     monkeypatch.setattr(curves, "_save", slow)
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, reward=varied)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path)
     callback, state, control = TrainingCurvesCallback(), trainer.state, trainer.control
     callback.on_train_begin(trainer.args, state, control)
     callback.on_log(trainer.args, state, control)
@@ -347,10 +321,7 @@ def test_a_write_that_breaks_leaves_the_old_picture(tmp_path):
 
 def test_training_goes_on_without_a_picture(tmp_path, caplog):
     (tmp_path / "training_curves.png").mkdir()
-    objects = {"callbacks": [TrainingCurvesCallback()]}
-    trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, reward=varied, objects=objects, max_steps=1
-    )
+    trainer = drawing(tmp_path, max_steps=1)
     with caplog.at_level(logging.WARNING, logger=curves.__name__):
         trainer.train()
     assert trainer.state.global_step == 1

@@ -7,6 +7,7 @@ import soundfile
 import torch
 from helpers import clips
 from helpers.chats import RATE, audio, image, text, video, write_film
+from helpers.chats import chat as user
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, FAMILIES, encode, tokenizer
 from PIL import Image
@@ -22,13 +23,17 @@ from trl_multimodal_rft.encoding.prompts import (
 )
 
 
+def messages_of(row):
+    return rows_to_messages([row])[0]["prompt"]
+
+
 def encode_row(family, row, **kwargs):
     model, processor = FAMILIES[family].build()
-    return encode_prompt(rows_to_messages([row])[0]["prompt"], processor, model, **kwargs)
+    return encode_prompt(messages_of(row), processor, model, **kwargs)
 
 
-def user(*blocks):
-    return [{"role": "user", "content": list(blocks)}]
+def sound(seconds):
+    return {"array": audio(seconds)["audio"], "sampling_rate": RATE}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_equals_the_processor(name):
         for block in chat[0]["content"]:
             if block["type"] == "audio":
                 block["sampling_rate"] = RATE
-        prompt = encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
+        prompt = encode_prompt(messages_of({"prompt": chat}), processor, model)
         assert prompt.modalities == {b["type"] for b in chat[0]["content"]} - {"text"}
         assert_same_features(prompt, expected)
 
@@ -90,24 +95,13 @@ def test_positions_of_an_engine_go_on_behind_the_last_of_any_axis():
         assert torch.equal(engine_position_ids(untouched, is_media[-untouched.size(-1) :]), untouched)
 
 
-def test_long_audio_raises_or_is_cut():
-    row = {"prompt": "What do you hear?", "audio": {"array": audio(1.5)["audio"], "sampling_rate": RATE}}
+def test_long_audio_raises_or_is_cut_and_all_is_resampled(files):
+    row = {"prompt": "What do you hear?", "audio": sound(1.5)}
     with pytest.raises(MediaError, match=r"row 0, column 'audio'.*1\.5"):
         encode_row("qwen2_audio", row)
     whole = encode_row("qwen2_audio", {**row, "audio": {**row["audio"], "array": row["audio"]["array"][:RATE]}})
     cut = encode_row("qwen2_audio", row, audio_overlong="truncate")
     assert torch.equal(cut.media["input_features"], whole.media["input_features"])
-
-
-@pytest.mark.parametrize(("name", "limit"), [("qwen2_5_omni", 1), ("gemma3n", 30), ("gemma4", 30)])
-def test_no_processor_cuts_audio_silently(name, limit):
-    sounds = [{"array": audio(seconds)["audio"], "sampling_rate": RATE} for seconds in (limit, limit + 0.5)]
-    encode_row(name, {"prompt": "What do you hear?", "audio": sounds[0]})
-    with pytest.raises(MediaError, match="row 0, column 'audio'"):
-        encode_row(name, {"prompt": "What do you hear?", "audio": sounds[1]})
-
-
-def test_audio_is_resampled_to_the_processor(files):
     waveform, _ = soundfile.read(files / "sound.wav", dtype="float32")
     twice = np.interp(np.arange(0, len(waveform), 0.5), np.arange(len(waveform)), waveform).astype("float32")
     path = encode_row("qwen2_audio", {"prompt": "What?", "audio": str(files / "sound.wav")})
@@ -116,17 +110,21 @@ def test_audio_is_resampled_to_the_processor(files):
     assert (path.media["input_features"] - array.media["input_features"]).abs().mean() < 0.05
 
 
+@pytest.mark.parametrize(("name", "limit"), [("qwen2_5_omni", 1), ("gemma3n", 30), ("gemma4", 30)])
+def test_no_processor_cuts_audio_silently(name, limit):
+    sounds = sound(limit), sound(limit + 0.5)
+    encode_row(name, {"prompt": "What do you hear?", "audio": sounds[0]})
+    with pytest.raises(MediaError, match="row 0, column 'audio'"):
+        encode_row(name, {"prompt": "What do you hear?", "audio": sounds[1]})
+
+
 def test_qwen_options_reach_qwen_vl_utils(files):
     def grid(**options):
         row = {"prompt": user({"type": "image", "image": str(files / "picture.png"), **options}, text("What?"))}
         return encode_row("qwen2_5_vl", row).media["image_grid_thw"].tolist()
 
-    assert (
-        grid()
-        == encode_row("qwen2_5_vl", {"prompt": "?", "image": image(160, 100)["image"]})
-        .media["image_grid_thw"]
-        .tolist()
-    )
+    plain = encode_row("qwen2_5_vl", {"prompt": "?", "image": image(160, 100)["image"]})
+    assert grid() == plain.media["image_grid_thw"].tolist()
     assert grid(max_pixels=28 * 28 * 4) == [[1, 2, 4]]
     assert grid(resized_height=56, resized_width=84) == [[1, 4, 6]]
 
@@ -134,14 +132,8 @@ def test_qwen_options_reach_qwen_vl_utils(files):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_qwen_video_options(family, files):
     def media(**options):
-        block = {
-            "type": "video",
-            "video": str(files / "film.mp4"),
-            "resized_height": 64,
-            "resized_width": 96,
-            **options,
-        }
-        return encode_row(family, {"prompt": user(block, text("Describe"))}).media
+        sized = {"type": "video", "video": str(files / "film.mp4"), "resized_height": 64, "resized_width": 96}
+        return encode_row(family, {"prompt": user({**sized, **options}, text("Describe"))}).media
 
     assert media(nframes=4)["video_grid_thw"][0, 0] == 2
     assert media(fps=4.0)["video_grid_thw"][0, 0] == 4
@@ -183,8 +175,9 @@ def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
 
 def read_by(processor, path, **options):
     """What a processor makes of a video file that it reads itself."""
+    chats = [user({"type": "video", "path": str(path)}, text("Describe"))]
     return processor.apply_chat_template(
-        [user({"type": "video", "path": str(path)}, text("Describe"))],
+        chats,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
@@ -202,9 +195,7 @@ def test_video_files_are_those_of_the_processor(name, files):
     model, processor = ALL_FAMILIES[name].build()
     settings, path = processor.video_processor, files / "film.mp4"
     settings.do_resize = True  # that of the omni models of the matrix takes frames as they are
-    messages = rows_to_messages([{"prompt": user({"type": "video", "path": str(path)}, text("Describe"))}])[0][
-        "prompt"
-    ]
+    messages = messages_of({"prompt": user({"type": "video", "path": str(path)}, text("Describe"))})
     rate = {"fps": 2.0} if name.startswith("qwen") and settings.fps is None else {}
     assert_same_features(encode_prompt(messages, processor, model), read_by(processor, path, **rate))
     if settings.fps is None:
@@ -213,10 +204,8 @@ def test_video_files_are_those_of_the_processor(name, files):
             settings.num_frames = 3
     if settings.size is not None and settings.size.longest_edge is not None:  # of a frame or a whole video
         lowered = settings.size.longest_edge // 2
-        settings.size = {
-            "shortest_edge": min(settings.size.shortest_edge or lowered, lowered),
-            "longest_edge": lowered,
-        }
+        shortest = min(settings.size.shortest_edge or lowered, lowered)
+        settings.size = {"shortest_edge": shortest, "longest_edge": lowered}
     fewer = encode_prompt(messages, processor, model)
     assert_same_features(fewer, read_by(processor, path))
 
@@ -230,8 +219,8 @@ def test_limits_of_the_row_and_of_the_processor_hold_for_video_files(family, fil
     def pixels(**options):
         """Number of frames and their pixels."""
         block = {"type": "video", "path": str(files / "film.mp4"), **options}
-        row = rows_to_messages([{"prompt": user(block, text("Describe"))}])[0]
-        [(t, h, w)] = encode_prompt(row["prompt"], processor, model).media["video_grid_thw"].tolist()
+        messages = messages_of({"prompt": user(block, text("Describe"))})
+        [(t, h, w)] = encode_prompt(messages, processor, model).media["video_grid_thw"].tolist()
         return t * settings.temporal_patch_size, h * w * settings.patch_size**2
 
     unit = (settings.patch_size * settings.merge_size) ** 2
@@ -246,12 +235,16 @@ def test_limits_of_the_row_and_of_the_processor_hold_for_video_files(family, fil
     assert pixels(nframes=4, total_pixels=4 * unit, min_pixels=unit)[1] <= 2 * unit
 
 
-def test_media_need_a_placeholder():
+def test_templates_without_placeholders_or_that_reject_messages_are_named():
     model, processor = FAMILIES["qwen2_audio"].build()
     processor.chat_template = processor.chat_template.replace("audio", "sound")
-    row = rows_to_messages([{"prompt": "What?", "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE}}])[0]
     with pytest.raises(MediaError, match="row 0, column 'audio'.*template"):
-        encode_prompt(row["prompt"], processor, model)
+        encode_prompt(messages_of({"prompt": "What?", "audio": sound(0.5)}), processor, model)
+    model, processor = FAMILIES["gemma3"].build()
+    processor.chat_template = "{{ raise_exception('Roles must alternate') }}"
+    messages = [{"role": "user", "content": "What?"}] * 2
+    with pytest.raises(MediaError, match="row 2, column 'prompt': the chat template .* rejected the messages .Roles"):
+        encode_prompt(messages, processor, model, row=2)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "internvl"])
@@ -306,14 +299,6 @@ def test_media_of_no_size_are_named(name, row, message):
             encode_row(name, {"prompt": "What?", **media})
 
 
-def test_messages_that_the_template_rejects_are_named():
-    model, processor = FAMILIES["gemma3"].build()
-    processor.chat_template = "{{ raise_exception('Roles must alternate') }}"
-    messages = [{"role": "user", "content": "What?"}] * 2
-    with pytest.raises(MediaError, match="row 2, column 'prompt': the chat template .* rejected the messages .Roles"):
-        encode_prompt(messages, processor, model, row=2)
-
-
 @pytest.mark.parametrize(
     "name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "paligemma", "internvl"]
 )
@@ -329,41 +314,30 @@ def test_a_placeholder_too_many_raises(name):
         if block["type"] == "text":
             block["text"] += f" {token} again"
     with pytest.raises(MediaError, match="row 0, column"):
-        encode_prompt(rows_to_messages([{"prompt": chat}])[0]["prompt"], processor, model)
-
-
-def test_a_medium_the_model_can_not_take_raises_beside_one_it_can():
-    row = {
-        "prompt": "?",
-        "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE},
-        "image": image(56, 56)["image"],
-    }
-    with pytest.raises(MediaError, match="row 0, column 'image'.*takes no images"):
-        encode_row("qwen2_audio", row)
+        encode_prompt(messages_of({"prompt": chat}), processor, model)
 
 
 def test_a_tokenizer_or_another_modality_raises():
+    row = {"prompt": "?", "audio": sound(0.5), "image": image(56, 56)["image"]}
+    with pytest.raises(MediaError, match="row 0, column 'image'.*takes no images"):
+        encode_row("qwen2_audio", row)
     model, processor = FAMILIES["qwen2_audio"].build()
-    picture = rows_to_messages([{"prompt": "What?", "image": image(56, 56)["image"]}])[0]["prompt"]
+    picture = messages_of({"prompt": "What?", "image": image(56, 56)["image"]})
     with pytest.raises(MediaError, match="row 0, column 'image'"):
         encode_prompt(picture, processor, model)
     plain = tokenizer()
     plain.chat_template = processor.chat_template
     with pytest.raises(MediaError, match="is a tokenizer"):
         encode_prompt(picture, plain, model)
-    sound = {"prompt": "What?", "audio": {"array": audio(0.5)["audio"], "sampling_rate": RATE}}
     for family in ("llava", "qwen2_5_vl"):
         with pytest.raises(MediaError, match="takes no audio"):
-            encode_row(family, sound)
+            encode_row(family, {"prompt": "What?", "audio": sound(0.5)})
     with pytest.raises(MediaError, match="takes no video"):
         encode_row("gemma3", {"prompt": "What?", "video": video(4, 56, 56)["video"]})
 
 
 def test_join_media_pads_on_the_right():
-    short, long = (
-        encode_row("gemma3n", {"prompt": "?", "audio": {"array": audio(s)["audio"], "sampling_rate": RATE}})
-        for s in (0.4, 0.8)
-    )
+    short, long = (encode_row("gemma3n", {"prompt": "?", "audio": sound(seconds)}) for seconds in (0.4, 0.8))
     joined = join_media([short, long])
     width = short.media["input_features"].size(1)
     assert joined["input_features"].shape == (2, *long.media["input_features"].shape[1:])
@@ -374,7 +348,7 @@ def test_join_media_pads_on_the_right():
 def test_same_prompt():
     def prompt(seed, words="What?", **options):
         picture = {"type": "image", "image": Image.fromarray(np.full((28, 28, 3), seed, np.uint8)), **options}
-        return rows_to_messages([{"prompt": user(picture, text(words))}])[0]["prompt"]
+        return messages_of({"prompt": user(picture, text(words))})
 
     assert same_prompt(prompt(1), prompt(1))
     assert not same_prompt(prompt(1), prompt(2))

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Evaluation: statistics against slow counting, answers against plain `generate`, training that doesn't notice."""
 
+import io
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import trl
 from accelerate import Accelerator
@@ -59,18 +61,12 @@ from trl_multimodal_rft.scripts.arguments import parse
 ROOT = Path(__file__).parent.parent
 
 
-# Statistics
-
-
-def test_pass_at_k_counts_the_sets_of_samples_with_a_right_one():
+def test_pass_at_k_is_the_share_of_sets_of_samples_with_a_right_one():
     for n, k in ((1, 1), (5, 1), (5, 2), (5, 5), (8, 3)):
         for c in range(n + 1):
             samples = [True] * c + [False] * (n - c)
             sets = list(itertools.combinations(samples, k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets), abs=1e-12)
-
-
-def test_pass_at_k_is_vectorised_and_exact_for_many_samples():
     n, c = np.array([[4, 10_000], [6, 3]]), np.array([1, 2])
     values = pass_at_k(n, c, 3)
     for value, one_n, one_c in zip(values.flat, n.flat, np.broadcast_to(c, n.shape).flat, strict=True):
@@ -79,15 +75,18 @@ def test_pass_at_k_is_vectorised_and_exact_for_many_samples():
     assert pass_at_k([], [], 3).shape == (0,)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), ([4, 2], 1, 3), (4, 1, 0)])
-def test_pass_at_k_refuses_tries_that_there_are_no_samples_for(n, c, k):
-    with pytest.raises(ValueError, match=f"`k` is {k}"):
+@pytest.mark.parametrize(
+    ("n", "c", "k", "message"),
+    [
+        (4, 1, 5, "`k` is 5"),
+        ([4, 2], 1, 3, "`k` is 3"),
+        (4, 1, 0, "`k` is 0"),
+        ([4, 4], [1, 5], 2, "between 0 and `n`"),
+    ],
+)
+def test_pass_at_k_refuses_what_can_not_be(n, c, k, message):
+    with pytest.raises(ValueError, match=message):
         pass_at_k(n, c, k)
-
-
-def test_pass_at_k_refuses_impossible_counts():
-    with pytest.raises(ValueError, match="between 0 and `n`"):
-        pass_at_k([4, 4], [1, 5], 2)
 
 
 @pytest.mark.parametrize(
@@ -107,16 +106,18 @@ def test_majority(answers, correct, k, share):
     assert majority_at_k([answers], [correct], k) == pytest.approx([share])
 
 
-def test_majority_of_several_rows_and_its_errors():
+def test_majority_of_several_rows_its_errors_and_its_default():
     answers, correct = [list("aab"), list("abc")], [[False, False, True], [True, False, False]]
     assert majority_at_k(answers, correct, 3).tolist() == [0.0, 1.0]
     with pytest.raises(ValueError, match="row 1 has 2 answers"):
         majority_at_k(["aab", "ab"], [[1, 1, 0], [1, 0]], 3)
     with pytest.raises(ValueError, match="row 0 has 3 answers and 2 values"):
         majority_at_k(["aab"], [[1, 1]], 2)
+    config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
+    assert config.majority_at == [2, 4]
 
 
-def test_wilson_interval():
+def test_intervals():
     # Solves (p - share)^2 = z^2 p (1 - p) / n
     for successes, n, z, confidence in (
         (8, 10, 1.959963985, 0.95),
@@ -133,9 +134,6 @@ def test_wilson_interval():
     assert wilson_interval(37, 61, 0.99) == pytest.approx([interval.low, interval.high], abs=1e-12)
     with pytest.raises(ValueError, match="3 of 2"):
         wilson_interval(3, 2)
-
-
-def test_mean_interval_has_rows_as_units():
     low, high = mean_interval([0.0, 0.5, 1.0, 0.5])  # standard deviation sqrt(1/6), standard error sqrt(1/24)
     assert (low, high) == pytest.approx((0.5 - 1.959964 / math.sqrt(24), 0.5 + 1.959964 / math.sqrt(24)), abs=1e-6)
     assert np.isnan(mean_interval([0.5])).all()
@@ -157,11 +155,6 @@ def test_mean_interval_has_rows_as_units():
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationConfig(**options)
-
-
-def test_majority_votes_follow_pass_at():
-    config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
-    assert config.majority_at == [2, 4]
 
 
 # Answers
@@ -448,10 +441,7 @@ def test_async_functions_missing_rewards_and_what_functions_log(tmp_path):
     assert [row["correct"] for row in result.rows] == [[False], [None], [True], [True]]
     assert [row["extra/shout"] for row in result.rows] == [["0"], ["1"], ["2"], ["3"]]
     nothing = evaluate(
-        *load("qwen2_audio"),
-        dataset,
-        lambda completions, **_: [None] * len(completions),
-        EvaluationConfig(batch_size=4),
+        *load("qwen2_audio"), dataset, lambda completions, **_: [None] * len(completions), EvaluationConfig()
     )
     assert nothing.metrics["accuracy"] is None and nothing.metrics["scored_rows"] == 0
     nothing.save(tmp_path)
@@ -481,11 +471,7 @@ def test_groups_and_thresholds():
         ([{"prompt": "?"}], [], "no reward function"),
         ([{"prompt": "?"}], [format_reward, format_reward], "must have different names"),
         ([{"prompt": "?"}], "path/to/model", "reward model"),
-        (
-            [{"prompt": str(i)} for i in range(4)],
-            lambda prompts, **_: [float(p) - 3 or math.nan for p in prompts],
-            "for row 3",
-        ),
+        ([{"prompt": i} for i in "0123"], lambda prompts, **_: [float(p) - 3 or math.nan for p in prompts], "row 3"),
         ([{"prompt": "?"}], lambda completions, **_: [], "0 rewards for 1 completions"),
         ([{"prompt": "?"}], lambda completions, **_: 1.0, "returned 1.0 for 1 completions; return a list"),
     ],
@@ -495,7 +481,7 @@ def test_errors(rows, reward, message):
         evaluate(*load("qwen2_audio"), rows, reward, EvaluationConfig(max_completion_length=2, batch_size=2))
 
 
-def test_results_are_written(tmp_path):
+def test_results_are_written_without_what_a_table_can_not_hold(tmp_path):
     dataset = with_solutions(numbered(audio_rows(3)), ["cat", "dog", "bird"])
     result = evaluate(*load("qwen2_audio"), dataset, [accuracy_reward], sampled(num_samples=2, pass_at=[1, 2]))
     result.save(tmp_path / "new" / "folder")
@@ -507,9 +493,6 @@ def test_results_are_written(tmp_path):
     assert table.to_list() == result.rows
     assert table["solution"][:] == ["cat", "dog", "bird"] and "audio" not in table.column_names
     assert table[1]["prompt"].startswith("<audio>What do you hear") and len(table[1]["completions"]) == 2
-
-
-def test_columns_that_a_table_can_not_hold_are_left_out():
     rows = [{"prompt": "?", "thing": object() if i else None, "solution": "x", "correct": "mine"} for i in range(2)]
     result = evaluate(*load("qwen2_audio"), rows, accuracy_reward, EvaluationConfig(max_completion_length=2))
     assert "thing" not in result.rows[0] and result.rows[0]["correct"] == [False]
@@ -567,7 +550,7 @@ def test_rewards_of_one_name_have_metrics_of_their_own(trainer_class, options, t
     assert [metrics[f"reward/{name}"] for name in names] == [1, 2, 3, 4, 5]
 
 
-def test_trainers_answer_as_their_models(tmp_path):
+def test_trainers_answer_as_their_models_and_what_the_callback_refuses(tmp_path):
     dataset = audio_rows(5)
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, eval_strategy="no")
     result = evaluate_trainer(trainer, dataset, [format_reward, length_and_sum])
@@ -577,6 +560,34 @@ def test_trainers_answer_as_their_models(tmp_path):
     assert evaluate_trainer(trainer, dataset).metrics["reward/length_and_sum"] is not None
     with pytest.raises(ValueError, match="nothing to evaluate on"):
         evaluate_trainer(trainer)
+    with pytest.raises(ValueError, match="no dataset to evaluate on"):
+        GenerationEvalCallback(trainer)
+    with pytest.raises(ValueError, match="`freq` is 0"):
+        GenerationEvalCallback(trainer, audio_rows(2), freq=0)
+    with pytest.raises(ValueError, match="reward model"):
+        GenerationEvalCallback(trainer, audio_rows(2), nn.Linear(1, 1))
+    model, processor = load("qwen2_5_vl")
+    theirs = GRPOTrainer(
+        model, length_and_sum, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=image_rows(2), processing_class=processor,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is a GRPOTrainer"):
+        GenerationEvalCallback(theirs, image_rows(2))
+
+
+def by_turn(*counts):
+    """A reward of 1 for as many completions as the next count, of 0 for the others."""
+    counts = iter(counts)
+
+    def reward(completions, **kwargs):
+        right = next(counts)
+        return [float(i < right) for i in range(len(completions))]
+
+    return reward
+
+
+def logged(trainer, name="eval_accuracy") -> list[tuple]:
+    return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
 def without_evaluation(history: list[dict]) -> list[dict]:
@@ -619,51 +630,34 @@ def test_training_does_not_notice(trainer_class, options, tmp_path):
     assert len(expected) == len(actual) > 1 and expected == actual
     entries = [entry for entry in watched.state.log_history if "eval_accuracy" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
-    assert all(
-        {"eval_accuracy_low", "eval_accuracy_high", "eval_pass@2", "eval_majority@2"} <= entry.keys()
-        for entry in entries
-    )
+    intervals = {"eval_accuracy_low", "eval_accuracy_high", "eval_pass@2", "eval_majority@2"}
+    assert all(intervals <= entry.keys() for entry in entries)
     assert watched.model.training
 
 
 def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_path):
     held_out = numbered(audio_rows(4))
-    share = iter([0, 4, 2])
-
-    def by_turn(completions, **kwargs):
-        right = next(share)
-        return [float(i < right) for i in range(len(completions))]
-
-    callback = None
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path,
         objects={"eval_dataset": {"a": held_out, "b": held_out}},
         eval_strategy="steps", eval_steps=1, max_steps=2, metric_for_best_model="accuracy", greater_is_better=True,
         load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
     )  # fmt: skip
-    callback = GenerationEvalCallback(
-        trainer, held_out, by_turn, EvaluationConfig(max_completion_length=3), output_dir=tmp_path / "results"
-    )
+    config = EvaluationConfig(max_completion_length=3)
+    callback = GenerationEvalCallback(trainer, held_out, by_turn(0, 4, 2), config, output_dir=tmp_path / "results")
     trainer.add_callback(callback)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
     # Once in each step although there are two datasets, and once of the best weights at the end
-    assert [(entry["step"], entry["eval_accuracy"]) for entry in entries] == [(1, 0.0), (2, 1.0), (2, 0.5)]
+    assert logged(trainer) == [(1, 0.0), (2, 1.0), (2, 0.5)]
     assert trainer.state.best_metric == 1.0 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-    assert len(logged_rewards(trainer)) == 2
+    assert len(logged(trainer, "reward")) == 2
     assert callback.result.metrics["accuracy"] == 0.5
-    assert json.loads((tmp_path / "results" / "step-1" / "metrics.json").read_text())["metrics"]["accuracy"] == 0
+    assert written(tmp_path / "results" / "step-1")[0]["metrics"]["accuracy"] == 0
 
 
 @pytest.mark.parametrize("order", ["stop first", "evaluate first"])
 def test_training_stops_early_and_loads_the_best(order, tmp_path):
     """Whichever callback was added first, as one of them takes the trainer, the other is often passed to it."""
-    share = iter([1, 3, 2, 2, 4, 4, 0])
-
-    def by_turn(completions, **kwargs):
-        right = next(share)
-        return [float(i < right) for i in range(len(completions))]
-
     early = EarlyStoppingCallback(early_stopping_patience=2)
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(8), tmp_path,
@@ -672,14 +666,12 @@ def test_training_stops_early_and_loads_the_best(order, tmp_path):
         load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
         learning_rate=0.1,
     )  # fmt: skip
-    trainer.add_callback(
-        GenerationEvalCallback(trainer, audio_rows(4), by_turn, EvaluationConfig(max_completion_length=2))
-    )
+    share, config = by_turn(1, 3, 2, 2, 4, 4, 0), EvaluationConfig(max_completion_length=2)
+    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), share, config))
     if order == "evaluate first":
         trainer.add_callback(early)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
-    assert [entry["eval_accuracy"] for entry in entries] == [0.25, 0.75, 0.5, 0.5, 1.0]  # the last of the best weights
+    assert [value for _, value in logged(trainer)] == [0.25, 0.75, 0.5, 0.5, 1.0]  # the last of the best weights
     assert trainer.state.global_step == 4 and trainer.state.best_global_step == 2
     best = type(trainer.model).from_pretrained(tmp_path / "checkpoint-2").state_dict()
     last = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4").state_dict()
@@ -687,7 +679,18 @@ def test_training_stops_early_and_loads_the_best(order, tmp_path):
     assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
-def test_the_script_prints_per_cent_with_intervals_and_answers(tmp_path, capsys):
+def wav(audio: dict) -> dict:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, audio["array"], audio["sampling_rate"], format="WAV", subtype="FLOAT")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """
+    Rows in a file, of which every third has a wrong reference, their greedy answers, and options of the script, which
+    writes into `results`.
+    """
     answers = greedy_answers("qwen2_audio", audio_rows(7), 6)
     rows = [
         {"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": answers[i] if i % 3 else "wrong"}
@@ -695,11 +698,19 @@ def test_the_script_prints_per_cent_with_intervals_and_answers(tmp_path, capsys)
     ]
     Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
     options = [
-        *("--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--max_completion_length", "6"),
-        *("--dataset_name", str(tmp_path / "data"), "--reward_funcs", "accuracy_reward"),
-        *("--output_dir", str(tmp_path / "results")),
+        *("--dataset_name", str(tmp_path / "data"), "--dtype", "float32", "--max_completion_length", "6"),
+        *("--output_dir", str(tmp_path / "results"), "--model_name_or_path"),
     ]
+    return rows, answers, options
+
+
+def run_script(options: list[str]) -> None:
     evaluate_script.main(*parse(evaluate_script.ARGUMENTS, options))
+
+
+def test_the_script_prints_per_cent_with_intervals_and_answers(spoken, tmp_path, capsys):
+    rows, answers, options = spoken
+    run_script([*options, str(saved("qwen2_audio")), "--reward_funcs", "accuracy_reward"])
     printed = capsys.readouterr().out
     low, high = wilson_interval(4, 7)
     assert f"accuracy 57.1 % (95 %: {100 * low:.1f} to {100 * high:.1f} %), 7 rows\n" in printed
@@ -719,11 +730,6 @@ def test_the_script_prints_per_cent_with_intervals_and_answers(tmp_path, capsys)
 @pytest.mark.parametrize("freq", [1, 2, "epoch"])
 def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
     """Those of the trainer have the metrics of their own step, also where the callback would have had none."""
-    seen = []
-
-    def by_turn(completions, **kwargs):
-        seen.append(len(completions))
-        return [float(i < (1, 4, 2, 0)[len(seen) - 1]) for i in range(len(completions))]
 
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path,
@@ -731,47 +737,20 @@ def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
         eval_strategy="steps", eval_steps=1, max_steps=3, metric_for_best_model="eval_accuracy",
         greater_is_better=True, save_strategy="best", save_only_model=True,
     )  # fmt: skip
-    config = EvaluationConfig(max_completion_length=2)
-    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), by_turn, config, freq=freq))
+    config, share = EvaluationConfig(max_completion_length=2), by_turn(1, 4, 2, 0)
+    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), share, config, freq=freq))
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
-    assert [(entry["step"], entry["eval_accuracy"]) for entry in entries] == [(1, 0.25), (2, 1.0), (3, 0.5)]
+    assert logged(trainer) == [(1, 0.25), (2, 1.0), (3, 0.5)]
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
-
-
-def logged_rewards(trainer):
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), ("epoch", [1, 2, 3]), (None, [3])])
 def test_when_to_evaluate(freq, steps, tmp_path):
     """An epoch is a step; without evaluations of the trainer only the last weights are evaluated."""
-    evaluated = {
-        "eval_dataset": audio_rows(2),
-        "reward_funcs": format_reward,
-        "args": EvaluationConfig(max_completion_length=2),
-        "freq": freq,
-    }
+    config = EvaluationConfig(max_completion_length=2)
+    evaluated = {"eval_dataset": audio_rows(2), "reward_funcs": format_reward, "args": config, "freq": freq}
     trainer, _ = trained(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path, evaluated, max_steps=3)
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_accuracy" in entry] == steps
-    assert len(logged_rewards(trainer)) == 3
-
-
-def test_what_the_callback_refuses(tmp_path):
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path)
-    with pytest.raises(ValueError, match="no dataset to evaluate on"):
-        GenerationEvalCallback(trainer)
-    with pytest.raises(ValueError, match="`freq` is 0"):
-        GenerationEvalCallback(trainer, audio_rows(2), freq=0)
-    with pytest.raises(ValueError, match="reward model"):
-        GenerationEvalCallback(trainer, audio_rows(2), nn.Linear(1, 1))
-    model, processor = load("qwen2_5_vl")
-    theirs = GRPOTrainer(
-        model, length_and_sum, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
-        train_dataset=image_rows(2), processing_class=processor,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="is a GRPOTrainer"):
-        GenerationEvalCallback(theirs, image_rows(2))
+    assert [step for step, _ in logged(trainer)] == steps and len(logged(trainer, "reward")) == 3
 
 
 # Processes
@@ -791,24 +770,15 @@ def written(folder: Path) -> tuple[dict, list[dict]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [[], ["--num_samples", "4", "--temperature", "1.0", "--pass_at", "1", "2", "4"]])
-def test_two_processes_of_the_script_find_what_one_finds(sampling, tmp_path):
-    answers = greedy_answers("qwen2_audio", audio_rows(7), 6)
-    rows = [
-        {"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": answers[i] if i % 3 else "wrong"}
-        for i, row in enumerate(audio_rows(7))
-    ]
-    (tmp_path / "data").mkdir()
-    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
-    options = [
-        *("examples/evaluate.py", "--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32"),
-        *("--dataset_name", str(tmp_path / "data"), "--max_completion_length", "6", "--batch_size", "4", *sampling),
-    ]
-    results = []
-    for processes in (1, 2):
-        folder = tmp_path / f"by_{processes}"
-        output = launched([*options, "--output_dir", str(folder)], processes, ACCELERATE_USE_CPU="true")
+def test_two_processes_of_the_script_find_what_one_finds(sampling, spoken, tmp_path, capsys):
+    _, answers, options = spoken
+    options += [str(saved("qwen2_audio")), "--batch_size", "4", *sampling]
+    run_script(options)
+    outputs, results = [capsys.readouterr().out], [written(tmp_path / "results")]
+    outputs.append(launched(["examples/evaluate.py", *options], 2, ACCELERATE_USE_CPU="true"))
+    results.append(written(tmp_path / "results"))
+    for output in outputs:
         assert len(re.findall(r"^accuracy \d", output, re.MULTILINE)) == 1 and output.count("reference: ") == 3
-        results.append(written(folder))
     assert results[0] == results[1]
     (content, table), _ = results
     assert content["metrics"]["rows"] == 7 and [row["index"] for row in table] == list(range(7))
@@ -817,56 +787,46 @@ def test_two_processes_of_the_script_find_what_one_finds(sampling, tmp_path):
         assert content["metrics"]["accuracy"] == pytest.approx(4 / 7)
 
 
-def wav(audio: dict) -> dict:
-    import io
-
-    import soundfile
-
-    buffer = io.BytesIO()
-    soundfile.write(buffer, audio["array"], audio["sampling_rate"], format="WAV", subtype="FLOAT")
-    return {"bytes": buffer.getvalue(), "path": None}
-
-
 @pytest.mark.slow
-def test_the_script_takes_an_adapter_and_refuses_runs_apart(tmp_path):
+def test_the_script_takes_an_adapter_and_refuses_runs_apart(spoken, tmp_path):
+    rows, _, options = spoken
     model, processor = load("qwen2_audio")
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
-    rows = [{"prompt": row["prompt"], "audio": wav(row["audio"]), "solution": "x"} for row in audio_rows(3)]
-    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "test.parquet")
-    options = [
-        *("examples/evaluate.py", "--model_name_or_path", str(tmp_path / "adapter"), "--dtype", "float32"),
-        *("--dataset_name", str(tmp_path / "data"), "--max_completion_length", "6", "--max_rows", "2"),
-        *("--reward_funcs", "trl_multimodal_rft.rewards.format_reward", "--output_dir", str(tmp_path / "results")),
-    ]
-    launched(options, 1, ACCELERATE_USE_CPU="true")
-    content, table = written(tmp_path / "results")
+    options += [str(tmp_path / "adapter"), "--max_rows", "2"]
+    run_script([*options, "--reward_funcs", "trl_multimodal_rft.rewards.format_reward"])
+    _, table = written(tmp_path / "results")
     own = evaluate(adapted, processor, rows[:2], format_reward, EvaluationConfig(max_completion_length=6))
     plain = evaluate(*load("qwen2_audio"), rows[:2], format_reward, EvaluationConfig(max_completion_length=6))
     assert [row["completions"] for row in table] == [row["completions"] for row in own.rows]
     assert [row["completions"] for row in table] != [row["completions"] for row in plain.rows]
     if not torch.cuda.is_available():
         with pytest.raises(AssertionError, match="ACCELERATE_USE_CPU=true"):
-            launched(options, 2)
+            launched(["examples/evaluate.py", *options], 2)
+
+
+def found_by(processes: int, engine: str, folder: Path) -> list[dict]:
+    switch = "ACCELERATE_USE_DEEPSPEED" if engine == "zero3" else "ACCELERATE_USE_CPU"
+    script = [str(ROOT / "tests" / "distributed" / "evaluation_worker.py"), engine, str(folder)]
+    launched(script, processes, **{switch: "true"})
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds."""
+    return found_by(1, "ddp", tmp_path_factory.mktemp("alone"))[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_callback_on_two_processes_finds_what_it_finds_on_one(engine, tmp_path):
+def test_callback_on_two_processes_finds_what_it_finds_on_one(engine, alone, tmp_path):
     if engine == "zero3":
         pytest.importorskip("deepspeed")
-    found = []
-    for processes in (1, 2):
-        folder = tmp_path / f"by_{processes}"
-        folder.mkdir()
-        switch = "ACCELERATE_USE_DEEPSPEED" if engine == "zero3" and processes > 1 else "ACCELERATE_USE_CPU"
-        script = [str(ROOT / "tests" / "distributed" / "evaluation_worker.py"), engine, str(folder)]
-        launched(script, processes, **{switch: "true"})
-        found.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)])
-    (alone,), (first, second) = found
+    first, second = found_by(2, engine, tmp_path)
     assert first == second
-    assert first.pop("sharded") == (engine != "ddp") and not alone.pop("sharded")
-    assert first == alone
+    assert first["sharded"] == (engine != "ddp") and not alone["sharded"]
+    assert first == {**alone, "sharded": first["sharded"]}
     assert first["unchanged"] and [entry["step"] for entry in first["logged"]] == [1, 2]
     assert len({tuple(row) for table in first["tables"] for row in table}) > 3
     # Two of the four rows have a sound to answer without; every process takes part

@@ -31,11 +31,15 @@ from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 ROOT = Path(__file__).parent.parent
 
 
-def launch(script, output_dir, *options, compact=False):
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1")
+
+
+def launch(script, output_dir, *options, compact=False, launcher=()):
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", f"examples/{script}.py"),
-        *("--output_dir", str(output_dir), "--max_steps", "2", "--per_device_train_batch_size", "32"),
-        *("--logging_steps", "1", *([] if compact else ["--disable_compact_log"]), *options),
+        *(sys.executable, *launcher, f"examples/{script}.py", "--output_dir", str(output_dir)),
+        *("--max_steps", "2", "--per_device_train_batch_size", "32", "--logging_steps", "1"),
+        *([] if compact else ["--disable_compact_log"]),
+        *options,
     ]
     run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
@@ -65,7 +69,7 @@ def check_files(output_dir, output, *more):
 
 @pytest.mark.slow
 def test_audio_and_asking_the_saved_model(tmp_path):
-    output = launch("grpo_audio", tmp_path, compact=True)
+    output = launch("grpo_audio", tmp_path, compact=True, launcher=ACCELERATE)
     check_files(tmp_path, output)
     lines = [line for line in output.splitlines() if "Warning" in line or line.startswith(("step ", "Multi", "  ask"))]
     assert lines[0] == "MultimodalGRPOTrainer trains Qwen2AudioForConditionalGeneration for 2 steps:"
@@ -136,13 +140,9 @@ def check_critic(output_dir, output):
 
 
 @pytest.mark.slow
-def test_ppo_audio(tmp_path):
-    check_critic(tmp_path, launch("ppo_audio", tmp_path))
-
-
-@pytest.mark.slow
-def test_ppo_vision(tmp_path):
-    check_critic(tmp_path, launch("ppo_vision", tmp_path))
+@pytest.mark.parametrize("script", ["ppo_audio", "ppo_vision"])
+def test_ppo(script, tmp_path):
+    check_critic(tmp_path, launch(script, tmp_path))
 
 
 @pytest.mark.slow
@@ -249,19 +249,9 @@ def test_ppo_with_a_config_file(tmp_path):
     answers = [[{"role": "assistant", "content": solution}] for solution in rows["train"]["solution"]]
     rows["train"].to_parquet(tmp_path / "data" / "train.parquet")
     rows["train"].add_column("completion", answers).to_parquet(tmp_path / "answers" / "train.parquet")
-    config = {
-        "model_name_or_path": model,
-        "value_model_name_or_path": str(tmp_path / "critic"),
-        "dtype": "float32",
-        "dataset_name": str(tmp_path / "data"),
-        "ptx_dataset_name": str(tmp_path / "answers"),
-        "ptx_coef": 0.1,
-        "num_generations": 1,
-        "num_ppo_epochs": 2,
-        "max_completion_length": 4,
-        "bf16": False,
-        "use_cpu": True,
-    }
+    config = {"model_name_or_path": model, "value_model_name_or_path": str(tmp_path / "critic"), "dtype": "float32"}
+    config |= {"dataset_name": str(tmp_path / "data"), "ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1}
+    config |= {"num_generations": 1, "num_ppo_epochs": 2, "max_completion_length": 4, "bf16": False, "use_cpu": True}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     output = launch("ppo_audio", tmp_path / "trained", "--config", str(tmp_path / "config.yaml"))
     assert "rewards/format_reward/mean" in output and "'ptx_loss':" in output

@@ -61,13 +61,8 @@ def folders(tmp_path_factory):
 
 def loaded(root, kind: str, form: str = "table"):
     """The dataset as a table, a stream, or a table of parquet files with embedded media."""
-    dataset = load_dataset(
-        f"{kind}folder",
-        data_dir=str(root / kind),
-        split="train",
-        cache_dir=str(root / "cache"),
-        streaming=form == "stream",
-    )
+    options = {"data_dir": str(root / kind), "split": "train", "cache_dir": str(root / "cache")}
+    dataset = load_dataset(f"{kind}folder", streaming=form == "stream", **options)
     if form != "parquet":
         return dataset
     path = root / f"{kind}.parquet"
@@ -159,49 +154,37 @@ def with_corrupt(root, kind: str, form: str, tmp_path):
     rows = list(undecoded(parquet).__getitems__(list(range(N))))
     rows = [{**row, kind: {**row[kind].value}} for row in rows]
     rows[1][kind]["bytes"] = b"broken"
-    Dataset.from_list(rows, features=parquet.features).to_parquet(tmp_path / "rows.parquet")
-    return load_dataset(
-        "parquet",
-        data_files=str(tmp_path / "rows.parquet"),
-        split="train",
-        cache_dir=str(tmp_path),
-        streaming=form == "stream",
-    )
+    path, options = str(tmp_path / "rows.parquet"), {"split": "train", "cache_dir": str(tmp_path)}
+    Dataset.from_list(rows, features=parquet.features).to_parquet(path)
+    return load_dataset("parquet", data_files=path, streaming=form == "stream", **options)
 
 
-@pytest.mark.parametrize("form", ["table", "stream"])
 @pytest.mark.parametrize("kind", ENDING)
-def test_a_corrupt_file_has_its_row_its_column_and_its_name(kind, form, folders, tmp_path):
-    dataset = with_corrupt(folders, kind, form, tmp_path)
-    with pytest.raises(MediaError, match=rf"row \d+, column '{kind}' \(1\.{ENDING[kind]}\): "):
-        run(InjectedOurs, FAMILY[kind], dataset, **OPTIONS)
+def test_a_corrupt_file_has_its_row_its_column_and_its_name(kind, folders, tmp_path):
+    for form in ("table", "stream"):
+        with pytest.raises(MediaError, match=rf"row \d+, column '{kind}' \(1\.{ENDING[kind]}\): "):
+            run(InjectedOurs, FAMILY[kind], with_corrupt(folders, kind, form, tmp_path), **OPTIONS)
 
 
 def test_other_readers_name_a_corrupt_file_too(folders, tmp_path):
     dataset = with_corrupt(folders, "image", "table", tmp_path)
-    message = r"row 1, column 'image' \(1\.png\): "
+    message = r"row \d+, column 'image' \(1\.png\): "
     with pytest.raises(MediaError, match=message):
         evaluate(*load(FAMILY["image"]), dataset, lambda completions, **_: [0.0], EvaluationConfig(batch_size=4))
     objects = {"ptx_dataset": dataset.remove_columns("number").add_column("completion", ["a cat"] * N)}
     options = {**OPTIONS, "ptx_coef": 1.0, "per_device_ptx_batch_size": N}
-    with pytest.raises(MediaError, match=r"row \d+, column 'image' \(1\.png\): "):
+    with pytest.raises(MediaError, match=message):
         run(MultimodalPPOTrainer, FAMILY["image"], loaded(folders, "image"), objects=objects, **options)
     stream = with_corrupt(folders, "image", "stream", tmp_path)
-    with pytest.raises(MediaError, match=r"row \d+, column 'image' \(1\.png\): "):
-        trainer = make_trainer(InjectedOurs, FAMILY["image"], loaded(folders, "image"), tmp_path, **OPTIONS)
+    trainer = make_trainer(InjectedOurs, FAMILY["image"], loaded(folders, "image"), tmp_path, **OPTIONS)
+    with pytest.raises(MediaError, match=message):
         trainer.evaluate(stream)
-
-
-def touched(value):
-    return [each.size for each in value]
-
-
-@pytest.mark.parametrize("look", [lambda value: value[1].size, touched], ids=["one", "all"])
-def test_a_corrupt_file_that_only_rewards_touch(look, folders, tmp_path):
-    dataset = with_corrupt(folders, "image", "table", tmp_path).rename_column("image", "picture")
-    rows = restore_rows(DatasetRows(dataset).__getitems__([0, 1]))
-    with pytest.raises(MediaError, match=r"row 1, column 'picture' \(1\.png\): cannot read this image"):
-        look([row["picture"] for row in rows])
+    # One that only rewards touch
+    rows = restore_rows(DatasetRows(dataset.rename_column("image", "picture")).__getitems__([0, 1]))
+    pictures = [row["picture"] for row in rows]
+    for look in (lambda: pictures[1].size, lambda: [each.size for each in pictures]):
+        with pytest.raises(MediaError, match=r"row 1, column 'picture' \(1\.png\): cannot read this image"):
+            look()
 
 
 def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
@@ -310,7 +293,7 @@ def test_nested_features(form, folders):
     assert restore_media(row["prompt"])[0]["content"][0] == {"type": "image", "image": expected}
 
 
-def test_selections_and_formats_are_kept(folders):
+def test_selections_formats_and_streams_are_kept(folders):
     dataset = loaded(folders, "image")
     chosen = dataset.select([3, 1]).select_columns(["image", "number"])
     rows = undecoded(chosen).__getitems__([0, 1])
@@ -323,9 +306,6 @@ def test_selections_and_formats_are_kept(folders):
     assert undecoded(text) is text and undecoded(None) is None
     stream = dataset.to_iterable_dataset().remove_columns("image")
     assert undecoded(stream) is stream
-
-
-def test_streams_that_decode_ahead(folders):
     stream = loaded(folders, "image", "stream").decode(num_threads=2)
     assert all(isinstance(row["image"], Encoded) for row in undecoded(stream))
     generated = datasets.IterableDataset.from_generator(

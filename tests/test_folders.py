@@ -6,7 +6,7 @@ import shutil
 import pytest
 import soundfile
 from datasets import Audio, Dataset, DatasetDict, Features, Image, List, Value, Video, load_dataset
-from helpers.chats import RATE, audio
+from helpers.chats import RATE, audio, chat
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data import folders
@@ -35,9 +35,7 @@ def splits(tmp_path):
     }
     rows = [
         {
-            "prompt": [
-                {"role": "user", "content": [{"type": "image", "image": {"path": pictures[i], "bytes": None}}]}
-            ],
+            "prompt": chat({"type": "image", "image": {"path": pictures[i], "bytes": None}}),
             "audio": {"path": wavs[i], "bytes": None} if i else None,
             "images": pictures[:i],
             "video": {"path": None, "bytes": b"stored"} if i else str(tmp_path / "files" / "clip.mp4"),
@@ -67,9 +65,8 @@ def test_what_is_read_is_what_was_written(splits, tmp_path, monkeypatch):
     assert [row["audio"] and row["audio"]["bytes"] for row in rows] == [None, bytes_of["1.wav"], bytes_of["2.wav"]]
     assert rows[1]["audio"]["path"] == "1.wav" and rows[2]["choices"] == ["a", "b"] and rows[0]["choices"] is None
     assert [row["video"]["bytes"] for row in rows] == [b"a clip", b"stored", b"stored"]
-    assert [row["prompt"][0]["content"][0]["image"]["bytes"] for row in rows] == [
-        bytes_of[f"{i}.png"] for i in range(3)
-    ]
+    blocks = [row["prompt"][0]["content"][0]["image"]["bytes"] for row in rows]
+    assert blocks == [bytes_of[f"{i}.png"] for i in range(3)]
     assert [[image.getpixel((0, 0)) for image in row["images"]] for row in rows] == pixels
     write_folder(read["train"].select([1]), tmp_path / "one")
     (again,) = load_dataset(str(tmp_path / "one"), cache_dir=str(tmp_path / "cache")).values()

@@ -44,22 +44,15 @@ class Published:
 
     def __init__(self, hub: HubServer, folder: Path, scenarios: list[str]):
         self.hub, self.folder = hub, folder
-        self.environment = python_environment(
-            HF_ENDPOINT=hub.url,
-            HF_HOME=str(folder / "home"),
-            HF_HUB_DISABLE_PROGRESS_BARS="1",
-            HF_HUB_DISABLE_XET="1",
-            HF_HUB_OFFLINE="0",
-            HF_TOKEN="hf_write",
-        )
+        self.environment = python_environment(HF_ENDPOINT=hub.url, HF_HOME=str(folder / "home"), HF_TOKEN="hf_write")
+        self.environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         worker = Path(__file__).parent / "helpers" / "hub_worker.py"
         run = self.run([sys.executable, "-W", "ignore", str(worker), str(folder), *scenarios])
         assert run.returncode == 0, run.stderr[-3000:]
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=500
-        )
+        options = {"capture_output": True, "text": True, "timeout": 500}
+        return subprocess.run(command, cwd=self.folder, env=self.environment, **options)
 
     def __getitem__(self, scenario: str) -> dict:
         result = json.loads((self.folder / f"{scenario}.json").read_text())
@@ -107,10 +100,7 @@ def test_policy_with_audio(published):
     assert not repo.private and messages(repo) == ["End of training"]
     assert_answers(result, "input_features")
     assert 'from_pretrained("someone/digits"' in result["code"]
-
-
-def test_card_of_policy_with_audio(published):
-    data, text = published["grpo_audio"]["data"], published["grpo_audio"]["text"]
+    data, text = result["data"], result["text"]
     assert data["library_name"] == "transformers" and data["pipeline_tag"] == "audio-text-to-text"
     assert {"trl", "trl-multimodal-rft", "grpo", "audio", "digits"} <= set(data["tags"])
     assert data["datasets"] == "someone/spoken" and "licence" not in data and "base_model" not in data
@@ -126,9 +116,8 @@ def test_what_stays_here(published):
     kept += [r"checkpoint-1/rollout_state_0\.pt"]
     for pattern in kept:
         assert any(re.fullmatch(pattern, path) for path in local)
-    table = pq.read_table(
-        published.folder / "grpo_audio" / "out" / "_private" / "completions" / "completions_00001.parquet"
-    )
+    completions = published.folder / "grpo_audio" / "out" / "_private" / "completions"
+    table = pq.read_table(completions / "completions_00001.parquet")
     media = [audio["bytes"] for audio in table["audio"].to_pylist() if audio is not None]
     assert media
     contents = [blob.content for repo in published.hub.repos.values() for blob in repo.files.values()]
@@ -163,7 +152,7 @@ def test_adapter(published):
     assert re.search(r"- PEFT: \d+\.\d+", result["text"])
 
 
-def test_policy_and_critic(published):
+def test_policy_critic_and_last_checkpoint(published):
     result, repo = published["ppo_image"], published.hub.model("someone/ppo")
     assert result["same"] and result["critic"] and result["average"] and result["moved"]
     average = in_folder(MODEL - {"README.md"} | WEIGHTS, "ema")
@@ -172,14 +161,7 @@ def test_policy_and_critic(published):
     assert_answers(result, "pixel_values")
     assert 'subfolder="critic"' in result["text"] and '`subfolder="ema"`' in result["text"]
     assert "https://huggingface.co/papers/1506.02438" in result["text"]
-
-
-# While training
-
-
-def test_last_checkpoint(published):
-    """The critic belongs to the model from the first push on, and the run goes on from the checkpoint on the Hub."""
-    result, repo = published["ppo_image"], published.hub.model("someone/ppo")
+    # The critic belongs to the model from the first push on, and the run goes on from the checkpoint on the Hub
     steps = [f"Training in progress, step {i}{part}" for i in (1, 2) for part in ("", ", checkpoint")]
     assert messages(repo) == [*steps, "End of training"]
     during = [set(commit.files) - {".gitattributes"} for commit in repo.commits[1:5]]
@@ -188,6 +170,9 @@ def test_last_checkpoint(published):
     assert [each["global_step"] for each in state] == [1, 2]
     assert result["resumed"] and result["resumed_steps"] == [1, 2]
     assert not result["warned"]
+
+
+# While training
 
 
 def test_strategies(published):
@@ -215,36 +200,23 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 # Errors
 
 
-@pytest.mark.parametrize("case", ["none", "wrong", "down_before", "offline"])
-def test_refused_before_training(published, case):
-    """With the errors of `huggingface_hub`."""
-    error = published["refused"][case]
-    kinds = {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
-    assert error["type"] == kinds.get(case, "HfHubHTTPError")
-    assert case in ("down_before", "offline") or "401" in error["message"]
-
-
-@pytest.mark.parametrize("case", ["none_after", "reading", "foreign", "revoked", "down", "down_saving"])
-def test_refused_after_training(published, case):
-    """What was trained is saved, whole."""
-    error = published["refused"][case]
-    assert error["type"] == ("ConnectError" if case.startswith("down") else "HfHubHTTPError")
-    assert error["whole"]
-
-
-def test_refused_while_training(published):
-    """The token is revoked after the first push; the run goes on and says so."""
-    (warning,) = published["refused"]["revoked"]["warned"]
+def test_refused_and_the_command_that_publishes(published):
+    """With the errors of `huggingface_hub`; after training, what was trained is saved, whole."""
+    refused, down = published["refused"], {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
+    for case in ("none", "wrong", "down_before", "offline"):
+        assert refused[case]["type"] == down.get(case, "HfHubHTTPError")
+        assert case in down or "401" in refused[case]["message"]
+    for case in ("none_after", "reading", "foreign", "revoked", "down", "down_saving"):
+        assert refused[case]["type"] == ("ConnectError" if case.startswith("down") else "HfHubHTTPError")
+        assert refused[case]["whole"]
+    # A token that is revoked after the first push; the run goes on and says so
+    (warning,) = refused["revoked"]["warned"]
     assert "checkpoint-2 was not published" in warning and "401" in warning
     assert "Training continues." in warning
     assert messages(published.hub.model("short/revoked")) == ["Training in progress, step 1"]
-
-
-def test_command_that_publishes(published):
-    """It publishes what the trainer would have, for someone who has got a token meanwhile."""
-    program, *arguments = shlex.split(
-        how_to_upload("none_after", str(published.folder / "refused" / "none_after"), True)
-    )
+    # It publishes what the trainer would have, for someone who has got a token meanwhile
+    folder = str(published.folder / "refused" / "none_after")
+    program, *arguments = shlex.split(how_to_upload("none_after", folder, True))
     run = published.run([str(Path(sys.executable).with_name(program)), *arguments])
     assert run.returncode == 0, run.stderr[-2000:]
     repo = published.hub.model("someone/none_after")
@@ -262,14 +234,10 @@ def test_offline(tmp_path):
 
 def test_requests(published):
     """The client asked for nothing that this Hub doesn't serve, but for what it can do without."""
-    known = (
-        r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*"
-        r"|/api/repos/create|/api/models/.*"
-    )
-    strange = {
-        request for request in published.hub.requests if request[2] >= 400 and not re.fullmatch(known, request[1])
-    }
-    assert not strange
+    known = r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*"
+    known += r"|/api/repos/create|/api/models/.*"
+    refused = {request for request in published.hub.requests if request[2] >= 400}
+    assert not {request for request in refused if not re.fullmatch(known, request[1])}
 
 
 # Other cards

@@ -2,14 +2,15 @@
 """Rows of other tools' layouts come out of `prepare` with their media in their places."""
 
 import base64
-import io
 import json
+import re
 import shutil
 
 import pytest
 import soundfile
 from datasets import Dataset, Features, Image, List, Value, load_dataset
 from helpers.chats import RATE, audio, image
+from helpers.files import image_file
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
@@ -68,12 +69,8 @@ def test_llava_is_written_and_learned_from(files, tmp_path, capsys):
     shutil.rmtree(tmp_path / "data")
     dataset = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
     rows = list(dataset)
-    assert [blocks(message) for message in rows[0]["messages"]] == [
-        ["image", "\nIs there a cat?"],
-        ["No."],
-        ["A dog?"],
-        ["Yes."],
-    ]
+    said = [["image", "\nIs there a cat?"], ["No."], ["A dog?"], ["Yes."]]
+    assert [blocks(message) for message in rows[0]["messages"]] == said
     assert blocks(rows[1]["messages"][0]) == ["Is ", "image", " ", "image", "?"]
     assert blocks(rows[1]["messages"][1]) == ["The <image> is not."]  # what assistants say is text
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
@@ -100,9 +97,7 @@ def test_llava_as_prompts(files):
 
 
 def in_png(i):
-    file = io.BytesIO()
-    image(56 + 28 * i, 56, seed=i)["image"].save(file, "PNG")
-    return {"bytes": file.getvalue(), "path": None}
+    return {"bytes": image_file(image(56 + 28 * i, 56, seed=i)["image"]), "path": None}
 
 
 def verl(i, **columns):
@@ -124,10 +119,8 @@ def test_verl(form, tmp_path, capsys):
     dataset = dataset.cast_column("images", List(Image())) if form == "feature" else dataset
     dataset.to_parquet(tmp_path / "verl" / "train.parquet")
     with pytest.raises(SystemExit):  # as it is
-        main(
-            ["check", "--dataset_name", str(tmp_path / "verl"), "--num_workers", "0"]
-            + ["--model_name_or_path", str(saved("qwen2_5_vl"))]
-        )
+        words = ["check", "--dataset_name", str(tmp_path / "verl"), "--num_workers", "0"]
+        main([*words, "--model_name_or_path", str(saved("qwen2_5_vl"))])
     assert "are those of verl, by `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
     main(["prepare", "verl", str(tmp_path / "verl"), "--output_dir", str(tmp_path / "out")])
     shown = capsys.readouterr().out
@@ -140,14 +133,12 @@ def test_verl(form, tmp_path, capsys):
 
 
 def test_verl_with_media_of_qwen_vl_utils(files):
-    path = files(
-        [
-            verl(0, images=[{"image": "media/0.png", "max_pixels": 3136}]),
-            verl(1, images=[{"type": "image", "image": "media/1.png"}]),
-            verl(2, prompt=[{"role": "user", "content": "<video>?"}], videos=[{"video": "media/0.png", "fps": 0.5}]),
-        ]
-    )
-    dataset = load_verl(path)
+    rows = [
+        verl(0, images=[{"image": "media/0.png", "max_pixels": 3136}]),
+        verl(1, images=[{"type": "image", "image": "media/1.png"}]),
+        verl(2, prompt=[{"role": "user", "content": "<video>?"}], videos=[{"video": "media/0.png", "fps": 0.5}]),
+    ]
+    dataset = load_verl(files(rows))
     first, second, third = ([b for m in row["prompt"] for b in m["content"] if b["type"] != "text"] for row in dataset)
     assert (first[0]["max_pixels"], second[0]["max_pixels"], third[0]["fps"]) == (3136, None, 0.5)
     stored = dataset.cast_column("images", List(Image(decode=False)))
@@ -171,31 +162,19 @@ def test_values_are_shortened_in_errors(files):
         assert len(str(error.value)) < 350
 
 
-def test_sharegpt(files):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "<audio>Who <image>?"},
-                {"role": "assistant", "content": "A cat."},
-            ],
-            "audios": ["media/0.wav"],
-            "images": ["media/0.png"],
-            "system": "Be brief.",
-        },
-        {
-            "messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A dog."}],
-            "images": ["media/1.png"],
-        },
+def test_sharegpt_and_ms_swift(files):
+    chats = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, said in (("<audio>Who <image>?", "A cat."), ("What is it?", "A dog."))
     ]
+    media = {"audios": ["media/0.wav"], "images": ["media/0.png"]}
+    rows = [{"messages": chats[0], **media, "system": "Be brief."}, {"messages": chats[1], "images": ["media/1.png"]}]
     dataset = load_conversations(files(rows))
     assert dataset.column_names == ["messages", "images", "audios"]
     first, second = dataset["messages"][:]
     assert [message["role"] for message in first] == ["system", "user", "assistant"]
     assert [blocks(message) for message in first] == [["Be brief."], ["audio", "Who ", "image", "?"], ["A cat."]]
     assert blocks(second[0]) == ["image", "What is it?"]  # without a mark it comes first
-
-
-def test_ms_swift(files):
     rows = [
         {"messages": [{"role": "user", "content": "<audio>Who?"}], "audios": ["media/0.wav"], "solution": "A cat"},
         {"query": "<audio>And now?", "history": [["Who?", "A cat."]], "audios": ["media/1.wav"], "solution": "A dog"},
@@ -203,11 +182,8 @@ def test_ms_swift(files):
     ]
     dataset = load_conversations(files(rows), task="rl")
     assert dataset["solution"][:] == ["A cat", "A dog", "A bird."]
-    assert [[message["role"] for message in prompt] for prompt in dataset["prompt"][:]] == [
-        ["user"],
-        ["user", "assistant", "user"],
-        ["system", "user"],
-    ]
+    roles = [[message["role"] for message in prompt] for prompt in dataset["prompt"][:]]
+    assert roles == [["user"], ["user", "assistant", "user"], ["system", "user"]]
     assert blocks(dataset[1]["prompt"][2]) == ["audio", "And now?"] and blocks(dataset[2]["prompt"][1])[0] == "audio"
 
 
@@ -283,11 +259,7 @@ def test_what_is_wrong_is_named(files, tmp_path, capsys, layout, row, message):
     with pytest.raises(SystemExit) as exit:
         main(["prepare", layout, str(path), "--output_dir", str(tmp_path / "out")])
     assert exit.value.code == 1 and not (tmp_path / "out").exists()
-    pytest.raises(ValueError, _raise, capsys.readouterr().err).match(message)
-
-
-def _raise(text):
-    raise ValueError(text)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_options_and_rules(files, tmp_path, capsys):
@@ -297,15 +269,12 @@ def test_options_and_rules(files, tmp_path, capsys):
             ["--template", "{problem}"],
             r"`--template` means nothing to the layout 'llava', which takes \['--media_dir'",
         ),
-        (
-            ["--allowed_media_folders", str(tmp_path / "other")],
-            r"row 0, column 'images\[0\]': .*allowed_media_folders",
-        ),
+        (["--allowed_media_folders", "other"], r"row 0, column 'images\[0\]': .*allowed_media_folders"),
         (["--output_dir", str(tmp_path / "data")], "data' isn't an empty folder"),
     ):
         with pytest.raises(SystemExit):
             main(["prepare", "llava", path, "--output_dir", out, *options])
-        pytest.raises(ValueError, _raise, capsys.readouterr().err).match(message)
+        assert re.search(message, capsys.readouterr().err)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["data"]
     main(["prepare", "llava", path, "--output_dir", out, "--splits", "dev", "--task", "rl"])
     shown = capsys.readouterr().out

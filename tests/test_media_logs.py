@@ -19,6 +19,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
 from helpers.chats import RATE, image, video
+from helpers.files import video_file
 from helpers.media_logs_worker import dataset as mixed_dataset
 from helpers.media_logs_worker import mixed_rows
 from helpers.processes import python_command, python_environment
@@ -156,14 +157,8 @@ def test_other_columns_are_those_of_trl(tmp_path):
 
 def test_all_files_load_together(tmp_path):
     """A step without images has their column, too."""
-    train(
-        "qwen2_5_omni",
-        tmp_path,
-        rows=mixed_dataset(),
-        per_device_train_batch_size=4,
-        max_steps=4,
-        shuffle_dataset=False,
-    )
+    options = {"per_device_train_batch_size": 4, "max_steps": 4, "shuffle_dataset": False}
+    train("qwen2_5_omni", tmp_path, rows=mixed_dataset(), **options)
     files = str(tmp_path / "_private" / "completions" / "*.parquet")
     rows = load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     features = rows.features["audio"], rows.features["images"], rows.features["video"]
@@ -227,19 +222,14 @@ def files(tmp_path_factory):
         soundfile.write(folder / f"audio.{name}", samples, RATE)
     for name in ("png", "jpg", "webp", "gif", "tiff"):
         PICTURE.save(folder / f"image.{name}", **({"lossless": True} if name == "webp" else {}))
-    for name, codec in (("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"), ("mkv", "libx264")):
-        write_video(folder / f"video.{name}", codec, CLIP)
+    for name, codec, form in (
+        ("mp4", "libx264", "mp4"),
+        ("webm", "libvpx", "webm"),
+        ("avi", "mpeg4", "avi"),
+        ("mkv", "libx264", "matroska"),
+    ):
+        (folder / f"video.{name}").write_bytes(video_file(CLIP, form, codec, rate=2))
     return folder
-
-
-def write_video(path, codec, frames):
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=2, width=frames.shape[2], height=frames.shape[1])
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
 
 
 def ref(kind, source, **options):
@@ -300,11 +290,18 @@ def test_sounds_keep_their_rate(rate):
         assert found == rate and np.array_equal(heard, expected)
 
 
-def test_frames_of_odd_size_are_padded():
+def test_frames_of_odd_size_are_padded_and_long_videos_thinned():
     clip = np.full((3, 57, 85, 3), 200, dtype=np.uint8)
     shown, metadata = load_video(encode_medium(ref("video", clip, fps=5), 1e9).ref())
     assert shown.shape == (3, 58, 86, 3) and metadata["fps"] == 5
     assert np.abs(shown.astype(int) - 200).max() <= 3
+    clip = np.repeat(np.arange(200, dtype=np.uint8)[:, None, None, None], 16, 1).repeat(16, 2).repeat(3, 3)
+    data = video_file(clip, "avi", "mpeg4", rate=2)
+    shown, metadata = load_video(encode_medium(ref("video", data), 1e9).ref())
+    assert len(shown) == 64
+    assert metadata["duration"] == pytest.approx(100, rel=0.02)  # seconds
+    expected = np.linspace(0, 199, 64)
+    assert np.abs(shown.mean(axis=(1, 2, 3)) - expected).max() < 8
 
 
 def test_a_span_is_cut_out(files):
@@ -317,16 +314,6 @@ def test_a_span_is_cut_out(files):
     assert shown.shape == whole[2:5].shape and metadata["fps"] == 2
     differences = [[np.abs(a.astype(int) - b).mean() for b in whole] for a in shown]
     assert np.argmin(differences, axis=1).tolist() == [2, 3, 4]
-
-
-def test_a_long_video_is_thinned(tmp_path):
-    clip = np.repeat(np.arange(200, dtype=np.uint8)[:, None, None, None], 16, 1).repeat(16, 2).repeat(3, 3)
-    write_video(tmp_path / "long.avi", "mpeg4", clip)
-    shown, metadata = load_video(encode_medium(ref("video", str(tmp_path / "long.avi")), 1e9).ref())
-    assert len(shown) == 64
-    assert metadata["duration"] == pytest.approx(100, rel=0.02)  # seconds
-    expected = np.linspace(0, 199, 64)
-    assert np.abs(shown.mean(axis=(1, 2, 3)) - expected).max() < 8
 
 
 def test_what_is_too_large_or_broken_is_an_error(files):
@@ -424,12 +411,8 @@ def test_tensorboard(boards):
     sources = mixed_rows()
     tags = events.Tags()
     assert sorted(tags["audio"]) == ["completions/audio/0"]
-    assert sorted(tags["images"]) == [
-        "completions/images/1",
-        "completions/images/1.0",
-        "completions/images/1.1",
-        "completions/video/2",
-    ]
+    pictures = ["completions/images/1", "completions/images/1.0", "completions/images/1.1", "completions/video/2"]
+    assert sorted(tags["images"]) == pictures
     heard = events.Audio("completions/audio/0")
     assert [event.step for event in heard] == [1, 2]
     for event, row in zip(heard, (sources[0], sources[4]), strict=True):
@@ -509,25 +492,20 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if "This is said once." in record.getMessage()]
 
 
-def test_first_prompts_have_their_media(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("kind", "n", "bound", "logged"), [("audio", 16, 3, [0, 4, 8]), ("image", 48, None, [*range(0, 48, 4)])]
+)
+def test_first_prompts_have_their_media(kind, n, bound, logged, tmp_path, caplog):
+    rows = ROWS[kind](n // 4)
     with caplog.at_level(logging.WARNING):
-        train("audio", tmp_path, per_device_train_batch_size=16, max_logged_media=3)
+        train(kind, tmp_path, rows=rows, per_device_train_batch_size=n, max_logged_media=bound)
     for step in (1, 2):
-        assert [i for i, row in enumerate(table(tmp_path, step)) if row["audio"] is not None] == [0, 4, 8]
-    (message,) = said(caplog)
-    assert "Of 4 prompts with media in the table of completions, 3 are" in message and "`max_logged_media`" in message
-
-
-def test_all_prompts_have_their_media(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        train(
-            "image", tmp_path, per_device_train_batch_size=48, max_logged_media=None, rows=image_rows(12), max_steps=1
-        )
-    assert [i for i, row in enumerate(table(tmp_path, 1)) if row["image"] is not None] == list(range(0, 48, 4))
-    assert not said(caplog)
-
-
-def test_the_default_bound():
+        assert [i for i, row in enumerate(table(tmp_path, step)) if row[kind] is not None] == logged
+    messages = said(caplog)
+    assert len(messages) == (bound is not None)
+    for message in messages:
+        assert "Of 4 prompts with media in the table of completions, 3 are" in message
+        assert "`max_logged_media`" in message
     assert MultimodalGRPOConfig("out", use_cpu=True, bf16=False).max_logged_media == 8
 
 
@@ -598,19 +576,14 @@ def test_off_switch(tmp_path, decodes):
 
 
 def test_only_what_is_logged_is_decoded(tmp_path, decodes):
-    """Of four batches of two prompts the last one, and of this one prompt."""
-    train("image", tmp_path, max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
+    """Of four batches of two prompts the last one, and of this one prompt. No last log makes a second table of it."""
+    train("image", tmp_path / "one", max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
     assert decodes == {"train": 8, "log": 1}
-
-
-def test_the_last_log_is_no_second_table(tmp_path, decodes):
-    """Training ends with a log, which has rows that no table has yet, or not."""
+    # Training ends with a log, which has rows that no table has yet
     train("image", tmp_path, max_steps=3, logging_steps=2, **HERE)
-    assert [path.name for path in sorted((tmp_path / "_private" / "completions").iterdir())] == [
-        "completions_00002.parquet",
-        "completions_00003.parquet",
-    ]
-    assert decodes == {"train": 6, "log": 4}
+    names = [path.name for path in sorted((tmp_path / "_private" / "completions").iterdir())]
+    assert names == ["completions_00002.parquet", "completions_00003.parquet"]
+    assert decodes == {"train": 8 + 6, "log": 1 + 4}
     assert all(table(tmp_path, 3)[i]["image"] is not None for i in (0, 4))
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-import soundfile
 from datasets import Dataset, Image
-from helpers.chats import RATE, audio, image, text, video
+from helpers.chats import image, text
 from helpers.trainer_utils import Injected, InjectedOurs, load, make_trainer, run
 from test_media_sources import site  # noqa: F401
 from trl import TrlParser
@@ -26,7 +25,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, iter_refs, rows_to_messages
-from trl_multimodal_rft.data.encode import encode_medium, mp4
+from trl_multimodal_rft.data.encode import encode_medium
 from trl_multimodal_rft.data.features import restore_rows, undecoded
 from trl_multimodal_rft.data.fingerprint import differences, fingerprint
 from trl_multimodal_rft.data.loading import load_image, load_video
@@ -53,24 +52,21 @@ def chat(words: str = "What is it?") -> list[dict]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a file of each kind in `own`, and an image beside it."""
+    """With an image in `own`, and one beside that folder."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "own").mkdir()
     image(84, 56)["image"].save(folder / "own" / "i.png")
     image(84, 56, seed=1)["image"].save(folder / "other.png")
-    soundfile.write(folder / "own" / "a.wav", audio(0.5)["audio"], RATE)
-    (folder / "own" / "v.mp4").write_bytes(mp4(video(4, 84, 56)["video"], 2))
     return folder
 
 
-def rows(path, column: str = "image", n: int = 8) -> Dataset:
-    return Dataset.from_list([{"prompt": chat(), column: str(path)}] * n)
+def rows(path) -> Dataset:
+    return Dataset.from_list([{"prompt": chat(), "image": str(path)}] * 8)
 
 
 def one_outside(folder) -> Dataset:
-    return Dataset.from_list(
-        [{"prompt": chat(), "image": str(folder / ("other.png" if i == 1 else "own/i.png"))} for i in range(8)]
-    )
+    names = ["own/i.png", "other.png", *["own/i.png"] * 6]
+    return Dataset.from_list([{"prompt": chat(), "image": str(folder / name)} for name in names])
 
 
 # Options
@@ -110,20 +106,15 @@ def test_rules_that_make_no_sense(options, message, tmp_path):
 def test_references_carry_the_rules_wherever_they_stand():
     rules = MediaRules(max_media_bytes=5)
     blocks = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, text("?")]}]
-    placed = rows_to_messages(
-        [
-            {"prompt": "What?", "image": "a.png", "audios": ["a.wav", "b.wav"]},
-            {"prompt": "Is it <video>?", "video": "a.mp4"},
-            {"prompt": blocks, "images": ["a.png", "b.png"]},
-            {"prompt": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"}]}]},
-        ],
-        rules=rules,
-    )
-    refs = list(iter_refs(placed))
-    assert len(refs) == 7 and all(ref.rules is rules for ref in refs)
-    assert [copy.deepcopy(ref) is ref for ref in refs] == [True] * 7 and pickle.loads(
-        pickle.dumps(refs[0])
-    ) == "<image>"
+    data = [
+        {"prompt": "What?", "image": "a.png", "audios": ["a.wav", "b.wav"]},
+        {"prompt": "Is it <video>?", "video": "a.mp4"},
+        {"prompt": blocks, "images": ["a.png", "b.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"}]}]},
+    ]
+    refs = list(iter_refs(rows_to_messages(data, rules=rules)))
+    assert len(refs) == 7 and all(ref.rules is rules and copy.deepcopy(ref) is ref for ref in refs)
+    assert pickle.loads(pickle.dumps(refs[0])) == "<image>"
 
 
 # Places
@@ -132,8 +123,8 @@ def test_references_carry_the_rules_wherever_they_stand():
 OPTIONS = {"self_check": False, "max_steps": 1, "shuffle_dataset": False}
 
 
-def by_trainer(trainer_class, folder, tmp_path, serve, **ours):
-    run(trainer_class, FAMILY, one_outside(folder), **OPTIONS, **ours)
+def by_trainer(trainer_class):
+    return lambda folder, tmp_path, serve, **ours: run(trainer_class, FAMILY, one_outside(folder), **OPTIONS, **ours)
 
 
 def by_supervised(folder, tmp_path, serve, **ours):
@@ -147,103 +138,67 @@ def by_evaluation_of_a_trainer(folder, tmp_path, serve, **ours):
 
 
 def by_evaluation(folder, tmp_path, serve, **ours):
-    evaluate(
-        *load(FAMILY),
-        one_outside(folder),
-        lambda completions, **_: [0.0] * len(completions),
-        EvaluationConfig(max_completion_length=2),
-        media_rules=MediaRules(**ours),
-    )
+    reward, config = lambda completions, **_: [0.0] * len(completions), EvaluationConfig(max_completion_length=2)
+    evaluate(*load(FAMILY), one_outside(folder), reward, config, media_rules=MediaRules(**ours))
+
+
+def by_reward(folder, reward, **ours):
+    ignored = {"ignored_media_columns": ["image"]}
+    run(InjectedOurs, FAMILY, one_outside(folder), reward=reward, **ignored, **OPTIONS, **ours)
 
 
 def by_remote_reward(folder, tmp_path, serve, **ours):
-    data = one_outside(folder)
-    run(
-        InjectedOurs,
-        FAMILY,
-        data,
-        reward=RemoteReward(serve().url),
-        ignored_media_columns=["image"],
-        **OPTIONS,
-        **ours,
-    )
+    by_reward(folder, RemoteReward(serve().url), **ours)
 
 
 def by_reward_model(folder, tmp_path, serve, **ours):
     from test_reward_models import RewardModel, classifier
 
-    run(
-        InjectedOurs,
-        FAMILY,
-        one_outside(folder),
-        reward=RewardModel(*classifier()),
-        ignored_media_columns=["image"],
-        **OPTIONS,
-        **ours,
-    )
+    by_reward(folder, RewardModel(*classifier()), **ours)
 
 
 def by_experience_maker(folder, tmp_path, serve, **ours):
     from test_experience_maker import make
 
-    make(family=FAMILY, media_rules=MediaRules(**ours)).make_experience_list(
-        list(one_outside(folder)), max_new_tokens=2
-    )
+    maker = make(family=FAMILY, media_rules=MediaRules(**ours))
+    maker.make_experience_list(list(one_outside(folder)), max_new_tokens=2)
 
 
-def by_grpo(*args, **ours):
-    by_trainer(InjectedOurs, *args, **ours)
+PLACES = {
+    "grpo": by_trainer(InjectedOurs),
+    "rloo": by_trainer(Rloo),
+    "ppo": by_trainer(Ppo),
+    "supervised": by_supervised,
+    "evaluation of a trainer": by_evaluation_of_a_trainer,
+    "evaluation": by_evaluation,
+    "remote reward": by_remote_reward,
+    "reward model": by_reward_model,
+    "experience maker": by_experience_maker,
+}
 
 
-def by_rloo(*args, **ours):
-    by_trainer(Rloo, *args, **ours)
-
-
-def by_ppo(*args, **ours):
-    by_trainer(Ppo, *args, **ours)
-
-
-PLACES = [
-    by_grpo,
-    by_rloo,
-    by_ppo,
-    by_supervised,
-    by_evaluation_of_a_trainer,
-    by_evaluation,
-    by_remote_reward,
-    by_reward_model,
-    by_experience_maker,
-]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
-def test_every_place_keeps_to_the_folders(place, folder, tmp_path, serve):
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_every_place_keeps_to_the_rules(place, folder, tmp_path, serve):
+    """Files of other folders, and where relative paths start, without which no file is found."""
     message = r"row \d+, column 'image': '.*other.png' is in none of `allowed_media_folders`; add its folder"
     with pytest.raises(MediaError, match=message):
         place(folder, tmp_path, serve, allowed_media_folders=[str(folder / "own")])
-    place(folder, tmp_path, serve, allowed_media_folders=[str(folder)])
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
-def test_every_place_starts_relative_paths_from_the_folder(place, folder, tmp_path, serve):
     start = r"\(relative paths start from the working directory; `media_dir` names another\); correct the path"
     with pytest.raises(MediaError, match=rf"row \d+, column 'image': no such file: '{os.getcwd()}/.*png' {start}"):
         place(Path(), tmp_path, serve)
-    place(Path(), tmp_path, serve, media_dir=str(folder))
+    place(Path(), tmp_path, serve, media_dir=str(folder), allowed_media_folders=[str(folder)])
 
 
-@pytest.mark.parametrize("path", ["../other.png", "other.png"])
-def test_folder_of_relative_paths_widens_nothing(path, folder, tmp_path):
+def test_folder_of_relative_paths_widens_nothing(folder):
     inside = folder / "own"
-    media_dir = str(inside if path.startswith("..") else folder)
-    run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, **OPTIONS)
-    with pytest.raises(MediaError, match="other.png' is in none of `allowed_media_folders`"):
-        run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, allowed_media_folders=[str(inside)], **OPTIONS)
+    for path, media_dir in (("../other.png", inside), ("other.png", folder)):
+        allowed = MediaRules(media_dir=str(media_dir))
+        assert load_image(MediaRef("image", path, {}, "image", 0, allowed)).size == (84, 56)
+        narrow = MediaRules(media_dir=str(media_dir), allowed_media_folders=(str(inside),))
+        with pytest.raises(MediaError, match="other.png' is in none of `allowed_media_folders`"):
+            load_image(MediaRef("image", path, {}, "image", 0, narrow))
     with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which is no folder"):
         MediaRules(media_dir=str(folder / "nowhere"))
-
-
-def test_a_file_that_is_missing_in_the_folder(folder):
     with pytest.raises(MediaError, match=rf"'{folder}/b.png' \(relative paths start from `media_dir`, '{folder}'\)"):
         load_image(MediaRef("image", "b.png", {}, "image", 3, MediaRules(media_dir=str(folder))))
 
@@ -275,39 +230,24 @@ def test_changed_files_in_the_folder_are_another_dataset(folder, tmp_path):
     assert differences(before, fingerprint(rows("i.png"), str(tmp_path)))
 
 
-def test_protocols_of_the_user(folder):
+def test_protocols_and_hosts_of_the_user(folder, site):  # noqa: F811
     with fsspec.open("memory://i.png", "wb") as file:
         file.write((folder / "own" / "i.png").read_bytes())
-    with pytest.raises(MediaError, match="row 0, column 'image': the protocol 'memory' isn't one of"):
-        run(InjectedOurs, FAMILY, rows("memory://i.png"), **OPTIONS)
     run(InjectedOurs, FAMILY, rows("memory://i.png"), allowed_media_protocols=[*PROTOCOLS, "memory"], **OPTIONS)
-    for path in (folder / "own" / "i.png", (folder / "own" / "i.png").as_uri()):
-        with pytest.raises(MediaError, match="row 0, column 'image': the protocol 'file' isn't one of"):
-            run(InjectedOurs, FAMILY, rows(path), allowed_media_protocols=["memory"], **OPTIONS)
-
-
-def test_a_host_that_only_looks_allowed_is_not_asked_in_a_run(site):  # noqa: F811
     url = f"http://127.0.0.1:{site.server_port}\\@allowed.example/i.png"
     with pytest.raises(MediaError, match="row 0, column 'image': its URL has a backslash"):
         run(InjectedOurs, FAMILY, rows(url), allowed_media_domains=["allowed.example"], **OPTIONS)
     assert not site.asked
 
+    def read(path, **rules):
+        (row,) = rows_to_messages([{"prompt": chat(), "image": str(path)}], rules=MediaRules(**rules))
+        load_image(next(iter_refs(row)))
 
-@pytest.mark.parametrize(
-    ("name", "option", "limit"),
-    [
-        ("i.png", "max_media_bytes", 100),
-        ("i.png", "max_image_pixels", 84 * 56 - 1),
-        ("a.wav", "max_audio_seconds", 0.4),
-        ("v.mp4", "max_video_seconds", 1.5),
-        ("v.mp4", "max_image_pixels", 84 * 56 - 1),
-    ],
-)
-def test_limits_bite(folder, name, option, limit):
-    column = {"i": "image", "a": "audio", "v": "video"}[name[0]]
-    data = rows(folder / "own" / name, column)
-    with pytest.raises(MediaError, match=f"row 0, column '{column}': .*raise `{option}`"):
-        run(InjectedOurs, "qwen2_audio" if column == "audio" else FAMILY, data, **OPTIONS, **{option: limit})
+    with pytest.raises(MediaError, match="row 0, column 'image': the protocol 'memory' isn't one of"):
+        read("memory://i.png")
+    for path in (folder / "own" / "i.png", (folder / "own" / "i.png").as_uri()):
+        with pytest.raises(MediaError, match="row 0, column 'image': the protocol 'file' isn't one of"):
+            read(path, allowed_media_protocols=["memory"])
 
 
 def test_logged_media_keep_the_rules_of_the_run(folder):

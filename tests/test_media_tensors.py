@@ -55,15 +55,9 @@ def test_modality_of(name, modality):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_modalities_of_what_processors_return(name):
-    _, prompts = encoded(name)
-    for prompt in prompts:
-        assert modalities(prompt) == ({"image"} if name == "internvl" and prompt.media else prompt.modalities)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bare_prompt_knows_its_media(name):
     model, prompts = encoded(name)
     for prompt in prompts:
+        assert modalities(prompt) == ({"image"} if name == "internvl" and prompt.media else prompt.modalities)
         bare = bare_prompt(model, prompt.input_ids, prompt.media, prompt.token_fields)
         assert bare.modalities == modalities(prompt)
 
@@ -86,9 +80,8 @@ def test_token_fields_of_families_with_rules_of_their_own():
     assert not token_fields(model, prompts[0].input_ids)["token_type_ids"].any()
     model, prompts = encoded("glm4v")
     images, videos = prompts[0], prompts[3]
-    assert torch.equal(
-        token_fields(model, images.input_ids)["mm_token_type_ids"], images.token_fields["mm_token_type_ids"]
-    )
+    found = token_fields(model, images.input_ids)["mm_token_type_ids"]
+    assert torch.equal(found, images.token_fields["mm_token_type_ids"])
     # A video counts as images, which is why an actor wants the processor's field for it
     assert token_fields(model, videos.input_ids)["mm_token_type_ids"].max() == 1
     assert videos.token_fields["mm_token_type_ids"].max() == 2
@@ -119,33 +112,25 @@ def test_split_undoes_join(name):
                     assert torch.equal(value[tuple(slice(size) for size in own.shape)], own), key
 
 
-def test_split_are_slices():
-    model, prompts = encoded("qwen2_5_vl")
-    joined = join_media(prompts)
-    first = split_media(model, ids_of(prompts), joined)[0]["pixel_values"]
-    assert first.data_ptr() == joined["pixel_values"].data_ptr()
-
-
 def swap(prompts):
     """Ids and media of two prompts that belong to each other crosswise: two opposite errors, equal in total."""
     assert len(prompts[0]) != len(prompts[1])
     return ids_of(prompts), join_media(prompts[::-1])
 
 
-@pytest.mark.parametrize("check", [check_media, split_media])
-def test_opposite_errors_in_two_rows_are_seen(check):
-    chats = [chat(image(56, 56), text("a")), chat(image(112, 84), text("a"))]
-    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen2_5_omni"):
-        model, prompts = with_chats(name, *chats)
-        check(model, ids_of(prompts), join_media(prompts))
-        with pytest.raises(MediaError, match=r"row 0 holds \d+ placeholders for image, .*same processor call"):
-            check(model, *swap(prompts))
-    chats = [chat(audio(0.3), text("a")), chat(audio(0.9), text("a"))]
-    for name in ("qwen2_audio", "qwen2_5_omni", "audioflamingo3"):
-        model, prompts = with_chats(name, *chats)
-        check(model, ids_of(prompts), join_media(prompts))
-        with pytest.raises(MediaError, match=r"row 0 holds \d+ placeholders for audio, .*same processor call"):
-            check(model, *swap(prompts))
+def test_opposite_errors_in_two_rows_are_seen():
+    images, sounds = (image(56, 56), image(112, 84)), (audio(0.3), audio(0.9))
+    visual = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen2_5_omni")
+    for kind, media, names in (
+        ("image", images, visual),
+        ("audio", sounds, ("qwen2_audio", "qwen2_5_omni", "audioflamingo3")),
+    ):
+        for name in names:
+            model, prompts = with_chats(name, *(chat(medium, text("a")) for medium in media))
+            for check in (check_media, split_media):
+                check(model, ids_of(prompts), join_media(prompts))
+                with pytest.raises(MediaError, match=rf"row 0 holds \d+ placeholders for {kind}, .*same processor"):
+                    check(model, *swap(prompts))
 
 
 @pytest.mark.parametrize("name", ["qwen3_omni_moe", "granite_speech", "phi4_multimodal"])
@@ -163,10 +148,13 @@ def test_lengths_of_other_encoders_are_known(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_placeholders_without_media(name):
+def test_placeholders_without_media_and_media_without_placeholders(name):
     model, prompts = encoded(name)
     for index, prompt in enumerate(prompts):
         for modality in modalities(prompt):
+            own = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
+            with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
+                check_media(model, [torch.tensor([60, 61, 62])], own)
             media = {key: value for key, value in prompt.media.items() if modality_of(key) != modality}
             rows = [ids_of(prompts)[-1][-3:], prompt.input_ids]  # text comes first
             kinds = "image|video" if name == "glm4v" else modality
@@ -175,16 +163,6 @@ def test_placeholders_without_media(name):
             with pytest.raises(MediaError, match="row 1 holds"):
                 split_media(model, rows, media)
         assert index or prompt.modalities
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_media_without_placeholders(name):
-    model, prompts = encoded(name)
-    for prompt in prompts:
-        for modality in modalities(prompt):
-            media = {key: value for key, value in prompt.media.items() if modality_of(key) == modality}
-            with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder for it"):
-                check_media(model, [torch.tensor([60, 61, 62])], media)
 
 
 def test_what_comes_with_media_is_no_media():
@@ -198,9 +176,7 @@ def test_what_comes_with_media_is_no_media():
     model, prompts = encoded("qwen2_audio")
     with pytest.raises(MediaError, match="no audio; pass it"):
         check_media(model, ids_of(prompts[:1]), {"feature_attention_mask": prompts[0].media["feature_attention_mask"]})
-
-
-def test_pixels_without_the_grid_of_a_family_that_needs_one():
+    # Pixels without the grid of a family that needs one
     model, prompts = encoded("qwen2_5_vl")
     with pytest.raises(MediaError, match="there is image but no `image_grid_thw`"):
         check_media(model, ids_of(prompts[:1]), {"pixel_values": prompts[0].media["pixel_values"]})
@@ -221,8 +197,11 @@ def test_too_many_media():
         split_media(model, rows, three)
 
 
-def test_a_tensor_of_another_length_can_not_be_split():
+def test_split_are_slices_of_tensors_as_long_as_their_media():
     model, prompts = encoded("qwen2_5_vl")
+    joined = join_media(prompts)
+    first = split_media(model, ids_of(prompts), joined)[0]["pixel_values"]
+    assert first.data_ptr() == joined["pixel_values"].data_ptr()
     media = {**join_media(prompts[:2]), "image_sizes": torch.zeros(5, 2)}
     with pytest.raises(MediaError, match="`image_sizes` has 5 entries for 3 images"):
         split_media(model, ids_of(prompts[:2]), media)

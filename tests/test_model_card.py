@@ -9,6 +9,7 @@ from pathlib import Path
 import PIL.Image
 import PIL.ImageOps
 import pytest
+from helpers.families import encode
 from helpers.hub_worker import media_files
 from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows, video_rows
 from huggingface_hub import ModelCard, ModelCardData, constants
@@ -81,14 +82,9 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, mo
     block = {"type": kind, "path": FILES[kind]}
     if kind == "image":  # torchvision, which reads its path, isn't built with image formats everywhere
         block = {"type": kind, "image": PIL.ImageOps.exif_transpose(PIL.Image.open(FILES[kind]))}
-    documented = namespace["processor"].apply_chat_template(
-        [[{"role": "user", "content": [block, {"type": "text", "text": "What is this?"}]}]],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"load_audio_backend": "soundfile"} if kind == "audio" else {},
-    )
+    options = {"processor_kwargs": {"load_audio_backend": "soundfile"}} if kind == "audio" else {}
+    chat = [{"role": "user", "content": [block, {"type": "text", "text": "What is this?"}]}]
+    documented = encode(namespace["processor"], chat, **options)
     (row,) = rows_to_messages([{"prompt": "What is this?", kind: FILES[kind]}])
     encoded = encode_prompt(row["prompt"], trainer.processing_class, trainer.model)
     assert encoded.media.keys() <= namespace["inputs"].keys()
@@ -121,7 +117,7 @@ def test_card_asks_what_was_asked(tmp_path):
         assert [block["type"] for block in messages[-1]["content"]] == ["image", "text"]
 
 
-def test_results_are_those_of_the_schema(tmp_path):
+def test_held_out_results_and_lines(tmp_path):
     """`model-index` as the Hub reads it, with the dataset where it is there."""
     history = [{"step": 0, "eval_accuracy": 0.1}, AFTER]
     (result,) = held_out_results(history, "audio-text-to-text", "someone/questions")
@@ -132,6 +128,11 @@ def test_results_are_those_of_the_schema(tmp_path):
     results["dataset"] = {"name": "someone/questions", "type": "someone/questions"}
     assert data.to_dict() == {"model-index": [{"name": "mine", "results": [results]}]}
     assert held_out_results([{"step": 1}], None, None) is None
+    before, after = {"step": 0, "eval_accuracy": 0.0}, AFTER
+    assert held_out_lines([{"step": 1, "reward": 1.0}]) == []
+    expected = "50.0% (25.0% to 75.0%, of 12 rows), 0.0% before training"
+    assert held_out_lines([before, {"step": 1}, after]) == [("Held-out accuracy", expected)]
+    assert held_out_lines([after]) == [("Held-out accuracy", expected.split("),")[0] + ")")]
 
 
 def test_origins(tmp_path, monkeypatch):
@@ -234,12 +235,8 @@ def test_names_are_no_markup(tmp_path):
 
 def test_how_a_model_was_trained():
     options = {"advantage_estimator": "reinforce_baseline", "loss_type": "gmpo", "epsilon": 0.4, "beta": 0.02}
-    options |= {
-        "kl_target": 0.1,
-        "top_entropy_quantile": 0.2,
-        "dynamic_sampling": True,
-        "reward_clip_range": [-1.0, 1.0],
-    }
+    options |= {"kl_target": 0.1, "top_entropy_quantile": 0.2, "dynamic_sampling": True}
+    options |= {"reward_clip_range": [-1.0, 1.0]}
     config = MultimodalGRPOConfig("out", use_cpu=True, bf16=False, num_generations=4, **options)
     lines = dict(training_lines(config.to_dict()))
     assert lines["Advantages"] == "`reinforce_baseline` ([REINFORCE++](https://huggingface.co/papers/2501.03262))"
@@ -293,14 +290,6 @@ def test_papers_are_those_of_the_documentation():
 
 
 AFTER = {"step": 9, "eval_accuracy": 0.5, "eval_accuracy_low": 0.25, "eval_accuracy_high": 0.75, "eval_rows": 12}
-
-
-def test_held_out_lines():
-    before, after = {"step": 0, "eval_accuracy": 0.0}, AFTER
-    assert held_out_lines([{"step": 1, "reward": 1.0}]) == []
-    expected = "50.0% (25.0% to 75.0%, of 12 rows), 0.0% before training"
-    assert held_out_lines([before, {"step": 1}, after]) == [("Held-out accuracy", expected)]
-    assert held_out_lines([after]) == [("Held-out accuracy", expected.split("),")[0] + ")")]
 
 
 def test_quick_start_hands_over_the_template_arguments():

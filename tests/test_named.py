@@ -77,8 +77,10 @@ def test_archives(name, folder):
     assert next(iter(read("--dataset_name", name))).keys() == next(iter(stream)).keys()
 
 
-def test_part_of_a_file(folder):
+def test_splits(folder):
     assert len(read("--dataset_name", "rows.jsonl", split="train[:3]")) == 3
+    with pytest.raises(ValueError, match=r"'splits' can't be read: it has the splits \['test', 'train'\], not 'val'"):
+        read("--dataset_name", "splits", split="val")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -109,11 +111,6 @@ def test_what_cant_be_read(words, message, folder):
     with pytest.raises(ValueError) as error:
         read("--dataset_name", *words)
     assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_split_that_isnt_there(folder):
-    with pytest.raises(ValueError, match=r"'splits' can't be read: it has the splits \['test', 'train'\], not 'val'"):
-        read("--dataset_name", "splits", split="val")
 
 
 def test_supervised_rows_of_ppo_and_other_layouts(folder):

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from datasets import Dataset
 from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
+from trl_multimodal_rft.data.loading import load_audio
+from trl_multimodal_rft.data.unread import check_columns
 from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import parse
 
@@ -57,9 +60,7 @@ SCRIPTS = [grpo, rloo, ppo, sft, evaluate, filter]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
 def test_relative_paths_start_from_the_folder(script, folder):
     write(audio="{i}.wav", **({"completion": "A bird."} if script is sft else {}))
-    more = (
-        ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] if script is filter else []
-    )
+    more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
     with pytest.raises(MediaError, match=rf"column 'audio': no such file: '{folder}/\d.wav' \(relative paths start"):
         command(script, *more)
     command(script, "--media_dir", "clips", *more)
@@ -79,9 +80,8 @@ def test_check_starts_relative_paths_from_the_folder(folder, capsys):
     words += ["--model_name_or_path", str(saved("qwen2_audio"))]
     with pytest.raises(SystemExit):
         main(words)
-    assert (
-        f"no such file: '{folder}/0.wav' (relative paths start from the working directory" in capsys.readouterr().out
-    )
+    message = f"no such file: '{folder}/0.wav' (relative paths start from the working directory"
+    assert message in capsys.readouterr().out
     main([*words, "--media_dir", "clips"])
     assert "All 4 rows would train." in capsys.readouterr().out
 
@@ -129,10 +129,14 @@ CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value
     ],
 )
 def test_rows_of_other_layouts(row, remedy, folder):
+    message = rf"has no column '.* {remedy}"
+    with pytest.raises(ValueError, match=message):
+        check_columns(Dataset.from_list([row]), "rows")
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     for script, options in ((grpo, []), (grpo, ["--dataset_streaming"]), (evaluate, [])):
-        with pytest.raises(ValueError, match=rf"has no column '.* {remedy}"):
-            command(script, *options)
+        if "reward_model" in row:
+            with pytest.raises(ValueError, match=message):
+                command(script, *options)
 
 
 def test_supervised_rows_of_other_layouts(folder):
@@ -153,13 +157,20 @@ def test_base64_text(form, folder):
     row = {"prompt": "What do you hear?", "solution": "A", "audio": {"bytes": text} if form == "bytes" else text}
     if form == "block":
         row = {"prompt": [{"role": "user", "content": [{"type": "audio", "audio": text}]}], "solution": "A"}
-    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+
+    def read(row):
+        (medium,) = iter_refs(rows_to_messages([row]))
+        return load_audio(medium, RATE)
+
     with pytest.raises(MediaError) as error:
-        command(evaluate)
+        read(row)
     column = "prompt[0].content[0]" if form == "block" else "audio"
     assert str(error.value) == f"row 0, column '{column}': base64 text, not a path; put 'data:;base64,' before it"
-    Path("rows.jsonl").write_text(json.dumps(row).replace(text, f"data:;base64,{text}") + "\n")
-    command(evaluate)
+    row = json.dumps(row).replace(text, f"data:;base64,{text}")
+    assert len(read(json.loads(row))) == 0.3 * RATE
+    if form == "text":
+        Path("rows.jsonl").write_text(row + "\n")
+        command(evaluate)
 
 
 def test_long_names_are_shortened(folder):

@@ -7,13 +7,13 @@ import shlex
 from importlib import import_module
 from pathlib import Path
 
-import av
 import datasets
 import pytest
 import soundfile
 import yaml
 from datasets import Dataset, Features, Image, List, Value
 from helpers.chats import RATE, audio, image, mosaic
+from helpers.files import video_file
 from helpers.four_bits import save_wide
 from helpers.trainer_utils import length_and_sum, saved
 
@@ -47,25 +47,10 @@ TRAINERS = {
 }
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # What belongs to the size of the model and of its machine
-SMALL = {
-    "learning_rate": 1e-2,
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "num_generations": 2,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "max_completion_length": 8,
-    "dtype": "float32",
-    "lora_r": 2,
-    "soft_overlong_cache": 4,
-    "use_vllm": False,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+SMALL = {"learning_rate": 1e-2, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2}
+SMALL |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 8, "dtype": "float32"}
+SMALL |= {"lora_r": 2, "soft_overlong_cache": 4, "use_vllm": False, "bf16": False, "gradient_checkpointing": False}
+SMALL |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
 
 
 def header(path):
@@ -89,26 +74,15 @@ def sources(folder):
     for i in range(4):
         image(56 + 28 * (i % 2), 56, seed=i)["image"].save(folder / "media" / f"{i}.png")
         soundfile.write(folder / "media" / f"{i}.wav", audio(0.3 + 0.1 * i, seed=i)["audio"], RATE)
-        with av.open(str(folder / "media" / f"{i}.mp4"), "w") as container:
-            stream = container.add_stream("mpeg4", rate=4, width=84, height=56)
-            for frame in mosaic(18, 56, 84, seed=i):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-            container.mux(stream.encode())
+        clip = video_file(mosaic(18, 56, 84, seed=i), codec="mpeg4", rate=4)
+        (folder / "media" / f"{i}.mp4").write_bytes(clip)
     avqa = {"question_text": "What is in the video?", "multi_choice": ["cat", "dog"]}
     lines = [{**avqa, "id": i, "answer": i % 2, "audio_path": f"media/{i}.wav"} for i in range(4)]
     (folder / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
-    rows = [
-        {
-            **video,
-            "problem_id": i,
-            "data_type": "video" if i % 2 else "image",
-            "path": f"./media/{i}.{'mp4' if i % 2 else 'png'}",
-            "process": "<think>I see a dog.</think>",
-            "solution": "<answer>B</answer>",
-        }
-        for i in range(4)
-    ]
+    video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
+    kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
+    rows = [{**video, **kinds[i % 2], "problem_id": i, "path": kinds[i % 2]["path"].format(i)} for i in range(4)]
     for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
         (folder / name).write_text(json.dumps(rows))
     (folder / "geometry3k").mkdir()
@@ -156,9 +130,8 @@ def test_says_what_it_is(name):
     assert (ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{launcher}.yaml").is_file()
     reported = " ".join(said["Reported"])
     assert ("https://" in reported and "not reproduced here" in reported) or reported.startswith(("nothing", "see "))
-    assert re.search(
-        r"^[\d.]+ GiB (of .* trl-multimodal-rft estimate|less than )|^left out: ", " ".join(said["Memory"])
-    )
+    sources = r"^[\d.]+ GiB (of .* trl-multimodal-rft estimate|less than )|^left out: "
+    assert re.search(sources, " ".join(said["Memory"]))
     row = next(line for line in (ROOT / "docs" / "recipes.md").read_text().splitlines() if f"/{name}.yaml)" in line)
     for number in re.findall(r"[\d.]+ -> [\d.]+", reported):
         assert number.replace("->", "→") in row

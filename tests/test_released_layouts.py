@@ -44,15 +44,8 @@ ROWS = {
 }
 OTHER_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 # What releases recommend for chats, of which training knows nothing
-RECOMMENDED = {
-    "do_sample": True,
-    "temperature": 0.3,
-    "top_k": 5,
-    "top_p": 0.5,
-    "min_p": 0.15,
-    "repetition_penalty": 1.5,
-    "no_repeat_ngram_size": 2,
-}
+RECOMMENDED = {"do_sample": True, "temperature": 0.3, "top_k": 5, "top_p": 0.5, "min_p": 0.15}
+RECOMMENDED |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
 CHOICES = {
     "template": ["jinja", "json", "json and tokenizer"],
     "processor": ["joined", "legacy", "legacy, no class"],
@@ -161,9 +154,8 @@ def test_trains_by_name_as_by_object(seed, tmp_path):
         assert relative_difference(expected, moved) <= 1e-6
     except Exception as error:
         error.add_note(f"{trainer_class.__name__}, {family}, {rows.column_names}: {chosen}")
-        error.add_note(
-            f"again: FUZZ_SEED={seed} .venv/bin/python -m pytest tests/test_released_layouts.py -m slow -k trains"
-        )
+        again = f"FUZZ_SEED={seed} .venv/bin/python -m pytest tests/test_released_layouts.py -m slow -k trains"
+        error.add_note(f"again: {again}")
         raise
 
 

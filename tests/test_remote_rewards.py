@@ -2,13 +2,13 @@
 """Rewards over HTTP, from real servers on this machine: what they are sent, and what happens if they fail."""
 
 import base64
-import contextlib
 import io
 import math
 import socket
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -17,7 +17,8 @@ import soundfile
 import soxr
 import torch
 from helpers.chats import RATE, audio, image, video
-from helpers.reward_server import png
+from helpers.files import video_file
+from helpers.reward_server import DRIPS, dripping, png
 from helpers.trainer_utils import audio_rows, load, make_trainer, sound
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -60,13 +61,9 @@ def test_text(serve):
     assert server.requests == [
         {"prompts": ["Who? ", "What? "], "completions": ["I.", "This."], "queries": ["Who? I.", "What? This."]}
     ]
-
-
-def test_messages_are_sent_as_text(serve):
-    server = serve()
     prompts = [[{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Who? "}], user()]
     RemoteReward(server.url)(prompts, [assistant("I."), assistant("")])
-    assert server.requests == [
+    assert server.requests[1:] == [
         {"prompts": ["Be brief. Who? ", ""], "completions": ["I.", ""], "queries": ["Be brief. Who? I.", ""]}
     ]
 
@@ -78,12 +75,8 @@ def test_labels(serve, column):
     RemoteReward(server.url, label_column=column)(["Who?", "What?"], ["I", "This"], **columns)
     assert server.requests[0]["labels"] == ["you", None]
     assert set(server.requests[0]) == {"prompts", "completions", "queries", "labels"}
-
-
-def test_labels_that_are_not_there(serve):
-    server = serve()
     RemoteReward(server.url)(["Who?"], ["I"], labels=None, solution=["you"])
-    assert "labels" not in server.requests[0]
+    assert "labels" not in server.requests[1]
 
 
 PICTURES = [image(84, 56, seed=1)["image"], image(28, 56, seed=2)["image"], image(56, 56, seed=3)["image"]]
@@ -109,12 +102,14 @@ def test_images(serve, inline):
     assert set(request) == {"prompts", "completions", "queries", "images"}
 
 
-def test_placeholders_take_the_media_of_columns(serve):
+def test_placeholders_take_the_media_of_columns_whose_errors_name_the_row(serve):
     server = serve()
     prompt = user({"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": " red?"})
     RemoteReward(server.url)([prompt], ["No"], image=PICTURES[:1])
     assert server.requests[0]["prompts"] == ["Is <image> red?"]
     assert np.array_equal(pixels(server.requests[0]["images"][0][0]), np.asarray(PICTURES[0]))
+    with pytest.raises(MediaError, match="row 1, column 'image': no such file"):
+        RemoteReward(serve().url)(["What?"] * 2, ["a"] * 2, image=[PICTURES[0], "nowhere.png"])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "L", "LA", "CMYK"])
@@ -139,15 +134,10 @@ def test_audio(serve):
     expected = soxr.resample(fast / 4, 44100, RATE)
     assert np.abs(second - expected).max() <= 2.0**-14
     assert request["prompts"] == ["<audio><audio>What?", "What?"]
-
-
-def test_sampling_rate(serve):
-    server = serve()
-    clip = sound(0.5, seed=1)
-    RemoteReward(server.url, sampling_rate=8000)(["What?"], ["a"], audio=[clip])
-    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(server.requests[0]["audios"][0][0])))
+    RemoteReward(server.url, sampling_rate=8000)(["What?"], ["a"], audio=[audios[0][0]])
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(server.requests[1]["audios"][0][0])))
     assert rate == 8000
-    assert np.abs(samples - soxr.resample(clip["array"], RATE, 8000)).max() <= 2.0**-14
+    assert np.abs(samples - soxr.resample(clips[0], RATE, 8000)).max() <= 2.0**-14
 
 
 def test_videos(serve):
@@ -172,15 +162,9 @@ def test_media_of_a_group_are_decoded_once(serve):
 
 def test_parts_of_one_file_are_told_apart(serve, tmp_path):
     """One file may be two clips, or both picture and sound."""
-    av = pytest.importorskip("av")
-    path = str(tmp_path / "clip.mp4")
     frames = video(8, 64, 64, seed=1)["video"]
-    with av.open(path, "w") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = 64
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
+    path = str(tmp_path / "clip.mp4")
+    Path(path).write_bytes(video_file(frames, codec="mpeg4", rate=4))
     server = serve()
     halves = [{"video_start": 0.0, "video_end": 0.9}, {"video_start": 1.0, "video_end": 1.9}]
     prompt = user(*({"type": "video", "video": path, **half} for half in halves))
@@ -209,17 +193,11 @@ def test_one_object_as_image_and_video(serve):
     assert [pixels(each).shape for each in request["videos"][0][0]] == [(56, 84, 3)] * 3
 
 
-def test_media_that_can_t_be_read_name_the_row(serve):
-    with pytest.raises(MediaError, match="row 1, column 'image': no such file"):
-        RemoteReward(serve().url)(["What?"] * 2, ["a"] * 2, image=[PICTURES[0], "nowhere.png"])
-
-
 def test_batch_size(serve):
     server = serve()
     completions = ["a" * i for i in range(7)]
-    rewards = RemoteReward(server.url, batch_size=3)(
-        [f"{i}" for i in range(7)], completions, labels=list(range(7)), image=[PICTURES[i % 3] for i in range(7)]
-    )
+    columns = {"labels": list(range(7)), "image": [PICTURES[i % 3] for i in range(7)]}
+    rewards = RemoteReward(server.url, batch_size=3)([f"{i}" for i in range(7)], completions, **columns)
     assert rewards == list(range(7))
     parts = sorted(server.requests, key=lambda request: request["labels"])
     assert [request["labels"] for request in parts] == [[0, 1, 2], [3, 4, 5], [6]]
@@ -245,12 +223,6 @@ def test_requests_run_together_up_to_the_limit(serve, concurrency):
     assert server.most_busy == concurrency
 
 
-def test_no_completions(serve):
-    server = serve()
-    assert RemoteReward(server.url)([], []) == []
-    assert server.requests == []
-
-
 # Answers
 
 
@@ -264,6 +236,7 @@ def assert_names_only(url: str, error: Exception):
 
 def test_null_is_no_reward(serve):
     server = serve(lambda request: {"rewards": [None, 0, -1.5]})
+    assert RemoteReward(server.url)([], []) == [] and server.requests == []
     assert RemoteReward(server.url)(["?"] * 3, ["a"] * 3) == [None, 0, -1.5]
 
 
@@ -301,10 +274,16 @@ def test_other_answers_are_errors(serve, answer, error):
 # Failures
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 520])
-def test_busy_servers_are_asked_again(serve, status, monkeypatch):
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds between attempts, which pass at once."""
     waits = []
     monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
+    return waits
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 520])
+def test_busy_servers_are_asked_again(serve, status, waits):
     answers = iter([(status, {})] * 4 + [{"rewards": [1, 2]}])
     server = serve(lambda request: next(answers))
     assert RemoteReward(server.url, backoff=0.25)(["?"] * 2, ["a", "b"]) == [1, 2]
@@ -322,66 +301,41 @@ def test_pages_of_what_stands_between_are_asked_again(serve):
         RemoteReward(server.url, retries=1, backoff=0.001)([SECRET], ["a"])
 
 
-def test_patience_ends_and_lasts(serve, monkeypatch):
+def test_patience_lasts(serve, waits):
+    answers = iter([(503, {})] * 30 + [{"rewards": [1]}] + [(503, {})] * 1030 + [{"rewards": [1]}])
+    server = serve(lambda request: next(answers))
+    assert RemoteReward(server.url, retries=None)(["?"], ["a"]) == [1]
+    assert max(waits) == 60 and len(waits) == 30
+    assert RemoteReward(server.url, retries=None, patience=1e6)(["?"], ["a"]) == [1]
+
+
+def test_patience_ends(serve):
     server = serve(lambda request: (503, {}))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="within 0.5 s"):
         RemoteReward(server.url, retries=None, patience=0.5, backoff=0.01)([SECRET], ["a"])
     assert time.monotonic() - started < 5 and len(server.requests) > 3
-    waits, answers = [], iter([(503, {})] * 30 + [{"rewards": [1]}])
-    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
-    server = serve(lambda request: next(answers))
-    assert RemoteReward(server.url, retries=None)(["?"], ["a"]) == [1]
-    assert max(waits) == 60 and len(waits) == 30
 
 
 @pytest.mark.parametrize(
     ("asked", "waited"),
     [("7", 7), ("86400", 60), ("9" * 5000, 60), ("\xb2", 0.25), ("-1", 0.25), ("Wed, 21 Oct 2099 07:28:00 GMT", 0.25)],
 )
-def test_servers_may_ask_for_a_minute(serve, asked, waited, monkeypatch):
-    waits, answers = [], iter([(429, {}), {"rewards": [1]}])
-    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
+def test_servers_may_ask_for_a_minute(serve, asked, waited, waits):
+    answers = iter([(429, {}), {"rewards": [1]}])
     server = serve(lambda request: next(answers))
     server.more_headers["Retry-After"] = asked
     assert RemoteReward(server.url, backoff=0.25)(["?"], ["a"]) == [1]
     assert waits == [waited]
 
 
-def test_patience_outlasts_a_thousand_attempts(serve, monkeypatch):
-    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", lambda seconds: None)
-    answers = iter([(503, {})] * 1030 + [{"rewards": [1]}])
-    server = serve(lambda request: next(answers))
-    assert RemoteReward(server.url, retries=None, patience=1e6)(["?"], ["a"]) == [1]
-
-
-@pytest.mark.parametrize("part", ["headers", "chunks", "body"])
-def test_answers_that_drip_end_with_their_time(part):
+@pytest.mark.parametrize("start", DRIPS)
+def test_answers_that_drip_end_with_their_time(start):
     """No read of them takes long; all of them together would."""
-    starts = {
-        "headers": b"HTTP/1.1 200 OK\r\nX-Slow: ",
-        "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
-        "body": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
-    }
-    over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def drip():
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.sendall(starts[part])
-                while not over.wait(0.02):
-                    connection.sendall(b"0")
-
-        thread = threading.Thread(target=drip, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
-        started = time.monotonic()
-        with pytest.raises(RuntimeError, match="in the time for it"):
-            RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
-        assert time.monotonic() - started < 5
-        over.set()
-        thread.join(5)
+    started = time.monotonic()
+    with dripping(start) as url, pytest.raises(RuntimeError, match="in the time for it"):
+        RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
+    assert time.monotonic() - started < 5
 
 
 def test_answers_that_break_off_are_asked_again():
@@ -407,11 +361,7 @@ def test_answers_that_break_off_are_asked_again():
 
 def test_redirects_do_not_get_the_payload(serve):
     other = serve()
-
-    def away(handler_request):
-        return 307, {}
-
-    server = serve(away)
+    server = serve(lambda request: (307, {}))
     server.location = other.url
     with pytest.raises(RuntimeError, match="answered 307"):
         RemoteReward(server.url)([SECRET], ["a"])
@@ -420,9 +370,8 @@ def test_redirects_do_not_get_the_payload(serve):
 
 def test_retries_end(serve):
     server = serve(lambda request: (503, {"detail": "too busy"}))
-    with pytest.raises(
-        RuntimeError, match=r"/reward failed: status 503: '{\"detail\": \"too busy\"}', after 3 at"
-    ) as caught:
+    message = r"/reward failed: status 503: '{\"detail\": \"too busy\"}', after 3 at"
+    with pytest.raises(RuntimeError, match=message) as caught:
         RemoteReward(server.url, retries=2, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
     assert len(server.requests) == 3
     assert_names_only(server.url, caught.value)
@@ -447,9 +396,8 @@ def test_servers_that_do_not_answer(serve):
 
     server = serve(answer)
     try:
-        with pytest.raises(
-            RuntimeError, match="/reward failed: (ConnectionError|ReadTimeout), after 2 attempts"
-        ) as caught:
+        message = "/reward failed: (ConnectionError|ReadTimeout), after 2 attempts"
+        with pytest.raises(RuntimeError, match=message) as caught:
             RemoteReward(server.url, timeout=0.1, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
         deadline = time.monotonic() + 10  # the second request may still be on its way
         while len(server.requests) < 2 and time.monotonic() < deadline:
@@ -489,22 +437,12 @@ def test_the_first_failure_stops_all(serve):
 def make(*servers, rows=None, **arguments):
     """Experience of two responses to each row, which depend on nothing but a seed."""
     model, processor = load("qwen2_5_vl")
-    config = ExperienceConfig(
-        n_samples_per_prompt=2, micro_rollout_batch_size=3, label_column="answer", progress=False
-    )
+    options = {"n_samples_per_prompt": 2, "micro_rollout_batch_size": 3, "label_column": "answer", "progress": False}
     urls = [server.url for server in servers]
+    arguments |= {"remote_rm_url": urls if len(urls) > 1 else urls[0], "processor": processor}
+    actor, tokenizer = ActorVL(model, bf16=False), processor.tokenizer
     maker = NaiveExperienceMaker(
-        ActorVL(model, bf16=False),
-        None,
-        None,
-        None,
-        processor.tokenizer,
-        512,
-        None,
-        config,
-        remote_rm_url=urls if len(urls) > 1 else urls[0],
-        processor=processor,
-        **arguments,
+        actor, None, None, None, tokenizer, 512, None, ExperienceConfig(**options), **arguments
     )
     torch.manual_seed(0)
     experiences = maker.make_experience_list(rows or ROWS, max_new_tokens=4)
@@ -544,14 +482,17 @@ def test_rewards_of_several_servers_add_up(serve):
     assert (total - first).tolist() == [5, 5, 0, 0, 5, 5]
 
 
-def test_unscorable_responses(serve):
+def test_unscorable_responses_and_errors_reach_the_caller(serve):
     server = serve(lambda request: {"rewards": [float(len(x)) if x else None for x in request["labels"]]})
     _, experiences, rewards = make(server)
     assert rewards.isnan().tolist() == [False, False, True, True, False, False]
     assert not any(each.advantages.any() for each in experiences)  # the rest has groups of equal rewards
+    server = serve(lambda request: (400, {"detail": "no"}))
+    with pytest.raises(RuntimeError, match=f"{server.url} answered 400"):
+        make(server)
 
 
-def test_reward_fn_combines_servers(serve):
+def test_reward_fn_and_recipe_combine_servers(serve):
     servers = serve(lambda request: {"rewards": [1.0] * len(request["prompts"])}), serve()
 
     def combine(model_reward_list, labels, label_map):
@@ -562,22 +503,12 @@ def test_reward_fn_combines_servers(serve):
     _, _, lengths = make(servers[1])
     assert rewards.tolist() == [*lengths[:2], 0, 0, *lengths[4:]]
     assert torch.cat([each.info["reward_metrics"]["all"] for each in experiences]).tolist() == lengths.tolist()
-
-
-def test_recipe_of_servers(serve):
-    servers = serve(lambda request: {"rewards": [1.0] * len(request["prompts"])}), serve()
     recipe = {"a cat": [("rule", "one", 3.0), ("rule", "length", 1.0)], "a dog": [("rule", "length", 2.0)]}
     rows = [ROWS[0], ROWS[2]]
     arguments = {"reward_recipe": recipe, "reward_fn_label_map": {"one": 0, "length": 1}}
     _, _, rewards = make(*servers, rows=rows, **arguments)
     _, _, lengths = make(servers[1], rows=rows)
     assert rewards.tolist() == [lengths[0] + 3, lengths[1] + 3, 2 * lengths[2], 2 * lengths[3]]
-
-
-def test_errors_of_servers_reach_the_caller(serve):
-    server = serve(lambda request: (400, {"detail": "no"}))
-    with pytest.raises(RuntimeError, match=f"{server.url} answered 400"):
-        make(server)
 
 
 # In the trainer
@@ -589,14 +520,8 @@ def test_trainer_on_audio(serve, tmp_path):
     rows = rows.with_format(None).add_column("answer", ["a cat", "a dog"])
     clips = [sound(0.3 + 0.2 * i, seed=i) for i in range(2)]
     rows = rows.with_transform(lambda batch: {**batch, "audio": [clips[i] for i in batch["index"]]})
-    trainer = make_trainer(
-        MultimodalGRPOTrainer,
-        "qwen2_audio",
-        rows,
-        tmp_path,
-        reward=RemoteReward(server.url, label_column="answer", batch_size=4),
-        max_steps=1,
-    )
+    reward = RemoteReward(server.url, label_column="answer", batch_size=4)
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, reward=reward, max_steps=1)
     trainer.train()
     assert [len(request["completions"]) for request in server.requests] == [4, 4]
     total = 0

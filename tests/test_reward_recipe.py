@@ -46,14 +46,11 @@ async def first_later(completions, completion_ids, **columns):
     return first(completions, completion_ids)
 
 
-def test_rewards_are_weighted_where_the_label_asks_for_them():
+def test_rewards_are_weighted_where_the_label_asks_for_them_and_sum_up():
     by_length, by_first = apply_recipe({"length": length, "first": first}, RECIPE)
     assert by_length(**CALL) == [None, 2.0, None, 4.0, None, 6.0]
     assert by_first(**CALL) == [1.5, 1.0, None, 2.0, None, 3.0]
     assert [by_length.__name__, by_first.__name__] == ["length", "first"]
-
-
-def test_sums_equal_those_of_combined_rewards():
     sources = [torch.tensor([float("nan") if r is None else r for r in f(**CALL)]) for f in (length, first)]
     expected = combine_rewards(sources, LABELS, RECIPE, {"length": 0, "first": 1})
     parts = [f(**CALL) for f in apply_recipe({"length": length, "first": first}, RECIPE)]
@@ -80,9 +77,8 @@ def test_a_function_sees_its_rows_alone(asynchronous):
     assert rewards == [None, 3.0, None, 3.0, None, 3.0]
     assert function.__name__ == ("look_later" if asynchronous else "look")
     (columns,) = seen
-    assert columns == {
-        name: [value[i] for i in (1, 3, 5)] if isinstance(value, list) else value for name, value in CALL.items()
-    }
+    expected = {name: [v[i] for i in (1, 3, 5)] if isinstance(v, list) else v for name, v in CALL.items()}
+    assert columns == expected
     assert columns["trainer_state"] is CALL["trainer_state"] and columns["log_metric"] is CALL["log_metric"]
     # Another name for the column, and a batch without a row for the function
     (function,) = apply_recipe({"look": look}, recipe, label_column="solution_type")
@@ -151,10 +147,7 @@ def test_a_trainer_rewards_by_label():
         seen["modulo"] += list(zip(task, solution, strict=True))
         return [float(sum(ids) % s) for ids, s in zip(completion_ids, solution, strict=True)]
 
-    recipe = {
-        "count": [("rule", "length", 0.5)],
-        "describe": [("rule", "length", 2.0), ("rule", "modulo", -1.0)],
-    }
+    recipe = {"count": [("rule", "length", 0.5)], "describe": [("rule", "length", 2.0), ("rule", "modulo", -1.0)]}
     rows = labelled_rows()
     functions = apply_recipe({"length": length, "modulo": modulo}, recipe, label_column="task")
     # One group of four completions of each prompt
@@ -169,9 +162,7 @@ def test_a_trainer_rewards_by_label():
     tasks = [row["task"] for row in draw.rows]
     assert sorted(tasks) == ["count"] * 4 + ["describe"] * 4
     assert draw.rewards[:, 1].isnan().tolist() == [task == "count" for task in tasks]
-    assert [(task, solution) for task, solution, _ in seen["length"]] == [
-        (r["task"], r["solution"]) for r in draw.rows
-    ]
+    assert [each[:2] for each in seen["length"]] == [(row["task"], row["solution"]) for row in draw.rows]
     assert all(picture is not None for *_, picture in seen["length"])
     assert seen["modulo"] == [("describe", 5)] * 4
     (metrics,) = (entry for entry in trainer.state.log_history if "reward" in entry)
@@ -180,13 +171,13 @@ def test_a_trainer_rewards_by_label():
 
 
 def test_a_trainer_logs_extra_columns_of_some_rows(tmp_path):
+    def length(completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
     def logs(completion_ids, log_extra, log_metric, **columns):
         log_extra("last", [ids[-1] for ids in completion_ids])
         log_metric("longest", max(map(len, completion_ids)))
-        return [float(len(ids)) for ids in completion_ids]
-
-    def length(completion_ids, **columns):
-        return [float(len(ids)) for ids in completion_ids]
+        return length(completion_ids)
 
     recipe = {"count": [("rule", "logs", 1.0)], "describe": [("rule", "length", 1.0)]}
     functions = apply_recipe({"logs": logs, "length": length}, recipe, label_column="task")

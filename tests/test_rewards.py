@@ -84,10 +84,6 @@ def test_expressions_are_compared_symbolically(answer, solution, reward):
     assert accuracy(f"<answer>{answer}</answer>", solution) == reward
 
 
-def test_references_may_be_numbers():
-    assert accuracy_reward(completions=["7", "8"], solution=[7, 7]) == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("completion", "solution"),
     [
@@ -249,21 +245,16 @@ def test_a_dictionary_as_reference_is_an_error(reward):
     assert "a list of those that are right" in message and "\n" not in message
 
 
-def test_rows_without_a_reference_are_not_applicable():
+def test_references():
+    assert accuracy_reward(completions=["7", "8"], solution=[7, 7]) == [1.0, 0.0]
     assert accuracy_reward(completions=["a", "b", "c"], solution=["a", None, "d"]) == [1.0, None, 0.0]
-
-
-def test_a_missing_or_short_solution_column_is_an_error():
     with pytest.raises(ValueError, match=r"`solution`.*\['answer', 'audio'\]"):
         accuracy_reward(completions=["a"], answer=["a"], audio=["a.wav"])
     with pytest.raises(ValueError, match="2 completions and 1 solutions"):
         accuracy_reward(completions=["a", "b"], solution=["a"])
 
 
-HOSTILE = [
-    ("9^{9^{9^9}}", "7!"),
-    ("(" * 3000 + "x" + ")" * 3000, "x+1"),
-]
+HOSTILE = [("9^{9^{9^9}}", "7!"), ("(" * 3000 + "x" + ")" * 3000, "x+1")]
 
 
 def test_expressions_are_compared_within_a_time_in_any_thread():
@@ -302,16 +293,11 @@ def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts memory")
-def test_a_comparison_takes_no_more_memory_than_it_may():
+def test_a_comparison_takes_no_more_memory_than_it_may_and_a_killed_process_is_replaced():
     assert accuracy("0.5", "1/2") == 1.0
     process = expressions._comparer(os.getpid())._process
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{4 * 2**30} ", limits)
-
-
-def test_a_killed_process_is_replaced():
-    assert accuracy("0.5", "1/2") == 1.0
-    process = expressions._comparer(os.getpid())._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert accuracy("0.5", "1/2") == 1.0
@@ -338,13 +324,10 @@ PLAIN = [
 
 
 @pytest.mark.parametrize(("answer", "solution", "reward"), PLAIN)
-def test_plain_answers_start_no_process(answer, solution, reward, monkeypatch):
-    monkeypatch.setattr(expressions, "equal", None)
-    assert accuracy(answer, solution) == reward
-
-
-@pytest.mark.parametrize(("answer", "solution", "reward"), PLAIN)
-def test_plain_answers_score_as_with_math_verify(answer, solution, reward):
+def test_plain_answers_start_no_process_and_score_as_with_math_verify(answer, solution, reward, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setattr(expressions, "equal", None)
+        assert accuracy(answer, solution) == reward
     if answer and answer != "seven":
         same_text = answers.normalize_answer(answer) == answers.normalize_answer(solution)
         assert (same_text or expressions.equal(answer, solution)) == bool(reward)

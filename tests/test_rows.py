@@ -68,11 +68,8 @@ def noisy_rows(n: int = 6) -> Dataset:
     noise = np.random.default_rng()
 
     def read(batch):
-        sounds = [
-            {"array": 0.1 * noise.standard_normal(4000).astype(np.float32), "sampling_rate": 16000}
-            for _ in batch["index"]
-        ]
-        return {**batch, "audio": sounds}
+        arrays = [0.1 * noise.standard_normal(4000, np.float32) for _ in batch["index"]]
+        return {**batch, "audio": [{"array": array, "sampling_rate": 16000} for array in arrays]}
 
     return text_rows(n).add_column("index", range(n)).with_transform(read)
 
@@ -97,12 +94,9 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
     trainer.train()
     assert heard == [float(np.abs(each.row["audio"]["array"]).sum()) for each in encoded]
     for each in encoded:
+        options = {"sampling_rate": 16000, "return_tensors": "pt", "return_attention_mask": True}
         processed = trainer.processing_class.feature_extractor(
-            each.row["audio"]["array"],
-            sampling_rate=16000,
-            return_tensors="pt",
-            return_attention_mask=True,
-            padding="max_length",
+            each.row["audio"]["array"], padding="max_length", **options
         )
         assert torch.equal(each.prompt.media["input_features"], processed["input_features"])
 
@@ -112,10 +106,10 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
 )
 def test_reading_ahead_changes_nothing(options, tmp_path):
     options = {"reward": few_live, **REUSED, **options, "save_strategy": "no", "learning_rate": 1e-3}
+    rows, options = audio_rows(5), {**options, "learning_rate": 1e-3}
+    options = {"reward": few_live, **REUSED, **options, "save_strategy": "no"}
     runs = [
-        trained(
-            audio_rows(5), tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers}
-        )
+        trained(rows, tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers})
         for n, workers in ((0, 0), (0, 1), (1, 0), (3, 2))
     ]
     for run in runs[1:]:
@@ -135,10 +129,7 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "PrefetchPool", Watched)
     trainer.train()
     assert late == [False] * 4  # two prompts in each batch but the first, which is read at once
-
-
-def test_text_starts_no_process(tmp_path, monkeypatch):
-    rows = with_media(text_rows(8), "audio", [None] * 8)
+    rows = with_media(text_rows(8), "audio", [None] * 8)  # of text alone no process reads
     trainer = make_trainer(Recorded, "qwen2_audio", rows, tmp_path, max_steps=3)
     monkeypatch.setattr(PrefetchPool, "_submit", None)
     trainer.train()
@@ -269,7 +260,7 @@ def test_a_process_that_dies_costs_one_row():
     ahead.close()
 
 
-def test_processes_that_are_killed_between_rows_are_replaced():
+def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_here():
     ahead = PrefetchPool(lambda row: (row, os.getpid(), os.getpgid(0)))
     row, pid, group = ahead.take(1)
     assert group == pid != os.getpid()  # what is sent to the group of this process isn't for it
@@ -278,6 +269,10 @@ def test_processes_that_are_killed_between_rows_are_replaced():
         time.sleep(0.01)
     ahead.want([2, 3])
     assert [ahead.take(row)[0] for row in (2, 3)] == [2, 3]
+    ahead.close()
+    ahead = PrefetchPool(lambda row: (os.getpid(), (each for each in ())))
+    ahead.want([1])
+    assert ahead.take(1)[0] == os.getpid()
     ahead.close()
 
 
@@ -291,13 +286,6 @@ def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, 
         ahead.want([3, 4])
     assert "for want of memory" in caplog.text
     assert [ahead.take(row) for row in (3, 4, 5)] == [(row, os.getpid()) for row in (3, 4, 5)]
-    ahead.close()
-
-
-def test_what_cannot_be_sent_is_read_here():
-    ahead = PrefetchPool(lambda row: (os.getpid(), (each for each in ())))
-    ahead.want([1])
-    assert ahead.take(1)[0] == os.getpid()
     ahead.close()
 
 
@@ -381,9 +369,12 @@ def numbers_of(trainer) -> list[list[int]]:
     return [[int(re.findall(r"(\d+)<", decode(ids))[-1]) for ids in prompts] for prompts, _ in trainer.trained_on]
 
 
-def test_bad_row_raises_by_default(tmp_path):
+def test_bad_rows_end_the_run_by_default_and_where_they_are_too_many(tmp_path):
     with pytest.raises(MediaError, match=r"row (1|4|9), column 'audio'.*/nowhere/\1.wav"):
         trained(damaged_rows(BAD), tmp_path, max_steps=12)
+    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_skipped_rows` \(0.2\).*skipped_rows"):
+        trained(damaged_rows(BAD), tmp_path, **{**SKIP, "max_skipped_rows": 0.2})
+    assert len(skipped_rows(tmp_path)) == 3
 
 
 def test_bad_rows_are_skipped(tmp_path):
@@ -399,12 +390,6 @@ def test_bad_rows_are_skipped(tmp_path):
         assert {number for batch in numbers_of(run) for number in batch} == set(range(12)) - BAD.keys()
     assert runs[0].trained_on == runs[1].trained_on
     assert same_weights(*runs)
-
-
-def test_too_many_bad_rows_end_the_run(tmp_path):
-    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_skipped_rows` \(0.2\).*skipped_rows"):
-        trained(damaged_rows(BAD), tmp_path, **{**SKIP, "max_skipped_rows": 0.2})
-    assert len(skipped_rows(tmp_path)) == 3
 
 
 @pytest.mark.slow
@@ -439,10 +424,8 @@ def test_stream_of_less_than_a_batch_is_an_error(tmp_path):
     def make(rows, **options):
         return make_trainer(Recorded, "qwen2_5_vl", rows.to_iterable_dataset(), tmp_path, self_check=False, **options)
 
-    with pytest.raises(
-        ValueError,
-        match="has 1 rows, fewer than a batch of 2, so there is nothing to train on.*`steps_per_generation`",
-    ):
+    message = "has 1 rows, fewer than a batch of 2, so there is nothing to train on.*`steps_per_generation`"
+    with pytest.raises(ValueError, match=message):
         make(image_rows(1)).train()
     make(image_rows(3), save_strategy="steps", save_steps=1).train()
     with pytest.raises(ValueError, match="fewer than a batch of 2"):
@@ -480,12 +463,8 @@ def test_evaluation_leaves_out_what_it_cannot_read():
     assert set(result.skipped) == set(bad) and all(f"row {row}," in error for row, error in result.skipped.items())
 
 
-EVALUATED = {
-    "on_media_error": "skip",
-    "max_skipped_rows": 6,
-    "num_generations_eval": 2,
-    "per_device_eval_batch_size": 6,
-}
+EVALUATED = {"on_media_error": "skip", "max_skipped_rows": 6}
+EVALUATED |= {"num_generations_eval": 2, "per_device_eval_batch_size": 6}
 
 
 def evaluated(trainer, rows) -> dict[str, float]:
@@ -518,13 +497,9 @@ def test_evaluation_of_a_trainer_is_that_of_the_rows_that_can_be_read(tmp_path):
     trainer.args.max_skipped_rows = 12
     with pytest.raises(MediaError, match=r"No row to evaluate can be read. The last one: .*9.wav"):
         evaluated(trainer, damaged_rows(BAD).select([*BAD]))
-
-
-def test_row_that_can_no_longer_be_read_ends_the_evaluation(tmp_path):
     sounds = [BAD.get(i, sound(0.2 + 0.02 * i, seed=i)) for i in range(12)]
     rows = with_media(text_rows(12), "audio", sounds)
-    trainer = make_trainer(InjectedOurs, "qwen2_audio", audio_rows(4), tmp_path, **EVALUATED)
     evaluated(trainer, rows)
-    sounds[5] = "/nowhere/lost.wav"
+    sounds[5] = "/nowhere/lost.wav"  # a row that can no longer be read
     with pytest.raises(MediaError, match="row 5, column 'audio'"):
         evaluated(trainer, rows)

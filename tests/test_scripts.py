@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scripts: how their arguments are read, and the prompts that they make."""
 
-import io
 import json
 import os
 import re
@@ -9,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-import soundfile
 import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
-from helpers.chats import RATE, audio
+from helpers.chats import audio
+from helpers.files import sound_file
 from helpers.trainer_utils import load, saved
 from small_models import spoken_digit_model
 from tasks import spoken_digits
@@ -86,9 +85,8 @@ env: {TRL_MULTIMODAL_RFT_OF_A_TEST: 1}
 def test_config_file_is_read_as_the_command_line_would_be(tmp_path, monkeypatch):
     monkeypatch.delenv("TRL_MULTIMODAL_RFT_OF_A_TEST", raising=False)
     (tmp_path / "run.yaml").write_text(CONFIG)
-    script_args, config, model_args = parse(
-        grpo.ARGUMENTS, ["--config", str(tmp_path / "run.yaml"), "--no-shuffle-dataset"]
-    )
+    words = ["--config", str(tmp_path / "run.yaml"), "--no-shuffle-dataset"]
+    script_args, config, model_args = parse(grpo.ARGUMENTS, words)
     assert (config.eval_strategy, config.learning_rate, config.max_steps) == ("no", 1e-5, 7)
     assert (config.temperature, config.reward_weights, config.reward_clip_range) == (1.0, [1.0, 0.5], [-1.0, 1.0])
     assert (config.bf16, config.use_cpu, config.self_check, config.report_to) == (False, True, False, [])
@@ -213,9 +211,8 @@ def test_prompts_that_cant_be_made(kind):
 def test_mixture(tmp_path):
     """As TRL loads several datasets; and the same rows are held out whenever and wherever they are."""
     for name, rows in (("few", 6), ("many", 30)):
-        Dataset.from_dict({"question": [f"{name} {i}" for i in range(rows)], "unused": [0] * rows}).to_parquet(
-            tmp_path / name / "train.parquet"
-        )
+        columns = {"question": [f"{name} {i}" for i in range(rows)], "unused": [0] * rows}
+        Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")
     parts = [{"path": str(tmp_path / name), "split": "train", "columns": ["question"]} for name in ("few", "many")]
 
     def mixed(split, **keys):
@@ -239,17 +236,9 @@ def test_mixture(tmp_path):
 # Runs
 
 
-def wav(seconds, seed):
-    file = io.BytesIO()
-    soundfile.write(file, audio(seconds, seed)["audio"], RATE, format="WAV")
-    return {"bytes": file.getvalue(), "path": None}
-
-
 def command(name, *options, cwd):
-    code = "from trl_multimodal_rft.cli import main; main()"
-    run = subprocess.run(
-        [sys.executable, "-c", code, name, *options], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", name, *options]
+    run = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 
@@ -257,7 +246,8 @@ def command(name, *options, cwd):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [rloo, ppo, sft])
 def test_script_trains(script, tmp_path):
-    rows = [{"question": "What do you hear?", "audio": wav(0.5, seed=i), "solution": str(i)} for i in range(4)]
+    sounds = [{"bytes": sound_file(audio(0.5, seed=i)["audio"]), "path": None} for i in range(4)]
+    rows = [{"question": "What do you hear?", "audio": each, "solution": str(i)} for i, each in enumerate(sounds)]
     Dataset.from_list(rows).to_parquet(tmp_path / "data" / "train.parquet")
     given = {"model_name_or_path": str(saved("qwen2_audio")), "dataset_name": str(tmp_path / "data")}
     given |= {"prompt": "{question}", "system_prompt": "Listen.", "dtype": "float32"}
@@ -285,14 +275,10 @@ def test_train_and_evaluate(tmp_path):
     for split, rows in spoken_digits(train_rows=40, test_rows=10).items():
         rows = rows.remove_columns("prompt").add_column("unit", ["digit"] * len(rows))
         rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
-    (tmp_path / "mine.py").write_text(
-        "def brief(completions, unit, **kwargs):\n    return [float(len(u)) for u in unit]\n"
-    )
-    given = {
-        "dataset_name": "data",
-        "prompt": "Which {unit} is spoken?",
-        "reward_funcs": ["accuracy_reward", "mine.brief"],
-    }
+    brief = "def brief(completions, unit, **kwargs):\n    return [float(len(u)) for u in unit]\n"
+    (tmp_path / "mine.py").write_text(brief)
+    given = {"dataset_name": "data", "prompt": "Which {unit} is spoken?"}
+    given["reward_funcs"] = ["accuracy_reward", "mine.brief"]
     how = {"output_dir": "trained", "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8}
     logs = {"max_completion_length": 4, "logging_steps": 1, "report_to": "none", "gradient_checkpointing": False}
     path = recipe(tmp_path, **given, **how, **logs, accelerate_config="fsdp2")

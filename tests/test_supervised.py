@@ -1,16 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The supervised loss beside the policy's: what is learned, of which rows, and how much it moves the weights."""
 
-import io
 from unittest import mock
 
 import pytest
-import soundfile
 import torch
 import transformers
 from datasets import Audio, Dataset, Image
 from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES, every_family
+from helpers.files import sound_file
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -116,6 +115,14 @@ def test_texts_without_media_are_taken_as_they_are():
     for row, prompt, completion in zip(rows, prompts, completions(ids, mask), strict=True):
         assert prompt.input_ids.tolist() == tokenizer(row["prompt"])["input_ids"]
         assert completion == [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+    # No completion could be sampled that begins within a token, so the answer's tokens are its own
+    _, processor = load("qwen2_5_vl")
+    tokenizer = processor.tokenizer
+    before, answer = "ca", "t"
+    assert len(tokenizer(before + answer)["input_ids"]) < sum(len(tokenizer(t)["input_ids"]) for t in (before, answer))
+    (prompt,), ids, _ = encoded([{"prompt": before, "completion": answer}], "qwen2_5_vl")
+    assert prompt.input_ids.tolist() == tokenizer(before)["input_ids"]
+    assert ids[0].tolist() == [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
 
 
 def test_rows_do_not_depend_on_those_beside_them():
@@ -181,17 +188,6 @@ def test_tokenizer_that_marks_the_start_of_a_text():
     assert tokenizer.tokenize("Yes</s>") == ["▁Yes", "</s>"]
 
 
-def test_token_that_would_reach_over_the_border():
-    """No completion could be sampled that begins within a token, so the answer's tokens are its own."""
-    _, processor = load("qwen2_5_vl")
-    tokenizer = processor.tokenizer
-    before, answer = "ca", "t"
-    assert len(tokenizer(before + answer)["input_ids"]) < sum(len(tokenizer(t)["input_ids"]) for t in (before, answer))
-    (prompt,), ids, _ = encoded([{"prompt": before, "completion": answer}], "qwen2_5_vl")
-    assert prompt.input_ids.tolist() == tokenizer(before)["input_ids"]
-    assert ids[0].tolist() == [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-
-
 @pytest.mark.parametrize("family", every_family(name for name in FAMILIES if name not in ("voxtral", "paligemma")))
 def test_every_family_that_has_a_chat_template(family):
     """Prompt and completion are together what the processor makes of both."""
@@ -205,9 +201,8 @@ def test_every_family_that_has_a_chat_template(family):
         row = {"prompt": [{"role": "user", "content": blocks}], "completion": "It is a cat."}
         (prompt,), ids, _ = encode_supervised([row], processor, model, [end])
         answer = {"role": "assistant", "content": [{"type": "text", "text": "It is a cat."}]}
-        whole = processor.apply_chat_template([[*chat, answer]], tokenize=True, return_dict=True, return_tensors="pt")[
-            "input_ids"
-        ][0].tolist()
+        whole = processor.apply_chat_template([[*chat, answer]], tokenize=True, return_dict=True, return_tensors="pt")
+        whole = whole["input_ids"][0].tolist()
         assert [*prompt.input_ids.tolist(), *ids[0].tolist()] == whole[: whole.index(end, len(prompt)) + 1]
 
 
@@ -218,11 +213,9 @@ def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> to
     """Mean over the tokens of an answer, by transformers' own loss on labels, with everything before them masked."""
     inputs = whole_chat(row, answer, kind)
     _, processor = load(FAMILY[kind])
-    ids = inputs["input_ids"]
-    end = ids[0].tolist().index(processor.tokenizer.eos_token_id, n_prompt) + 1
-    inputs = {
-        k: v[:, :end] if k in ("input_ids", "attention_mask", "mm_token_type_ids") else v for k, v in inputs.items()
-    }
+    end = inputs["input_ids"][0].tolist().index(processor.tokenizer.eos_token_id, n_prompt) + 1
+    of_tokens = ("input_ids", "attention_mask", "mm_token_type_ids")
+    inputs = {k: v[:, :end] if k in of_tokens else v for k, v in inputs.items()}
     labels = inputs["input_ids"].clone()
     labels[:, :n_prompt] = -100
     return model(**inputs, labels=labels).loss
@@ -293,27 +286,20 @@ def test_media_change_the_loss(kind):
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},
             r"row 1 of `ptx_dataset`: the completion holds '<\|image_pad\|>', which stands for media",
         ),
+        ({"prompt": "A cat?", "image": {"path": "missing.png"}, "completion": "No"}, "row 1, column 'image': no such"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "No"},
+            r"row 1, column 'prompt\[0\].content\[0\]': placeholder without image",
+        ),
+        (
+            {"prompt": "?", "completion": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
+            "row 1, .*: a completion is text",
+        ),
     ],
 )
 def test_row_that_can_not_be_learned(row, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, MediaError), match=message):
         encoded([{"prompt": "A dog?", "completion": "No"}, row], "qwen2_5_vl")
-
-
-def test_medium_that_can_not_be_read():
-    rows = rows_of("image")
-    rows[1]["image"] = {"path": "missing.png"}
-    with pytest.raises(MediaError, match="row 1, column 'image'"):
-        encoded(rows, "qwen2_5_vl")
-    rows[1] = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "No"}
-    with pytest.raises(MediaError, match=r"row 1, column 'prompt\[0\].content\[0\]': placeholder without image"):
-        encoded(rows, "qwen2_5_vl")
-
-
-def test_answer_with_a_medium():
-    answer = [{"role": "assistant", "content": [{"type": "image", "image": picture(0)}]}]
-    with pytest.raises(MediaError, match="row 0, .*: a completion is text"):
-        encoded([{"prompt": [{"role": "user", "content": "Draw."}], "completion": answer}], "qwen2_5_vl")
 
 
 @pytest.mark.parametrize("kind", FAMILY)
@@ -326,19 +312,16 @@ def test_template_that_writes_the_prompt_otherwise(kind):
     rows = rows_of(kind)
     if kind == "text":
         rows = [{**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": "A cat?"}]}]} for row in rows]
-    with pytest.raises(
-        ValueError, match="row 0 of `ptx_dataset`: the chat template writes the prompt otherwise when an"
-    ):
+    message = "row 0 of `ptx_dataset`: the chat template writes the prompt otherwise when an"
+    with pytest.raises(ValueError, match=message):
         encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
 
 
 def test_processor_without_a_template():
     model, processor = FAMILIES["voxtral"].build()
     row = {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "No"}
-    with pytest.raises(
-        ValueError,
-        match="row 0 of `ptx_dataset`: VoxtralProcessor has no .*; set `processing_class.chat_template`",
-    ):
+    message = "row 0 of `ptx_dataset`: VoxtralProcessor has no .*; set `processing_class.chat_template`"
+    with pytest.raises(ValueError, match=message):
         encode_supervised([row], processor, model, [processor.tokenizer.eos_token_id])
 
 
@@ -404,15 +387,8 @@ def test_rows_of_a_run(monkeypatch):
     monkeypatch.setattr(torch, "randperm", shuffled)
     data = supervised("text")
     objects = {"ptx_dataset": data, "eval_dataset": text_rows(4)}
-    options = {
-        **OPTIONS,
-        "per_device_ptx_batch_size": 2,
-        "max_steps": 5,
-        "seed": 7,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "per_device_eval_batch_size": 4,
-    }
+    options = {**OPTIONS, "per_device_ptx_batch_size": 2, "max_steps": 5, "seed": 7}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     result = run(Supervised, "qwen2_5_vl", text_rows(), objects=objects, **options)
     assert [call.args[0] for call in shuffled.call_args_list].count(len(data)) == 4
     # A run that goes on from a checkpoint relies on this order
@@ -447,10 +423,9 @@ def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, 
     data, family = supervised(kind), FAMILY[kind]
     objects = {**own, "ptx_dataset": data}
     with_it = run(Supervised, family, POLICY_ROWS[kind](), objects=objects, **options)
-    without = run(Supervised, family, POLICY_ROWS[kind](), objects=own, **{**options, "ptx_coef": 0.0})
-    start = make_trainer(
-        Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **{**options, "ptx_coef": 0.0}
-    )
+    own_options = {**options, "ptx_coef": 0.0}
+    without = run(Supervised, family, POLICY_ROWS[kind](), objects=own, **own_options)
+    start = make_trainer(Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **own_options)
     rows = restore_rows(EndlessRows(data, start.args.seed).at(0, 2))
     model = start.model
     losses = []
@@ -458,9 +433,8 @@ def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, 
         (prompt,), _, _ = encoded([row], family)
         losses.append(cross_entropy(model, row, row["completion"], kind, len(prompt)))
     loss = sum(losses) / len(losses)
-    assert [entry["ptx_loss"] for entry in with_it.history if "ptx_loss" in entry] == pytest.approx(
-        [loss.item()], rel=1e-5
-    )
+    logged = [entry["ptx_loss"] for entry in with_it.history if "ptx_loss" in entry]
+    assert logged == pytest.approx([loss.item()], rel=1e-5)
     loss.backward()
     step = -start.args.learning_rate * COEFFICIENT
     expected = {n: 0 if p.grad is None else step * p.grad for n, p in model.named_parameters()}
@@ -490,13 +464,9 @@ def test_supervised_loss_falls():
 # Media columns
 
 
-def test_columns_of_datasets_with_features():
+def test_media_of_datasets():
     """Encoded files of `Audio` and `Image` columns are decoded, like those given as arrays."""
-    files = []
-    for i in range(3):
-        buffer = io.BytesIO()
-        soundfile.write(buffer, sound(i)["array"], RATE, format="WAV", subtype="FLOAT")
-        files.append({"bytes": buffer.getvalue(), "path": None})
+    files = [{"bytes": sound_file(sound(i)["array"], subtype="FLOAT"), "path": None} for i in range(3)]
     chats = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows_of("text")]
     heard = Dataset.from_list([{**chat, "audio": file} for chat, file in zip(chats, files, strict=True)])
     seen = Dataset.from_list([{**chat, "image": picture(i)} for i, chat in enumerate(chats)])
@@ -513,6 +483,18 @@ def test_columns_of_datasets_with_features():
             assert a.media.keys() == b.media.keys()
             assert a.input_ids.tolist() == b.input_ids.tolist()
             assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
+    # Arrow gives arrays back as lists, and fills the keys that other blocks have
+    rows = []
+    for i in range(3):
+        blocks = [{"type": "audio", "audio": sound(i)}, {"type": "text", "text": "What?"}]
+        answer = [{"type": "text", "text": ANSWERS[i]}]
+        rows.append({"messages": [{"role": "user", "content": blocks}, {"role": "assistant", "content": answer}]})
+    read = EndlessRows(Dataset.from_list(rows), 0).rows.__getitems__([0, 1, 2])
+    prompts, ids, mask = encoded(read, "qwen2_audio")
+    expected, own_ids, own_mask = encoded(rows, "qwen2_audio")
+    assert completions(ids, mask) == completions(own_ids, own_mask)
+    for a, b in zip(prompts, expected, strict=True):
+        assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
 
 
 @pytest.mark.parametrize("kind", ["audio", "image"])
@@ -524,38 +506,18 @@ def test_media_columns_reach_the_trainer(kind):
     assert trainer.modalities == [[{kind}] * 2] * 2
 
 
-def test_media_inline_in_a_dataset():
-    """Arrow gives arrays back as lists, and fills the keys that other blocks have."""
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "audio", "audio": sound(i)}, {"type": "text", "text": "What?"}]},
-                {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i]}]},
-            ]
-        }
-        for i in range(3)
-    ]
-    read = EndlessRows(Dataset.from_list(rows), 0).rows.__getitems__([0, 1, 2])
-    prompts, ids, mask = encoded(read, "qwen2_audio")
-    expected, own_ids, own_mask = encoded(rows, "qwen2_audio")
-    assert completions(ids, mask) == completions(own_ids, own_mask)
-    for a, b in zip(prompts, expected, strict=True):
-        assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
-
-
 # Options
 
 
-def test_dataset_and_coefficient_go_together(tmp_path):
-    with pytest.raises(ValueError, match=r"`ptx_dataset` and `ptx_coef` \(0.0\) go together; set both"):
-        make_trainer(
-            MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, objects={"ptx_dataset": supervised("text")}
-        )
-    with pytest.raises(ValueError, match=r"`ptx_dataset` and `ptx_coef` \(0.5\) go together; pass both"):
-        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, ptx_coef=0.5)
-    with pytest.raises(
-        ValueError, match="`ptx_coef` adds the likelihood of a dataset, .* at `temperature=1`, got 0.7"
-    ):
-        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, ptx_coef=0.5, temperature=0.7)
-    with pytest.raises(ValueError, match="`per_device_ptx_batch_size` must be at least 1, got 0"):
-        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, per_device_ptx_batch_size=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objects": {"ptx_dataset": text_rows()}}, r"`ptx_dataset` and `ptx_coef` \(0.0\) go together; set both"),
+        ({"ptx_coef": 0.5}, r"`ptx_dataset` and `ptx_coef` \(0.5\) go together; pass both"),
+        ({"ptx_coef": 0.5, "temperature": 0.7}, "`ptx_coef` adds the likelihood of .* at `temperature=1`, got 0.7"),
+        ({"per_device_ptx_batch_size": 0}, "`per_device_ptx_batch_size` must be at least 1, got 0"),
+    ],
+)
+def test_options_that_make_no_sense(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, **options)

@@ -9,7 +9,8 @@ import soundfile
 import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Audio, Dataset, Image, IterableDataset, List, load_dataset, load_from_disk
-from helpers.chats import RATE, audio, image, video
+from helpers.chats import RATE, audio, image, text, video
+from helpers.chats import chat as user
 from helpers.families import FAMILIES
 from helpers.samplers import Remembers
 from helpers.trainer_utils import (
@@ -119,10 +120,10 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_column_of_media_that_nothing_reads_raises(name, folder, tmp_path):
-    dataset, message = UNREAD[name]
+def test_column_of_media_that_nothing_reads_raises(name, folder):
+    make, message = UNREAD[name]
     with pytest.raises(MediaError) as error:
-        made(tmp_path, dataset(folder))
+        check_columns(make(folder), "`train_dataset`")
     assert str(error.value).startswith("`train_dataset`: no prompt gets these media, and there are no others")
     assert message in str(error.value) and "`ignored_media_columns`" in str(error.value)
 
@@ -131,19 +132,8 @@ def test_column_of_media_that_nothing_reads_raises(name, folder, tmp_path):
 @pytest.mark.parametrize("make", [sounds, pictures])
 def test_column_is_found_however_it_was_loaded(load_again, make, folder, tmp_path):
     with pytest.raises(MediaError, match=r"'seen' \(feature .*\): rename it to"):
-        made(tmp_path, load_again(make(folder, "seen"), tmp_path))
-    read = load_again(make(folder, "audio" if make is sounds else "image"), tmp_path)
-    made(tmp_path, read)
-
-
-@pytest.mark.parametrize("trainer_class", [MultimodalRLOOTrainer, MultimodalPPOTrainer])
-def test_every_trainer_and_dataset_is_looked_at(trainer_class, folder, tmp_path):
-    speech, heard = sounds(folder, "speech"), sounds(folder, "audio")
-    with pytest.raises(MediaError, match="^`train_dataset`: no prompt gets"):
-        made(tmp_path, speech, trainer_class=trainer_class)
-    for eval_dataset, name in ((speech, ""), ({"clean": heard, "noisy": speech}, r"\['noisy'\]")):
-        with pytest.raises(MediaError, match=f"^`eval_dataset{name}`: no prompt gets"):
-            made(tmp_path, heard, trainer_class=trainer_class, objects={"eval_dataset": eval_dataset})
+        check_columns(load_again(make(folder, "seen"), tmp_path), "rows")
+    assert not check_columns(load_again(make(folder, "audio" if make is sounds else "image"), tmp_path), "rows")
 
 
 def test_supervised_rows_are_looked_at(folder, tmp_path):
@@ -171,41 +161,54 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
         ("audio_path", {"path": "clips/0001.flac"}, "move it to 'audio'"),
     ],
 )
-def test_text_that_looks_like_a_file(column, value, remedy, tmp_path, caplog):
-    """It is an error for a model that takes such media, and a warning for another, or beside media that are read."""
+def test_text_that_looks_like_a_file(column, value, remedy):
+    """It is an error for a model that takes such media, and a warning for another."""
     kind = remedy.split("'")[1].rstrip("s")
-    taking, other = ("qwen2_audio", "qwen2_5_vl") if kind == "audio" else ("qwen2_5_vl", "qwen2_audio")
+    data, name = rows(**{column: value}), "`train_dataset`"
     with pytest.raises(MediaError) as error:
-        made(tmp_path, rows(**{column: value}), taking)
+        check_columns(data, name, takes=[kind])
     message = str(error.value)
     assert message.startswith("`train_dataset`: no prompt gets these media, and there are no others, so that the")
     assert f"'{column}" in message and remedy in message
     assert "what looks like files" in message and "`ignored_media_columns`" in message
-    made(tmp_path, rows(**{column: value}), other)
-    (warning,) = warnings_of(caplog)
+    warning = check_columns(data, name, takes=["image" if kind == "audio" else "audio"])
     assert warning.startswith(f"`train_dataset`: no prompt gets these media: '{column}") and remedy in warning
-    caplog.clear()
-    made(tmp_path, rows(**{column: value}), taking, ignored_media_columns=[column])
-    assert not warnings_of(caplog)
+    assert check_columns(data, name, [column], takes=[kind]) is None
 
 
-@pytest.mark.parametrize("trainer_class", [MultimodalRLOOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer])
+def test_rows_from_all_over_are_looked_at():
+    some = rows(7).add_column("solution", ["a bird"] * 6 + ["bird.wav"])
+    assert "'solution'" in check_columns(some, "rows", takes=["audio"])
+    with pytest.raises(MediaError, match="'path'"):
+        check_columns(rows(1000).add_column("path", [None] * 500 + ["a.wav"] * 500), "rows", takes=["audio"])
+    for solution in ("A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]):
+        others = rows(solution=solution, sizes=[[1.0, 2.0]], code="")
+        assert check_columns(others, "rows", takes=["audio", "image"]) is None
+    listed = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
+    with pytest.raises(MediaError, match="there are no others"):
+        check_columns(listed, "rows")
+    listed[1]["image"] = image_rows(1)[0]["image"]  # no row is left out
+    assert "'thumb'" in check_columns(listed, "rows")
+
+
+@pytest.mark.parametrize(
+    "trainer_class", [InjectedOurs, MultimodalRLOOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer]
+)
 def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
     deaf = rows(sound="clips/0001.wav", completion="A bird.")
     heard = sounds(folder, "audio").add_column("completion", ["A bird."] * 8)
     remedy = r"'sound' \(what looks like files, .*\): rename it to 'audio' \(`rename_column\('sound', 'audio'\)`\)"
-    for train, test, name in ((deaf, None, "train_dataset"), (heard, deaf, "eval_dataset")):
+    for train, test, name in (
+        (deaf, None, "train_dataset"),
+        (heard, deaf, "eval_dataset"),
+        (heard, {"clean": heard, "noisy": deaf}, r"eval_dataset\['noisy'\]"),
+    ):
         with pytest.raises(MediaError, match=f"^`{name}`: no prompt gets .* the model would get text alone: {remedy}"):
             if trainer_class is MultimodalSFTTrainer:
                 config = MultimodalSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
                 MultimodalSFTTrainer(str(saved("qwen2_audio")), config, train, test)  # by name
             else:
                 made(tmp_path, train, trainer_class=trainer_class, objects={"eval_dataset": test})
-
-
-def test_one_answer_that_looks_like_a_file_warns(tmp_path, caplog):
-    made(tmp_path, rows(7).add_column("solution", ["a bird"] * 6 + ["bird.wav"]))
-    assert len(warnings_of(caplog)) == 1
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -221,50 +224,35 @@ def test_stream_of_text_that_looks_like_files(known, folder, tmp_path):
     made(tmp_path, mixed, max_steps=1).train()
 
 
-@pytest.mark.parametrize("solution", ["A cat.", "see a/b.png", "3.5", "main.py", "What is in a.wav?", ["A", "B"]])
-def test_other_text_does_not_warn(solution, tmp_path, caplog):
-    made(tmp_path, rows(solution=solution, sizes=[[1.0, 2.0]], code=b"".decode()))
-    assert not warnings_of(caplog)
-
-
 def test_kinds_of_files():
-    assert [
-        file_kind(text) for text in ("a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999)
-    ] == [
-        "audio",
-        "video",
-        "image",
-        "audio",
-    ]
+    texts = "a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999
+    assert list(map(file_kind, texts)) == ["audio", "video", "image", "audio"]
     assert not any(map(file_kind, ("", "wav", ".png ", "an a.png", "a.pngs", "line\n/a.png", "data:text/plain,a.png")))
 
 
 def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):
     beside = sounds(folder, "audio").add_column("reference", [str(folder / "tone.wav")] * 8)
+    beside = beside.cast_column("reference", Audio())
     inline = Dataset.from_list([{"prompt": [{"role": "user", "content": [BLOCK]}], "reference": b"RIFF"}] * 4)
     few = rows(40, reference=b"RIFF").add_column("image", [None] * 39 + [str(folder / "picture.png")])
-    for dataset in (beside.cast_column("reference", Audio()), inline, few):
-        made(tmp_path, dataset)
-        (warning,) = warnings_of(caplog)
-        assert warning.startswith("`train_dataset`: no prompt gets these media: 'reference'")
-        caplog.clear()
+    made(tmp_path, beside)
+    (warning,) = warnings_of(caplog)
+    for each in (warning, *(check_columns(data, "`train_dataset`") for data in (inline, few))):
+        assert each.startswith("`train_dataset`: no prompt gets these media: 'reference'")
     for absent in ([None] * 8, [[] for _ in range(8)]):
         with pytest.raises(MediaError, match="and there are no others"):
-            made(tmp_path, rows(reference=b"RIFF").add_column("images", absent))
+            check_columns(rows(reference=b"RIFF").add_column("images", absent), "rows")
+    both = pictures(folder, "image").add_column("speech", [b"RIFF"] * 8)
+    with pytest.raises(MediaError, match="and there are no others"):
+        check_columns(both, "rows", ["image"])
 
 
-def test_looking_decodes_nothing(tmp_path):
+def test_looking_decodes_nothing():
     """What can't be decoded raises when it is used."""
     broken = rows(audio={"bytes": b"broken", "path": None}, solution="a cat").cast_column("audio", Audio())
-    made(tmp_path, broken)
+    assert not check_columns(broken, "rows")
     with pytest.raises(MediaError, match="'speech'"):
-        made(tmp_path, broken.rename_column("audio", "speech"))
-
-
-def test_rows_are_spread_over_the_dataset(tmp_path, caplog):
-    paths = [None] * 500 + ["a.wav"] * 500
-    with pytest.raises(MediaError, match="'path'"):
-        made(tmp_path, rows(1000).add_column("path", paths))
+        check_columns(broken.rename_column("audio", "speech"), "rows")
 
 
 @pytest.mark.parametrize("form", ["stream", "transform"])
@@ -319,12 +307,6 @@ def test_ignored_column_goes_to_rewards_alone(column, folder):
     assert result.trainer._kinds_seen == set()
 
 
-def test_ignored_media_do_not_hide_others(folder, tmp_path):
-    both = pictures(folder, "image").add_column("speech", [b"RIFF"] * 8)
-    with pytest.raises(MediaError, match="and there are no others"):
-        made(tmp_path, both, ignored_media_columns=["image"])
-
-
 @pytest.mark.parametrize(("value", "message"), [("audio", r"write \['audio'\]"), (["prompt"], "always read")])
 def test_ignored_columns_are_names(value, message, tmp_path):
     for config in (partial(MultimodalGRPOConfig, str(tmp_path), use_cpu=True, bf16=False), EvaluationConfig):
@@ -341,19 +323,14 @@ def test_ignored_columns_from_the_command_line():
 # Prompts by other names
 
 
-@pytest.mark.parametrize("column", ["messages", "conversations", "conversation", "question", "problem", "query"])
-def test_prompt_by_another_name_is_named(column, tmp_path):
+@pytest.mark.parametrize(
+    "column", ["messages", "conversations", "conversation", "question", "problem", "query", "ask"]
+)
+def test_prompt_by_another_name_is_named(column):
     wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
-    message = f"has no column 'prompt', only .*; rename '{column}' to 'prompt'"
-    with pytest.raises(ValueError, match=f"^`train_dataset` {message}"):
-        made(tmp_path, wrong)
-    with pytest.raises(ValueError, match=rf"^`eval_dataset\['b'\]` {message}"):
-        made(tmp_path, text_rows(), objects={"eval_dataset": {"a": text_rows(), "b": wrong}})
-
-
-def test_prompt_by_an_unknown_name_is_not_guessed(tmp_path):
-    with pytest.raises(ValueError, match=r"has no column 'prompt', only \['ask'\]; rename the right one"):
-        made(tmp_path, text_rows().rename_column("prompt", "ask"))
+    remedy = "rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"  # which isn't guessed
+    with pytest.raises(ValueError, match=f"^`train_dataset` has no column 'prompt', only .*; {remedy}"):
+        check_columns(wrong, "`train_dataset`")
 
 
 # Evaluation and experience
@@ -388,14 +365,6 @@ def test_evaluation_looks_at_its_rows(folder, caplog):
 # Blocks
 
 
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def user(*blocks):
-    return [{"role": "user", "content": list(blocks)}]
-
-
 def encoded(family, prompt, **columns):
     model, processor = FAMILIES[family].build()
     (row,) = rows_to_messages([{"prompt": prompt, **columns}])
@@ -425,7 +394,7 @@ def test_audio_blocks_of_others_are_the_same(form, folder):
     }[form]
     native = user({"type": "audio", "audio": str(path)}, text("What?"))
     assert_same(
-        encoded("qwen2_audio", native), encoded("qwen2_audio", user(block, {"type": "input_text", "text": "What?"}))
+        encoded("qwen2_audio", native), encoded("qwen2_audio", user(block, {**text("What?"), "type": "input_text"}))
     )
 
 
@@ -449,22 +418,18 @@ def test_image_blocks_of_others_are_the_same(family, form, folder):
 def test_video_blocks_of_others_are_the_same(block_type):
     frames = list(video(4, 56, 56)["video"])
     native = user({"type": "video", "video": frames}, text("What?"))
-    assert_same(
-        encoded("qwen2_5_vl", native),
-        encoded("qwen2_5_vl", user({"type": block_type, "video_url": frames}, text("What?"))),
-    )
+    other = user({"type": block_type, "video_url": frames}, text("What?"))
+    assert_same(encoded("qwen2_5_vl", native), encoded("qwen2_5_vl", other))
 
 
-def test_text_blocks_of_others_are_text():
-    prompt = [
-        *user({"type": "input_text", "text": "What?"}),
-        {
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "This."}, {"type": "refusal", "refusal": "No."}],
-        },
-    ]
+def test_text_blocks_of_others_are_text_and_what_they_leave_empty_is_nothing():
+    answer = [{"type": "output_text", "text": "This."}, {"type": "refusal", "refusal": "No."}]
+    prompt = [*user({"type": "input_text", "text": "What?"}), {"role": "assistant", "content": answer}]
     (row,) = rows_to_messages([{"prompt": prompt}])
     assert [message["content"] for message in row["prompt"]] == [[text("What?")], [text("This."), text("No.")]]
+    block = {"type": "text", "text": "What?", "audio": None, "image": "", "images": [], "source": "page 3.png"}
+    (row,) = rows_to_messages([{"prompt": [{"role": "user", "content": [block], "images": []}]}])
+    assert not list(iter_refs(row))
 
 
 PNG = image(9, 9)["image"]
@@ -474,6 +439,7 @@ PNG = image(9, 9)["image"]
     ("block", "key"),
     [
         ({"type": "sound", "sound": "a.wav"}, "sound"),
+        ({"type": "sound", "of": "a.wav"}, "of"),
         ({"type": "sound", "sound": {"array": [0.1], "sampling_rate": 8000}}, "sound"),
         ({"type": "picture", "picture": PNG}, "picture"),
         ({"type": "pdf", "pdf": b"%PDF"}, "pdf"),
@@ -481,6 +447,7 @@ PNG = image(9, 9)["image"]
         ({"type": "thinking", "thinking": "A bird?", "image": "i.png"}, "image"),
         ({"type": "tool_result", "content": [{"type": "image", "path": "i.png"}]}, "content"),
         ({"type": "text", "text": "What?", "audio": "a.wav"}, "audio"),
+        ({"type": "text", "text": "see a.wav", "sound": "a.wav"}, "sound"),
         ({"type": "text", "text": "What?", "image": PNG}, "image"),
         ({"type": "text", "text": "What?", "image_url": {"url": "http://host/i"}}, "image_url"),
         ({"type": "text", "text": "What?", "shown": PNG}, "shown"),
@@ -506,10 +473,13 @@ def test_block_with_media_that_nothing_reads_raises(block, key):
 @pytest.mark.parametrize(
     ("message", "found"),
     [
+        ({"role": "user", "content": "?", "images": ["i.png"]}, "nothing reads the media in 'images' of a message"),
+        ({"role": "user", "content": "?", "picture": b"123"}, "nothing reads the media in 'picture' of a message"),
         (
-            {"role": "user", "content": "What?", "images": ["i.png"]},
-            "nothing reads the media in 'images' of a message",
+            {"role": "user", "content": "?", "attachments": ["a.png"]},
+            "nothing reads the media in 'attachments' of a mes",
         ),
+        ({"role": "user", "content": "?", "image_path": "a.png"}, "nothing reads the media in 'image_path' of a mess"),
         ({"role": "user", "content": {"type": "image", "image": "i.png"}}, "nothing reads the media in 'content'"),
         ({"from": "human", "value": "<image>What?"}, "a message must be .* got \\['from', 'value'\\]"),
     ],
@@ -519,41 +489,25 @@ def test_message_of_another_layout_raises(message, found):
         rows_to_messages([{"prompt": [message]}])
 
 
-def test_what_arrow_and_others_leave_empty_is_nothing():
-    block = {"type": "text", "text": "What?", "audio": None, "image": "", "images": [], "source": "page 3.png"}
-    (row,) = rows_to_messages([{"prompt": [{"role": "user", "content": [block], "images": []}]}])
-    assert not list(iter_refs(row))
-
-
-def test_unread_block_raises_in_training():
-    prompts = [{"prompt": user(text("Look."))}] * 3 + [
-        {"prompt": user(text("Hear."), {"type": "sound", "of": "a.wav"})}
-    ]
-    with pytest.raises(
-        MediaError, match=r"column 'prompt\[0\].content\[1\]': nothing reads 'of' of a block of type 'sound'"
-    ):
-        run(InjectedOurs, "qwen2_audio", Dataset.from_list(prompts))
-
-
 def test_block_that_the_template_leaves_out_raises():
-    dataset = Dataset.from_list([{"prompt": user(text("Look."), {"type": "citation", "text": "A book."})}] * 4)
-    with pytest.raises(
-        MediaError, match=r"row \d, column 'prompt\[0\].content\[1\]': the chat template leaves out .*'cit"
-    ):
-        run(InjectedOurs, "qwen2_audio", dataset)
+    prompt = user(text("Look."), {"type": "citation", "text": "A book."})
+    message = r"row \d, column 'prompt\[0\].content\[1\]': the chat template leaves out .*'citation'"
+    with pytest.raises(MediaError, match=message):
+        run(InjectedOurs, "qwen2_audio", Dataset.from_list([{"prompt": prompt}] * 4))
     model, processor = load("qwen2_audio")
     written = "{% elif block.type == 'citation' %}({{ block.text }}){% endif %}{% endfor %}"
     processor.chat_template = processor.chat_template.replace("{% endif %}{% endfor %}", written)
-    result = run(InjectedOurs, "qwen2_audio", dataset, objects={"model": model, "processing_class": processor})
-    assert result.history
+    (row,) = rows_to_messages([{"prompt": prompt}])
+    ids = encode_prompt(row["prompt"], processor, model).input_ids
+    assert "Look.(A book.)" in processor.tokenizer.decode(ids)
     thought = [{"role": "assistant", "content": [{"type": "thinking", "thinking": "A bird in a.wav?"}, text("Yes.")]}]
-    run(InjectedOurs, "qwen2_audio", Dataset.from_list([{"prompt": [*user(text("?")), *thought]}] * 4))
+    assert len(encoded("qwen2_audio", [*user(text("?")), *thought])) > 0
 
 
 # Tags
 
 
-def test_tags_are_places():
+def test_tags_are_places_of_their_media():
     prompt = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "<image>\nLike <image>? <audio>"},
@@ -576,9 +530,6 @@ def test_tags_are_places():
         [text("And "), {"type": "image", "image": "k"}, text("?")],
     ]
     assert row["prompt"][1]["content"] == "<image>\nLike <image>? <audio>"  # the row is as it was
-
-
-def test_tags_are_text_without_their_media_and_beside_blocks():
     prompt = user({"type": "image"}, text("What does <image> do, what <audio>?"))
     (row,) = rows_to_messages([{"prompt": prompt, "image": "i.png"}])
     assert row["prompt"][0]["content"][1:] == prompt[0]["content"][1:]
@@ -617,14 +568,11 @@ def test_tags_are_trained_on(folder):
 def test_plain_text_keeps_the_token_of_its_model(folder):
     """Such a text may have its template applied; encoding says so, as of any placeholder in a text."""
     dataset = pictures(folder, "image").map(lambda row: {"prompt": "USER: <image>\nWhat? ASSISTANT:"})
-    with pytest.raises(
-        MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<image>'"
-    ):
+    with pytest.raises(MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<im"):
         run(InjectedOurs, "llava", dataset)
     (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], own_tokens=["<image>"])
-    assert restore_media(row["prompt"]) == user(
-        {"type": "image", "image": "i"}, text("<image> "), {"type": "audio", "audio": "a"}
-    )
+    blocks = {"type": "image", "image": "i"}, text("<image> "), {"type": "audio", "audio": "a"}
+    assert restore_media(row["prompt"]) == user(*blocks)
 
 
 def test_supervised_rows_have_tags_and_ignored_columns(folder):
@@ -632,9 +580,8 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
     row = {"prompt": "Is <image> red?", "completion": "No, see <image>.", "image": str(folder / "picture.png")}
     ends = [processor.tokenizer.eos_token_id]
     (prompt,), ids, _ = encode_supervised([row], processor, model, ends)
-    assert_same(
-        prompt, encoded("qwen2_5_vl", user(text("Is "), {"type": "image", "image": row["image"]}, text(" red?")))
-    )
+    blocks = text("Is "), {"type": "image", "image": row["image"]}, text(" red?")
+    assert_same(prompt, encoded("qwen2_5_vl", user(*blocks)))
     assert processor.tokenizer.decode(ids[0][:-1]) == "No, see <image>."
     (prompt,), _, _ = encode_supervised([row], processor, model, ends, ignored_media_columns=["image"])
     assert prompt.modalities == frozenset()
@@ -643,53 +590,18 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
 # Rows that once went wrong
 
 
-def test_inline_media_without_a_column_of_text_train(tmp_path):
-    picture = image_rows(1)[0]["image"]
-    block = {"type": "image", "image": picture}
-    rows = [
-        {"prompt": [{"role": "user", "content": [block, {"type": "text", "text": f"Cat? {i}"}]}]} for i in range(4)
-    ]
-    for more in ({}, {"label": 1}):
-        trainer = make_trainer(
-            MultimodalGRPOTrainer,
-            "qwen2_5_vl",
-            Dataset.from_list([{**row, **more} for row in rows]),
-            tmp_path,
-            max_steps=1,
-            self_check=True,
-        )
-        trainer.train()
-        assert trainer.checks.self_check.media["image"] > 0
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [{"picture": b"123"}, {"attachments": ["a.png"]}, {"image_path": "a.png"}],
-    ids=lambda extra: next(iter(extra)),
-)
-def test_media_under_any_key_of_a_message_raise(extra):
-    row = {"prompt": [{"role": "user", "content": "What is it?", **extra}]}
-    with pytest.raises(MediaError, match=f"nothing reads the media in '{next(iter(extra))}' of a message"):
-        rows_to_messages([row])
-    text = {"type": "text", "text": "see a.wav", "sound": "a.wav"}
-    with pytest.raises(MediaError, match="nothing reads 'sound' of a block of type 'text'"):
-        rows_to_messages([{"prompt": [{"role": "user", "content": [text]}]}])
-
-
-def test_media_in_any_row_of_a_list_count():
-    rows = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
-    with pytest.raises(MediaError, match="there are no others"):
-        check_columns(rows, "rows")
-    rows[1]["image"] = image_rows(1)[0]["image"]
-    assert "'thumb'" in check_columns(rows, "rows")
+@pytest.mark.parametrize("more", [{}, {"label": 1}])
+def test_inline_media_without_a_column_of_text_train(more, tmp_path):
+    block = {"type": "image", "image": image_rows(1)[0]["image"]}
+    data = Dataset.from_list([{"prompt": user(block, text(f"Cat? {i}")), **more} for i in range(4)])
+    trainer = made(tmp_path, data, "qwen2_5_vl", MultimodalGRPOTrainer, max_steps=1, self_check=True)
+    trainer.train()
+    assert trainer.checks.self_check.media["image"] > 0
 
 
 @pytest.mark.parametrize("feature", [None, List(Audio())], ids=["paths", "feature"])
-def test_a_list_in_a_column_of_one_raises_at_construction(feature, tmp_path):
-    rows = Dataset.from_list([{"prompt": "What?", "audio": ["a.wav", "b.wav"]}] * 8)
-    if feature is not None:
-        rows = rows.cast_column("audio", feature)
-    with pytest.raises(
-        MediaError, match="`train_dataset`: column 'audio' holds a list; rename the column to 'audios'"
-    ):
-        make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path)
+def test_a_list_in_a_column_of_one_raises(feature):
+    data = rows(audio=["a.wav", "b.wav"])
+    data = data if feature is None else data.cast_column("audio", feature)
+    with pytest.raises(MediaError, match="^rows: column 'audio' holds a list; rename the column to 'audios'"):
+        check_columns(data, "rows")

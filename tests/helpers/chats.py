@@ -111,16 +111,8 @@ def phi4_prompts() -> list[list[dict]]:
 def base64_audio_prompts() -> list[list[dict]]:
     """For Voxtral, which takes audio as a path, an address or the base64 of a file, but not as an array."""
     return [
-        [
-            {
-                **message,
-                "content": [
-                    base64_audio(block) if block["type"] == "audio" else block for block in message["content"]
-                ],
-            }
-            for message in messages
-        ]
-        for messages in audio_prompts()
+        chat(*(base64_audio(block) if block["type"] == "audio" else block for block in message["content"]))
+        for (message,) in audio_prompts()
     ]
 
 

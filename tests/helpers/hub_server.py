@@ -232,36 +232,15 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self._at(kind, repo, revision)
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
         private = self.hub.repos[kind, repo].private
-        return self._json(
-            {
-                "_id": "0" * 24,
-                "id": repo,
-                "modelId": repo,
-                "author": repo.split("/")[0],
-                "sha": commit.sha,
-                "private": private,
-                "gated": False,
-                "disabled": False,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-                "siblings": siblings,
-            }
-        )
+        found = {"_id": "0" * 24, "id": repo, "modelId": repo, "author": repo.split("/")[0], "sha": commit.sha}
+        found |= {"private": private, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
+        return self._json({**found, "siblings": siblings})
 
     def history(self, kind: str, repo: str, revision: str):
         self._at(kind, repo, revision)
-        entries = [
-            {
-                "id": commit.sha,
-                "title": commit.message,
-                "message": "",
-                "authors": [],
-                "date": "2026-01-01T00:00:00.000Z",
-            }
-            for commit in reversed(self.hub.repos[kind, repo].commits)
-        ]
-        return self._json(entries)
+        more = {"message": "", "authors": [], "date": "2026-01-01T00:00:00.000Z"}
+        commits = reversed(self.hub.repos[kind, repo].commits)
+        return self._json([{"id": commit.sha, "title": commit.message, **more} for commit in commits])
 
     def tree(self, kind: str, repo: str, revision: str, folder: str = ""):
         commit = self._at(kind, repo, revision)

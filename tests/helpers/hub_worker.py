@@ -16,7 +16,6 @@ import traceback
 import urllib.request
 from pathlib import Path
 
-import av
 import numpy as np
 import PIL.ExifTags
 import PIL.Image
@@ -27,15 +26,8 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, TrainerCallback
 from transformers.utils.hub import hf_api
 
-from helpers.trainer_utils import (
-    InjectedOurs,
-    audio_rows,
-    image_rows,
-    load,
-    make_trainer,
-    text_rows,
-    video_rows,
-)
+from helpers.files import video_file
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, load, make_trainer, text_rows, video_rows
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.critic import policy_alone
@@ -58,12 +50,8 @@ def media_files(folder: Path) -> None:
     exif = PIL.Image.Exif()
     exif[PIL.ExifTags.Base.Orientation] = 6
     PIL.Image.fromarray(pixels).save(folder / "image.png", exif=exif)
-    with av.open(folder / "video.mp4", "w") as container:
-        stream = container.add_stream("mpeg4", rate=2, width=84, height=56)
-        for seed in range(8):
-            frame = np.random.default_rng(seed).integers(0, 255, (56, 84, 3), dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
+    frames = [np.random.default_rng(seed).integers(0, 255, (56, 84, 3), dtype=np.uint8) for seed in range(8)]
+    (folder / "video.mp4").write_bytes(video_file(frames, codec="mpeg4", rate=2))
 
 
 def ask(repo: str) -> dict:
@@ -280,9 +268,8 @@ def refused(folder: Path) -> dict:
         trained = trainer("down_later", push_to_hub=True, hub_model_id="someone/down_later")
         hf_api().endpoint = "http://127.0.0.1:9"
         result["down_saving"] = refusal(trained.save_model)
-        result["down_saving"]["whole"] = same(
-            type(trained.model).from_pretrained(folder / "down_later"), trained.model
-        )
+        saved = type(trained.model).from_pretrained(folder / "down_later")
+        result["down_saving"]["whole"] = same(saved, trained.model)
     finally:
         hf_api().endpoint = hub
     return result

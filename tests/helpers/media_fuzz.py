@@ -20,10 +20,10 @@ from pathlib import Path
 
 import av
 import numpy as np
-import soundfile
 import torch
 from PIL import Image, features
 
+from helpers.files import image_file, sound_file, video_file
 from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.rules import MediaRules
@@ -49,32 +49,17 @@ def images():
     kinds |= {"AVIF": "RGB"} if features.check("avif") else {}
     kinds |= {"JPEG2000": "RGB"} if features.check("jpg_2000") else {}
     for name, mode in kinds.items():
-        image, buffer = Image.fromarray(noise).convert(mode), io.BytesIO()
+        image = Image.fromarray(noise).convert(mode)
         several = {"save_all": True, "append_images": [image] * 2} if name in ("GIF", "TIFF", "WEBP") else {}
-        image.save(buffer, name, **several)
-        yield name, buffer.getvalue()
+        yield name, image_file(image, name, **several)
 
 
 def sounds():
     sound = 0.3 * np.sin(np.arange(RATE) / 5)
-    for name, subtype in (
-        ("WAV", "PCM_16"),
-        ("WAV", "FLOAT"),
-        ("WAV", "IMA_ADPCM"),
-        ("FLAC", None),
-        ("MP3", None),
-        ("OGG", "VORBIS"),
-        ("OGG", "OPUS"),
-        ("AIFF", None),
-        ("CAF", "ALAC_16"),
-        ("AU", None),
-        ("W64", None),
-        ("RF64", None),
-        ("NIST", None),
-    ):
-        buffer = io.BytesIO()
-        soundfile.write(buffer, np.stack([sound, sound / 2], 1), RATE, format=name, subtype=subtype)
-        yield f"{name}.{subtype}", buffer.getvalue()
+    subtypes = {"WAV": ["PCM_16", "FLOAT", "IMA_ADPCM"], "OGG": ["VORBIS", "OPUS"], "CAF": ["ALAC_16"]}
+    for name in ("WAV", "FLAC", "MP3", "OGG", "AIFF", "CAF", "AU", "W64", "RF64", "NIST"):
+        for subtype in subtypes.get(name, [None]):
+            yield f"{name}.{subtype}", sound_file(np.stack([sound, sound / 2], 1), RATE, name, subtype=subtype)
     for name in ("mp4", "matroska", "mpegts", "adts"):
         buffer = io.BytesIO()
         with av.open(buffer, "w", format=name) as container:
@@ -99,18 +84,10 @@ def videos():
         ("ivf", "libvpx-vp9"),
         ("fragmented mp4", "libx264"),
     ):
-        buffer = io.BytesIO()
-        parts = {"movflags": "frag_keyframe+empty_moov"} if name == "fragmented mp4" else {}
-        with av.open(buffer, "w", format=name.split()[-1], options=parts) as container:
-            stream = container.add_stream(codec, rate=25)
-            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-            container.mux(stream.encode())
-        yield name, buffer.getvalue()
-    buffer, (first, *others) = io.BytesIO(), [Image.fromarray(frame) for frame in frames]
-    first.save(buffer, "GIF", save_all=True, append_images=others, duration=100)
-    yield "gif", buffer.getvalue()
+        mux = {"movflags": "frag_keyframe+empty_moov"} if name == "fragmented mp4" else {}
+        yield name, video_file(frames, name.split()[-1], codec, 25, mux)
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    yield "gif", image_file(first, "GIF", save_all=True, append_images=others, duration=100)
 
 
 def lists(decoy):
@@ -226,9 +203,8 @@ def main(folder, seed, seconds, only=None):
     # What is whole is loaded, by one decoder at least; that also imports what is needed
     for kind, each in seeds.items():
         for name, data in each.items():
-            errors = [
-                whole(MediaRef(kind, data, {}, kind, 0, rules=RULES), random.Random(number)) for number in range(6)
-            ]
+            refs = [MediaRef(kind, data, {}, kind, 0, rules=RULES)] * 6
+            errors = [whole(ref, random.Random(number)) for number, ref in enumerate(refs)]
             if all(errors):
                 say(f"whole {kind} {name}: {errors[0]}")
 

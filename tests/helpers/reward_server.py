@@ -1,8 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward servers on this machine."""
+"""Reward servers on this machine, and one that answers too slowly."""
 
+import contextlib
 import io
 import json
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +13,10 @@ import PIL.Image
 import pytest
 
 from .chats import image
+
+
+# Where an answer may drip: in a header, in the length of a chunk, in the body
+DRIPS = [b"X-Slow: ", b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9999\r\n\r\n"]
 
 
 class Server(ThreadingHTTPServer):
@@ -82,6 +88,27 @@ def serve(monkeypatch):
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def dripping(start: bytes):
+    """The address of a server that begins its answer like this, and goes on by a byte at a time, each of them soon."""
+    over = threading.Event()
+
+    def drip():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + start)
+            while not over.wait(0.02):
+                connection.sendall(b"0")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
+        over.set()
+        thread.join(5)
 
 
 def png(picture: PIL.Image.Image) -> bytes:
