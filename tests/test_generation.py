@@ -148,8 +148,8 @@ OBSTACLES = {
 def appended(model, prompts, completions, turns):
     """Each prompt with its completions and what was returned behind each."""
     ids, placed = [[] for _ in prompts], [[] for _ in prompts]
-    for said, returned in zip(completions, turns, strict=True):
-        for i, (own, turn) in enumerate(zip(said, returned, strict=True)):
+    for sampled, returned in zip(completions, turns, strict=True):
+        for i, (own, turn) in enumerate(zip(sampled, returned, strict=True)):
             placed[i].append((len(ids[i]) + len(own), turn))
             ids[i] += [*own, *turn.input_ids.tolist()]
     return [encode_prefix(*each, model) for each in zip(prompts, ids, placed, strict=True)]
@@ -178,7 +178,7 @@ def test_continues_from_its_cache(name):
         return trim_after_eos(output.sequences[:, start:], ends), torch.stack(output.logits, 1).log_softmax(-1)
 
     sizes, places = [], [*range(len(prompts))]
-    said, turns = [], []
+    sampled, turns = [], []
     wholes = prompts
     for turn in range(3):
         ids, logps = sample(wholes, branches)
@@ -197,10 +197,10 @@ def test_continues_from_its_cache(name):
         chosen = places[::-1][turn:]  # not those that end here, in another order
         order = [places.index(place) for place in chosen]
         prompts, ids = [prompts[row] for row in order], [ids[row] for row in order]
-        said = [[each[row] for row in order] for each in said] + [ids]
+        sampled = [[each[row] for row in order] for each in sampled] + [ids]
         turns = [[each[row] for row in order] for each in turns]
         turns += [[chats[(place + turn) % len(chats)] for place in chosen]]
-        places, wholes = chosen, appended(model, prompts, said, turns)
+        places, wholes = chosen, appended(model, prompts, sampled, turns)
         branches.asked = list(zip(places, turns[-1], strict=True))
     expected = OBSTACLES[name]
     assert branches.obstacle is None if expected is None else expected in branches.obstacle

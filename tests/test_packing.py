@@ -136,7 +136,7 @@ def test_rows_of_scores_stay_together():
         Scores.join(parts, places)
 
 
-def test_masked_completions_get_no_place():
+def test_masked_completions_take_no_tokens():
     model, prompts = build("qwen2_audio")
     ids, mask = random_completions(len(prompts))
     expected = completion_scores(model, model, prompts, ids, mask).logps
