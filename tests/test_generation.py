@@ -80,26 +80,6 @@ def test_a_state_is_no_wider_than_its_convolution(monkeypatch):
     assert caches == [[model.config.get_text_config().linear_conv_kernel_dim]]
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "llava"])
-def test_equals_the_processor_and_generate(name):
-    """Against nothing of ours: the processor's own padded batch of all chats, and `generate`."""
-    model, plain, processor, prompts = build(name)
-    chats = [chat for chat in FAMILIES[name].prompts() for _ in range(G)]
-    inputs = processor.apply_chat_template(
-        chats,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        add_generation_prompt=True,
-        processor_kwargs={"padding": True},
-    )
-    tokenizer = processor.tokenizer
-    greedy = config(tokenizer, do_sample=False)
-    expected = plain.generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].size(1) :]
-    completions = generate_completions(model, model, prompts, greedy, tokenizer.pad_token_id, model.device)
-    assert torch.equal(completions, expected)
-
-
 @pytest.mark.parametrize("option", [{"cache_implementation": "static"}, {"use_cache": False}])
 def test_options_that_conflict_with_a_cache(option):
     model, _, processor, prompts = build("qwen2_audio")
