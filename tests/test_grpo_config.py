@@ -251,7 +251,7 @@ def test_config_accepts(options, expected):
 
 @pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig])
 def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
-    """By default; TRL's default is refused without a GPU."""
+    """By default, as TRL's default is refused without a GPU."""
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
     assert not config_class("out").bf16
