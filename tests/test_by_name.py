@@ -142,12 +142,12 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
         run = MultimodalGRPOTrainer(folder, length_and_sum, args, rows(IMAGE))
         run.train()
         runs.append(run)
-        said = [record.message for record in caplog.records if "generation config recommends" in record.message]
-    assert len(said) == 1 and runs[0].checks.self_check.changed == runs[1].checks.self_check.changed < 0.1
+        warned = [record.message for record in caplog.records if "generation config recommends" in record.message]
+    assert len(warned) == 1 and runs[0].checks.self_check.changed == runs[1].checks.self_check.changed < 0.1
     # TRL's `repetition_penalty` of 1.0 is the trainer's own
     assert all(
-        (f"`{name}=" in said[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
-    ), said
+        (f"`{name}=" in warned[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
+    ), warned
     a, b = (run._buffered_inputs[0]["completion_ids"] for run in runs)
     assert torch.equal(a, b)
     assert_equal_weights(runs[1].model, runs[0].model)

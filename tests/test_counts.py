@@ -94,7 +94,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_columns_say_is_what_the_rows_have(case):
+def test_counts_of_columns_are_those_of_rows(case):
     rows, features, expected = CASES[case]
     dataset = Dataset.from_list(rows, features=Features(features))
     assert most_media(dataset) == counted(dataset) == {**NONE, **expected}
@@ -129,7 +129,7 @@ def test_other_columns_and_those_that_are_ignored_do_not_count():
     assert most_media(dataset) == {**NONE, "image": 1}
 
 
-def test_what_cannot_be_told():
+def test_datasets_without_a_count():
     dataset = Dataset.from_list([{"prompt": "a", "image": PICTURE}])
     assert most_media(dataset.with_transform(lambda batch: batch)) is None
     assert most_media(dataset.to_iterable_dataset()) is None

@@ -3,7 +3,6 @@
 
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -69,21 +68,6 @@ def test_values_are_those_before_the_actions():
     assert torch.equal(values[:, :2], changed[:, :2])
     later = (mask[:, 2] == 1).nonzero()[:, 0]
     assert (values[later, 2] != changed[later, 2]).all()
-
-
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl"])
-def test_media_change_the_values(name):
-    critic, prompts, ids, mask, _ = build(name)
-    silent = {
-        id(p): replace(p, media={k: v * 0 if v.is_floating_point() else v for k, v in p.media.items()}, mask_cache={})
-        for p in prompts
-    }
-    values, without = (
-        completion_values(critic, critic.model, samples, ids, mask)
-        for samples in (prompts, [silent[id(p)] for p in prompts])
-    )
-    moved = [not torch.equal(a, b) for a, b in zip(values, without, strict=True)]
-    assert moved == [bool(p.media) for p in prompts]
 
 
 def test_first_values_are_0():

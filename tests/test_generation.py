@@ -80,26 +80,6 @@ def test_a_state_is_no_wider_than_its_convolution(monkeypatch):
     assert caches == [[model.config.get_text_config().linear_conv_kernel_dim]]
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "llava"])
-def test_equals_the_processor_and_generate(name):
-    """Against nothing of ours: the processor's own padded batch of all chats, and `generate`."""
-    model, plain, processor, prompts = build(name)
-    chats = [chat for chat in FAMILIES[name].prompts() for _ in range(G)]
-    inputs = processor.apply_chat_template(
-        chats,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        add_generation_prompt=True,
-        processor_kwargs={"padding": True},
-    )
-    tokenizer = processor.tokenizer
-    greedy = config(tokenizer, do_sample=False)
-    expected = plain.generate(**inputs, generation_config=greedy)[:, inputs["input_ids"].size(1) :]
-    completions = generate_completions(model, model, prompts, greedy, tokenizer.pad_token_id, model.device)
-    assert torch.equal(completions, expected)
-
-
 @pytest.mark.parametrize("option", [{"cache_implementation": "static"}, {"use_cache": False}])
 def test_options_that_conflict_with_a_cache(option):
     model, _, processor, prompts = build("qwen2_audio")
@@ -148,8 +128,8 @@ OBSTACLES = {
 def appended(model, prompts, completions, turns):
     """Each prompt with its completions and what was returned behind each."""
     ids, placed = [[] for _ in prompts], [[] for _ in prompts]
-    for said, returned in zip(completions, turns, strict=True):
-        for i, (own, turn) in enumerate(zip(said, returned, strict=True)):
+    for sampled, returned in zip(completions, turns, strict=True):
+        for i, (own, turn) in enumerate(zip(sampled, returned, strict=True)):
             placed[i].append((len(ids[i]) + len(own), turn))
             ids[i] += [*own, *turn.input_ids.tolist()]
     return [encode_prefix(*each, model) for each in zip(prompts, ids, placed, strict=True)]
@@ -178,7 +158,7 @@ def test_continues_from_its_cache(name):
         return trim_after_eos(output.sequences[:, start:], ends), torch.stack(output.logits, 1).log_softmax(-1)
 
     sizes, places = [], [*range(len(prompts))]
-    said, turns = [], []
+    sampled, turns = [], []
     wholes = prompts
     for turn in range(3):
         ids, logps = sample(wholes, branches)
@@ -197,10 +177,10 @@ def test_continues_from_its_cache(name):
         chosen = places[::-1][turn:]  # not those that end here, in another order
         order = [places.index(place) for place in chosen]
         prompts, ids = [prompts[row] for row in order], [ids[row] for row in order]
-        said = [[each[row] for row in order] for each in said] + [ids]
+        sampled = [[each[row] for row in order] for each in sampled] + [ids]
         turns = [[each[row] for row in order] for each in turns]
         turns += [[chats[(place + turn) % len(chats)] for place in chosen]]
-        places, wholes = chosen, appended(model, prompts, said, turns)
+        places, wholes = chosen, appended(model, prompts, sampled, turns)
         branches.asked = list(zip(places, turns[-1], strict=True))
     expected = OBSTACLES[name]
     assert branches.obstacle is None if expected is None else expected in branches.obstacle

@@ -181,9 +181,9 @@ def test_config_of_rloo_corrects_for_vllm_as_that_of_grpo():
 
 
 @pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig])
-def test_truncated_sampling_is_told_where_vllm_is_corrected_for(config_class, monkeypatch):
-    told = []
-    monkeypatch.setattr(setup.logger, "warning", told.append)
+def test_truncated_sampling_is_logged_where_vllm_is_corrected_for(config_class, monkeypatch):
+    warned = []
+    monkeypatch.setattr(setup.logger, "warning", warned.append)
     cut = {"top_p": 0.9, "generation_kwargs": {"min_p": 0.1}}
     for options in (
         {"use_vllm": True},
@@ -191,9 +191,9 @@ def test_truncated_sampling_is_told_where_vllm_is_corrected_for(config_class, mo
         {**cut, "use_vllm": True, "vllm_importance_sampling_correction": False},
         {**cut, "use_vllm": True},
     ):
-        assert not told
+        assert not warned
         setup.warn_of_truncation(config_class("out", use_cpu=True, bf16=False, **options))
-    assert len(told) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in told[0]
+    assert len(warned) == 1 and "With `top_p=0.9` and `min_p=0.1`, vLLM says" in warned[0]
 
 
 def test_config_of_rloo_refuses_estimators():
@@ -251,7 +251,7 @@ def test_config_accepts(options, expected):
 
 @pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig])
 def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
-    """Unless told otherwise; TRL's default is refused without a GPU."""
+    """By default, as TRL's default is refused without a GPU."""
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
     assert not config_class("out").bf16

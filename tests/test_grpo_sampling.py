@@ -274,7 +274,7 @@ MOVING_REFERENCE = {
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
-def test_past_groups_stand_in_for_dead_ones(kind, options):
+def test_past_groups_replace_dead_ones(kind, options):
     result = ours(kind, hard_later, replay_buffer_size=8, max_steps=3, **options)
     past, replays = [], 0
     for i, generation in enumerate(generations(result.trainer, hard_later)):

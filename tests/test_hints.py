@@ -45,7 +45,7 @@ def always_one(prompts, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "reward", "said"),
+    ("trainer_class", "reward", "n_warnings"),
     [
         (MultimodalGRPOTrainer, equal_in_a_group, 1),
         (MultimodalRLOOTrainer, always_one, 1),
@@ -53,16 +53,16 @@ def always_one(prompts, **kwargs):
         (MultimodalPPOTrainer, equal_in_a_group, 0),
     ],
 )
-def test_a_run_says_so_once(trainer_class, reward, said, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(hints.logger, "warning", told.append)
+def test_a_run_warns_once(trainer_class, reward, n_warnings, tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(hints.logger, "warning", warned.append)
     monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
     options = {"max_steps": 3, "logging_steps": 1, "self_check": False}
     trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, tmp_path, reward=reward, **options)
     trainer.train()
-    assert len(told) == said
-    assert all("same reward for 2 steps" in each for each in told)
+    assert len(warned) == n_warnings
+    assert all("same reward for 2 steps" in each for each in warned)
 
 
 def varied(prompts, **kwargs):
@@ -70,11 +70,11 @@ def varied(prompts, **kwargs):
 
 
 def test_a_function_that_rewards_all_alike_is_named_after_eight_steps(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(hints.logger, "warning", told.append)
+    warned = []
+    monkeypatch.setattr(hints.logger, "warning", warned.append)
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
     for steps in (7, 8):
         options = {"max_steps": steps, "logging_steps": 1, "self_check": False, "reward": [varied, always_one]}
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / str(steps), **options).train()
-        assert len(told) == (steps == 8)
-    assert "'always_one' has given all completions the same reward for 8 steps (1)" in told[0]
+        assert len(warned) == (steps == 8)
+    assert "'always_one' has given all completions the same reward for 8 steps (1)" in warned[0]

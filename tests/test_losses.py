@@ -456,12 +456,6 @@ def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
     assert high_entropy_mask(entropies, mask, ratio).tolist() == [expected]
 
 
-def test_rows_compete_within_the_batch():
-    entropies, mask = tensor([[3, 2, 1], [0.1, 0.2, 0.3]]), torch.ones(2, 3)
-    assert high_entropy_mask(entropies, mask, 0.3).tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert high_entropy_mask(entropies, mask, 0.3, scope="sequence").tolist() == [[1, 0, 0], [0, 0, 1]]
-
-
 # The critic
 
 

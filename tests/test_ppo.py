@@ -571,7 +571,7 @@ def test_critic_of_another_family_is_refused(value_model, found, tmp_path):
         make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)
 
 
-def test_critic_without_a_use_is_refused(tmp_path):
+def test_unused_critic_raises(tmp_path):
     make = functools.partial(make_trainer, Ours, FAMILY, text_rows(), tmp_path)
     objects = {**moved(FAMILY), "value_model": str(tmp_path)}
     with pytest.raises(ValueError, match="`value_model` was passed, which `advantage_estimator='rloo'` doesn't use"):
@@ -799,7 +799,7 @@ def test_divergence_is_that_from_the_reference(peft):
         assert (drawn.batch["old_per_token_logps"][i, :n] - logps).abs().max() > 1e-3
 
 
-def test_reference_without_a_use_is_refused(tmp_path):
+def test_unused_reference_raises(tmp_path):
     objects = {**moved(FAMILY), "ref_model": load(FAMILY)[0]}
     with pytest.raises(ValueError, match="`ref_model` was passed, which `beta=0` doesn't use"):
         make_trainer(Ours, FAMILY, text_rows(), tmp_path, objects=objects)

@@ -121,15 +121,7 @@ def test_grpo_config_refuses_a_critic():
 
 
 def test_config_from_the_command_line():
-    line = (
-        "--output_dir out --use_cpu true --bf16 false --gamma 0.99 --lam 0.9 --bootstrap_truncated --vf_coef 0.5 "
-        "--cliprange_value 0.3 --value_learning_rate 1e-5 --value_lr_scheduler_type cosine --value_warmup_steps 0.1 "
-        "--freezing_actor_steps 5 --num_ppo_epochs 2 --max_skipped_updates 3 --ema_decay 0.99 --ptx_coef 0.2 "
-        "--per_device_ptx_batch_size 2 --num_generations 1"
-    )
-    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())
-    expected = {
-        "advantage_estimator": "gae",
+    given = {
         "gamma": 0.99,
         "lam": 0.9,
         "bootstrap_truncated": True,
@@ -140,13 +132,17 @@ def test_config_from_the_command_line():
         "value_warmup_steps": 0.1,
         "freezing_actor_steps": 5,
         "num_ppo_epochs": 2,
-        "num_iterations": 2,
         "max_skipped_updates": 3,
         "ema_decay": 0.99,
         "ptx_coef": 0.2,
         "per_device_ptx_batch_size": 2,
         "num_generations": 1,
     }
+    line = "--output_dir out --use_cpu true --bf16 false " + " ".join(
+        f"--{name} {each}" for name, each in given.items()
+    )
+    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())
+    expected = {**given, "advantage_estimator": "gae", "num_iterations": 2}
     assert {name: getattr(args, name) for name in expected} == expected
     line = "--output_dir out --use_cpu true --bf16 false --shared_trunk true"
     (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())

@@ -135,15 +135,15 @@ def rest_of(trainer, step: int) -> list:
     return trainer.trained_on[2 * step * trainer.args.gradient_accumulation_steps :]
 
 
-def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
+def test_other_supervised_rows_are_logged(straight, tmp_path, caplog):
     folder = checkpoint(straight("image"), 6)
-    for rows, said in [(5, False), (4, True)]:  # of which the first three are taken
-        objects = {"ptx_dataset": answered(image_rows(rows).select(range(rows - 3, rows) if said else range(rows)))}
+    for rows, warns in [(5, False), (4, True)]:  # of which the first three are taken
+        objects = {"ptx_dataset": answered(image_rows(rows).select(range(rows - 3, rows) if warns else range(rows)))}
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             CASES["image"].resume(folder, tmp_path, objects=objects)
         found = [text for text in caplog.messages if "has changed since" in text]
-        assert ["`ptx_dataset` has changed since" in text for text in found] == [True] * said
+        assert ["`ptx_dataset` has changed since" in text for text in found] == [True] * warns
 
 
 # Nothing of this would show if the state didn't matter
@@ -207,7 +207,7 @@ def test_checkpoint_of_another_trainer(tmp_path):
     [{"num_ppo_epochs": 3}, {"gamma": 0.9}]
     + [pytest.param(each, marks=pytest.mark.slow) for each in ({"lam": 0.5}, {"bootstrap_truncated": False})],
 )
-def test_other_returns_ask_for_new_completions(changes, straight, tmp_path, caplog):
+def test_other_returns_discard_completions(changes, straight, tmp_path, caplog):
     folder = checkpoint(straight("audio"), 3)
     with caplog.at_level(logging.WARNING):
         resumed = CASES["audio"].resume(folder, tmp_path, **changes)

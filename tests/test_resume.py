@@ -296,7 +296,7 @@ def test_another_dataset_is_logged(tmp_path, caplog):
     assert differences(before, fingerprint(rows.to_iterable_dataset())) == []
 
 
-def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
+def test_fingerprints_depend_on_the_content_of_rows_alone(tmp_path):
     features = datasets.Features(
         {
             "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],

@@ -147,7 +147,7 @@ def test_a_model_that_hears_only_that_there_is_a_sound_raises():
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_sound_in_all_rows_is_no_reason_to_stop(rows):
+def test_one_sound_in_all_rows_passes(rows):
     dataset = asking([f"What do you hear? {i}" for i in range(rows)], audio=[sound(0.4, seed=1)] * rows)
     assert subject("qwen2_audio", dataset).check().media["audio"] > 1e-2
 
@@ -471,12 +471,6 @@ def test_trainer_prints_it_and_the_model_card_has_it(tmp_path, capsys):
     (printed,) = block.findall(capsys.readouterr().out)
     trainer.create_model_card()
     assert f"\n```\n{printed}```\n" in (tmp_path / "README.md").read_text()
-
-
-def test_the_check_draws_no_random_numbers(tmp_path):
-    runs = [train("qwen2_audio", audio_rows(), tmp_path, self_check=on) for on in (True, False)]
-    pairs = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_trainer_compares_with_the_processor_as_it_is_loaded(tmp_path):

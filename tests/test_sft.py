@@ -208,8 +208,8 @@ def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
     batch = trainer.data_collator([dataset[i] for i in range(len(rows))])
     masks = [each.learned for each in batch["sequences"]]
     decode = trainer.processing_class.tokenizer.decode
-    said = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]
-    assert said == [f"{chat[-1]['content'][0]['text']}<|im_end|>\n" for chat in chats]
+    learned = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]
+    assert learned == [f"{chat[-1]['content'][0]['text']}<|im_end|>\n" for chat in chats]
     n = sum(int(mask[1:].sum()) for mask in masks)
     assert trainer._policy.worth_packing(batch["sequences"], [0] * len(rows), len(rows))
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(n))
@@ -333,7 +333,7 @@ WRONG = {
         {"assistant_only_loss": True},
         "row 0 has nothing to learn",
     ),
-    "media said": (
+    "media of the assistant": (
         {"messages": [say("user", "Is it?"), say("assistant", "<image>")], "image": image(56, 56)["image"]},
         {},
         "row 0, column 'image': what the assistant says is text",

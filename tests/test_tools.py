@@ -209,14 +209,14 @@ def test_generation_continues_from_its_cache(monkeypatch, caplog):
     options = {"generation_kwargs": {"sequence_bias": [[list(ids), bias] for ids, bias in biases.items()]}}
     options |= {**LONG, "max_completion_length": 400, "max_tool_calling_iterations": 3, "objects": objects}
     runs = []
-    for how in ("continues from its cache", "prefills the conversation again: it was told to"):
+    for how in ("continues from its cache", "prefills the conversation again: forced"):
         caplog.clear()
         with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers.base"):
             runs.append(run(Recorded, "qwen3_vl", image_rows(), **options))
-        told = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
-        assert len(told) == 1 and told[0].endswith(f"After results of tools, generation {how}.")
+        messages = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
+        assert len(messages) == 1 and messages[0].endswith(f"After results of tools, generation {how}.")
         options["objects"] = {**talking("qwen3_vl"), "tools": [shows(*images())]}
-        monkeypatch.setattr(generation, "_cache_obstacle", lambda *args: "it was told to")
+        monkeypatch.setattr(generation, "_cache_obstacle", lambda *args: "forced")
     cached, again = (result.trainer.draws[0].batch for result in runs)
     assert logged(runs[0], "tools/call_frequency")[0] > 1 and logged(runs[0], "tools/ended_by_length") == [0]
     assert torch.equal(cached["completion_ids"], again["completion_ids"])

@@ -132,7 +132,7 @@ def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     assert len(packed) == 2 * (2 * 4 + 4) and all(packed)
 
 
-def test_losses_in_trls_way_hear():
+def test_losses_in_trls_way_see_media():
     """A subclass may compute the loss of a micro-batch from the scores that TRL's hook gives, as in TRL."""
 
     class InTRLsWay(InjectedRLOO):
@@ -482,7 +482,7 @@ def test_placeholder_in_the_text_raises(kind):
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions"])
-def test_columns_that_hide_what_rewards_get_raise(column):
+def test_columns_that_shadow_arguments_of_rewards_raise(column):
     """As keywords they would be given twice; reward models are called without columns."""
     rows = text_rows().add_column(column, ["?"] * 8)
     for each in (rows, rows.to_iterable_dataset()):
@@ -511,7 +511,7 @@ def test_processor_without_a_template_raises(rows):
         ([{"role": "user", "content": "<|image_pad|>?"}], "'prompt': its text holds the placeholder .* but no media"),
     ],
 )
-def test_prompts_that_are_none_are_named(prompt, message):
+def test_invalid_prompts_raise(prompt, message):
     others = [{"role": "user", "content": "?"}]
     with pytest.raises(MediaError, match=rf"^row 1, column {message}"):
         encoded("qwen2_5_vl", [{"prompt": each} for each in (others, prompt)])

@@ -52,7 +52,7 @@ def test_limits_are_the_most_that_a_prompt_of_the_data_has(started):
     assert started(images_rows(), ignored_media_columns=["images"])["limit_mm_per_prompt"]["image"] == 0
 
 
-def test_where_the_data_do_not_tell_there_is_no_limit(started):
+def test_no_limit_where_the_data_have_no_count(started):
     assert started(video_rows())["limit_mm_per_prompt"] == {}
     assert started(image_rows(), objects={"eval_dataset": video_rows()})["limit_mm_per_prompt"] == {}
     rollout = {"rollout_func": lambda prompts, trainer: None}  # which may show what it likes

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs `worker.py` in one or several processes, on the CPU if nothing else is said, and reads what each wrote."""
+"""Runs `worker.py` in one or several processes, on the CPU by default, and reads what each wrote."""
 
 import json
 import subprocess

@@ -311,7 +311,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("case", CASES, indirect=True)
-def test_asked_to_end(worker, case, tmp_path):
+def test_signalled_to_end(worker, case, tmp_path):
     run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
     expected = []
     for moment, step, name in [
@@ -335,7 +335,7 @@ def test_asked_to_end(worker, case, tmp_path):
     assert run.differences(processes) == []
 
 
-def test_asked_to_end_between_steps(worker, tmp_path):
+def test_signalled_between_steps(worker, tmp_path):
     """It ends after the next one."""
     run = Asked(worker, "grpo", tmp_path)
     assert run.start("SIGTERM", moment="after the update", step=3, rank=0).wait() == [0]
@@ -345,7 +345,7 @@ def test_asked_to_end_between_steps(worker, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"media_prefetch": 2}, {"media_prefetch": 0, "dataloader_num_workers": 1}], ids=["ahead", "loader"]
 )
-def test_asked_to_end_with_its_workers(options, worker, tmp_path):
+def test_signalled_with_its_workers(options, worker, tmp_path):
     """Which have the rest of the batch, or rows of the next."""
     run = Asked(worker, "grpo", tmp_path)
     processes = run.start("SIGTERM to all", options=options, moment="gradient added", step=1, rank=0)

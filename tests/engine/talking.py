@@ -81,17 +81,17 @@ class Talking:
         self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])
         return output
 
-    def difference(self, row, prompt: EncodedPrompt, ids, said, sampled, media=None) -> torch.Tensor:
+    def difference(self, row, prompt: EncodedPrompt, ids, is_sampled, sampled, media=None) -> torch.Tensor:
         """Of the sampled tokens, with these media instead of those that were shown."""
         messages, place = [{"role": "user", "content": _blocks(row)}], 0
-        for number, (was_said, group) in enumerate(itertools.groupby(said.tolist())):
+        for number, (was_sampled, group) in enumerate(itertools.groupby(is_sampled.tolist())):
             end = place + len(list(group))
             content = [_plain(block) for block in (media or self.media)[number // 2 % len(self.media)]]
-            if was_said:
+            if was_sampled:
                 # The last one has no end where the engine's limit cut it
                 last = end - int(ids[end - 1] == self._tokenizer.eos_token_id)
                 content = [{"type": "text", "text": self._tokenizer.decode(ids[place:last])}]
-            messages.append({"role": "assistant" if was_said else "tool", "content": content})
+            messages.append({"role": "assistant" if was_sampled else "tool", "content": content})
             place = end
         processor, model = self.processing_class, self._unwrapped(self.model)
         inputs = encode(processor, messages, chat_template=processor.chat_template)
@@ -105,7 +105,7 @@ class Talking:
             logits = model.eval()(**inputs).logits[0, start - 1 : stop - 1] + bias
         model.train(was_training)
         truth = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-        return torch.where(said, sampled - truth, 0.0)
+        return torch.where(is_sampled, sampled - truth, 0.0)
 
     @property
     def largest(self) -> list[float]:

@@ -128,7 +128,7 @@ def rollout(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logps}
 
 
-def test_rollout_func_asks_the_engine_as_in_trl(tmp_path):
+def test_rollout_func_samples_with_the_engine_as_in_trl(tmp_path):
     options = {"use_vllm": True, "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512}}
     objects = {"rollout_func": rollout}
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, objects=objects, **options)

@@ -147,7 +147,7 @@ def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
         trainer.train()
 
 
-def test_without_a_self_check_training_goes_on(tmp_path, monkeypatch):
+def test_without_a_self_check_training_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
     trainer = grpo(tmp_path, self_check=False, max_steps=2)
     trainer.train()
@@ -184,7 +184,7 @@ def test_other_pixels_in_an_engine_stop_training(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"generation_kwargs": {"frequency_penalty": 0.5}}])
-def test_what_an_engine_is_told_to_sample_otherwise_is_not_measured(options, tmp_path):
+def test_changed_distributions_of_an_engine_are_not_measured(options, tmp_path):
     trainer = grpo(tmp_path, max_steps=1, **options)
     trainer.train()
     assert trainer.checks.self_check.engine is None

@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -232,16 +233,8 @@ def _frames(model, sizes) -> Tensors:
 def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool = False) -> Tensors:
     """Features of sound, those of shorter clips padded."""
     config = _tower(model, "audio")
-    mels = _first(
-        config,
-        "num_mel_bins",
-        "n_mels",
-        "input_feat_size",
-        "input_dim",
-        "feature_size",
-        "audio_embed_dim",
-        default=128,
-    )
+    names = ("num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", "audio_embed_dim")
+    mels = _first(config, *names, default=128)
     mels *= getattr(config, "num_stacked_frames", 1)
     window = getattr(config, "max_source_positions", None)
     lengths = torch.tensor([unit * (1 + size) for size in sizes])
@@ -294,12 +287,8 @@ def _crops_of_molmo(model, sizes, suffix: str = "") -> Tensors:
         grids = torch.tensor([[each, half, half] for each in n])
         return {"pixel_values_videos": pixels, "video_token_pooling": places, "video_grids": grids}
     grids = torch.tensor([[half, half, half * (each - 1), half] for each in n])
-    return {
-        "pixel_values": pixels,
-        "image_token_pooling": places,
-        "image_grids": grids,
-        "image_num_crops": torch.tensor(n),
-    }
+    tensors = {"pixel_values": pixels, "image_token_pooling": places, "image_grids": grids}
+    return {**tensors, "image_num_crops": torch.tensor(n)}
 
 
 def _sam_pictures(model, sizes) -> Tensors:
@@ -492,6 +481,13 @@ def _projected(model, sizes) -> Tensors:
     return {"input_features": features, "input_features_mask": mask}
 
 
+def _squares(model, sizes) -> Tensors:
+    return {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}
+
+
+_mels_with_mask = partial(_mels, mask="input_features_mask")
+_mels_by_frame = partial(_mels_with_mask, by_frame=True)
+
 _RECIPES: tuple[tuple[str, str, Callable], ...] = (
     ("image", "image_grid_thw", _image_grids),
     ("image", "image_position_ids", _positioned_images),
@@ -505,8 +501,8 @@ _RECIPES: tuple[tuple[str, str, Callable], ...] = (
     ("video", "target_sizes_videos", _row_videos),
     ("video", "pixel_values_videos", _frames),
     ("video", "pixel_values", _pictures),
-    ("audio", "feature_attention_mask", lambda model, sizes: _mels(model, sizes, "feature_attention_mask")),
-    ("audio", "input_features_mask", lambda model, sizes: _mels(model, sizes, "input_features_mask")),
+    ("audio", "feature_attention_mask", partial(_mels, mask="feature_attention_mask")),
+    ("audio", "input_features_mask", _mels_with_mask),
     ("audio", "input_features", _mels),
     ("audio", "audio_input_ids", _codes),
 )
@@ -514,23 +510,21 @@ _RECIPES: tuple[tuple[str, str, Callable], ...] = (
 # Of single models, by `model_type` and kind
 _OWN: dict[str, dict[str, Callable]] = {
     "blip-2": {"image": _with_questions},
-    "chameleon": {"image": lambda model, sizes: {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}},
+    "chameleon": {"image": _squares},
     "deepseek_ocr2": {"image": _sam_pictures},
     "emu3": {"image": _sides_of_codes},
-    "fast_vlm": {"image": lambda model, sizes: {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}},
-    "fun_asr_nano": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=9, by_frame=True)},
+    "fast_vlm": {"image": _squares},
+    "fun_asr_nano": {"audio": partial(_mels_by_frame, unit=9)},
     "fuyu": {"image": _by_patches},
-    "gemma4": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
-    "gemma4_unified": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
-    "gemma3n": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", by_frame=True)},
-    "nemo_speechlm": {
-        "audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=64, by_frame=True)
-    },
+    "gemma4": {"audio": _mels_by_frame},
+    "gemma4_unified": {"audio": _mels_by_frame},
+    "gemma3n": {"audio": _mels_by_frame},
+    "nemo_speechlm": {"audio": partial(_mels_by_frame, unit=64)},
     "granite4_vision": {"image": _crops},
     "granite_docling": {"image": _tile_rows},
     "inkling_mm_model": {"image": _folded},
     "instructblip": {"image": _with_questions},
-    "instructblipvideo": {"video": lambda model, sizes: _with_questions(model, sizes, 4)},
+    "instructblipvideo": {"video": partial(_with_questions, frames=4)},
     "granite_speech": {"audio": _projected},
     "granite_speech_plus": {"audio": _projected},
     "inkling2": {"image": _stacked_patches},
@@ -544,20 +538,20 @@ _OWN: dict[str, dict[str, Callable]] = {
     "llava_onevision": {"image": _crops},
     "mistral3": {"image": _sized},
     "mistral_large4": {"image": _sized},
-    "molmo2": {"image": _crops_of_molmo, "video": lambda model, sizes: _crops_of_molmo(model, sizes, "videos")},
+    "molmo2": {"image": _crops_of_molmo, "video": partial(_crops_of_molmo, suffix="videos")},
     "moss_transcribe_diarize": {
         "audio": lambda model, sizes: {
             **_mels(model, sizes, "input_features_mask"),
             "padding_mask": _mels(model, sizes, "padding_mask")["padding_mask"],
         }
     },
-    "muse_spark": {"audio": lambda model, sizes: _waves(model, sizes, "input_values_mask", 640)},
+    "muse_spark": {"audio": partial(_waves, mask="input_values_mask", unit=640)},
     "nemotron_h_omni": {"image": _flat_grids},
     "perception_lm": {"image": _tiled},
     "unlimited_ocr": {"image": _sam_pictures},
-    "vibevoice_asr": {"audio": lambda model, sizes: _waves(model, sizes, "padding_mask", 16)},
+    "vibevoice_asr": {"audio": partial(_waves, mask="padding_mask", unit=16)},
     "paddleocr_vl": {"image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model)},
-    "qwen3_asr": {"audio": lambda model, sizes: _mels(model, sizes, "input_features_mask", unit=100)},
+    "qwen3_asr": {"audio": partial(_mels_with_mask, unit=100)},
     "video_llama_3": {
         "image": lambda model, sizes: _merge_sizes(_image_grids(model, sizes), "image_merge_sizes", 1),
         "video": lambda model, sizes: _merge_sizes(_video_grids(model, sizes), "video_merge_sizes", 2),

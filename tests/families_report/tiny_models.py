@@ -46,14 +46,19 @@ _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _IMAGE, _VIDEO, _AUDIO = 310, 311, 312
 _SIDES = {"vision_start_token_id": 313, "vision_end_token_id": 314, "audio_start_token_id": 315}
-_SAM = {
-    "image_size": 128,
-    "downsample_channels": [_HIDDEN // 2, _HIDDEN],
-    "output_channels": _HIDDEN // 4,
-    "window_size": 2,
-    "global_attn_indexes": [1],
-}
+_SAM = {"image_size": 128, "downsample_channels": [_HIDDEN // 2, _HIDDEN], "output_channels": _HIDDEN // 4}
+_SAM |= {"window_size": 2, "global_attn_indexes": [1]}
 _MINICPM = {"image_token_id": _IMAGE, "video_token_id": _VIDEO, "insert_layer_id": 0}
+_CHAMELEON_CODES = {"num_embeddings": 8, "resolution": 64, "base_channels": 32, "latent_channels": 32, "embed_dim": 32}
+_EMU_CODES = {"codebook_size": 8, "base_channels": _HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+_EMU_VOCABULARY = {"<image>": _IMAGE, "<|extra_200|>": 319, **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)}}
+_FAST_VIT = {"layers": [1, 1, 1, 1], "embed_dims": [16, 16, 32, _HIDDEN // 2]}
+_PERCEPTION = {"embed_dim": _HIDDEN, "depth": 2, "num_heads": _HEADS, "img_size": [64, 64]}
+_INDEXER = {"n_heads": _HEADS, "kv_heads": 1, "head_dim": _HEAD_DIM, "budget": 8, "compress_ratio": 2}
+_SPARSE = {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
+_LLAMA4 = {"projector_input_dim": _HIDDEN, "projector_output_dim": _HIDDEN, "vision_output_dim": _HIDDEN}
+_MLLAMA = {"vision_output_dim": 3 * _HIDDEN, "intermediate_layers_indices": [0, 1], "num_global_layers": 1}
+_MLLAMA |= {"max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
 _SPEECH = {"num_filters": 4, "hidden_size": 16, "depths": [1, 1, 1], "downsampling_ratios": [4, 4], "vae_std": 0.0}
 
 # What a class leaves to checkpoints, and what numbers tie to sizes, by `model_type`
@@ -63,17 +68,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {
         "image_token_id": _IMAGE,
         "vocabulary_map": {"<image>": _IMAGE, **{f"IMGIMG{'ABCDEFGH'[i]}Z": 320 + i for i in range(8)}},
-        "vq_config": {
-            "num_embeddings": 8,
-            "resolution": 64,
-            "base_channels": 32,
-            "latent_channels": 32,
-            "embed_dim": 32,
-        },
+        "vq_config": _CHAMELEON_CODES,
     },
-    "cohere_compass": {
-        "text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    },
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}},
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
         "vision_config": {"sam_config": _SAM},
@@ -83,22 +80,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config": {"adapter_in_dim": _HIDDEN, "adapter_out_dim": _HIDDEN},
         "audio_config": {"adapter_input_size": _HIDDEN, "adapter_out_dim": _HIDDEN},
     },
-    "emu3": {
-        "image_token_id": _IMAGE,
-        "vocabulary_map": {
-            "<image>": _IMAGE,
-            "<|extra_200|>": 319,
-            **{f"<|visual token {i:06d}|>": 320 + i for i in range(8)},
-        },
-        "vq_config": {"codebook_size": 8, "base_channels": _HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1},
-    },
+    "emu3": {"image_token_id": _IMAGE, "vocabulary_map": _EMU_VOCABULARY, "vq_config": _EMU_CODES},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [_HIDDEN, _HIDDEN]}},
-    "fast_vlm": {
-        "vision_config": {
-            "architecture": "fastvit_t8",
-            "model_args": {"layers": [1, 1, 1, 1], "embed_dims": [16, 16, 32, _HIDDEN // 2]},
-        }
-    },
+    "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "model_args": _FAST_VIT}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": _HIDDEN // 4}},
     "gemma3": {"mm_tokens_per_image": 4},
     "glm5_next": {"text_config": {"index_kpool": 4}},
@@ -112,37 +96,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "instructblip": {"image_token_index": _IMAGE, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": _VIDEO, "num_query_tokens": 4},
     "kyutai_speech_to_text": {"codec_config": {"upsample_groups": _HIDDEN}},
-    "llama4": {
-        "vision_config": {
-            "intermediate_size": 4 * _HIDDEN,
-            "projector_input_dim": _HIDDEN,
-            "projector_output_dim": _HIDDEN,
-            "vision_output_dim": _HIDDEN,
-        }
-    },
+    "llama4": {"vision_config": {"intermediate_size": 4 * _HIDDEN, **_LLAMA4}},
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": {  # whose layers are of one kind by default, and of two in what is released
         "text_config": {
-            "index_n_heads": 2,
-            "index_head_dim": 8,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
+            **_SPARSE,
             "layer_types": ["full_attention", "minimax_m3_sparse"],
             "mlp_layer_types": ["dense", "sparse"],
         }
     },
-    "mllama": {
-        "text_config": {"cross_attention_layers": [1]},
-        "vision_config": {
-            "vision_output_dim": 3 * _HIDDEN,
-            "intermediate_layers_indices": [0, 1],
-            "num_global_layers": 1,
-            "max_num_tiles": 2,
-            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-        },
-    },
+    "mllama": {"text_config": {"cross_attention_layers": [1]}, "vision_config": _MLLAMA},
     "molmo2": {
         "adapter_config": {"vision_feature_layer": [1, 0]},
         "vision_config": {"num_position_embeddings": _PATCHES**2},
@@ -157,27 +122,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_tiny_patch16_384",
-            "model_args": {
-                "embed_dim": _HIDDEN,
-                "depth": 2,
-                "num_heads": _HEADS,
-                "img_size": [64, 64],
-                "global_pool": "",
-                "ref_feat_shape": [4, 4],
-            },
+            "model_args": {**_PERCEPTION, "global_pool": "", "ref_feat_shape": [4, 4]},
         }
     },
     "qwen2_5_omni_thinker": _SIDES,
     "qwen3_omni_moe_thinker": _SIDES,
-    "qwen4_exp": {
-        "text_config": {
-            "indexer_n_heads": _HEADS,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": _HEAD_DIM,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 2,
-        }
-    },
+    "qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "unlimited_ocr": {"vision_config": {"sam_config": _SAM, "encoder_config": {"image_size": 128, "patch_size": 64}}},
     "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _SPEECH, "semantic_tokenizer_encoder_config": _SPEECH},

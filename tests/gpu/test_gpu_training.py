@@ -166,7 +166,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
 
     parser = argparse.ArgumentParser()
     arguments.estimate(parser)
-    said = parser.parse_args(
+    parsed = parser.parse_args(
         [
             *("--model_name_or_path", str(tmp_path), "--device", device, "--optim", "adamw_torch_fused"),
             *("--dtype", "bfloat16" if on_gpu else "float32", "--bf16" if on_gpu else "--no-bf16"),
@@ -176,4 +176,4 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
             "--gradient_checkpointing" if checkpointing else "--no-gradient_checkpointing",
         ]
     )
-    assert peak == pytest.approx(estimate.memory(said, estimate.measure(said))["update"], rel=0.1)
+    assert peak == pytest.approx(estimate.memory(parsed, estimate.measure(parsed))["update"], rel=0.1)

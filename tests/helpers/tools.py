@@ -90,8 +90,8 @@ class Scripted(Wrapped):
         first = self.trainer.accelerator.process_index * self.n
         for i in places:
             n_turns = self.turns[(first + i) % len(self.turns)]
-            said = call(number=self.turn) if n_turns > self.turn else f"The answer is {first + i} cat"
-            self.scripts[self.turn, i] = self.encoded(said)
+            text = call(number=self.turn) if n_turns > self.turn else f"The answer is {first + i} cat"
+            self.scripts[self.turn, i] = self.encoded(text)
         ids = [self.scripts[self.turn, i] for i in places]
         self.turn += 1
         return ids or [self.encoded("Nothing")], None  # a rank may have no completion to continue
