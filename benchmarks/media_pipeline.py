@@ -42,11 +42,10 @@ class Emulated(MultimodalGRPOTrainer):
 
     def __init__(self, *args, wait: float, known: dict | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self._wait, self._known = wait, known
+        self._wait = wait
         self.sampler = Sampling(self.sampler, self._wait_and_draw)
-
-    def _encode_row(self, row):
-        return super()._encode_row(row) if self._known is None else self._known[row.number]
+        if known is not None:
+            self._stream._encode = lambda row: known[row.number]
 
     def _wait_and_draw(self, model, prompts, *, step, **options):
         time.sleep(self._wait)
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> dict:
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in blocks])
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
         start = time.perf_counter()
-        known = {row.number: reader._encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
+        known = {row.number: reader.prompts.encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):

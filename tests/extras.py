@@ -89,7 +89,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_wheel(folder: Path) -> None:
-    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build leaves files beside its source
+    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build leaves files in its source folder
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "trl_multimodal_rft", folder / "trl_multimodal_rft")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, folder], check=True)

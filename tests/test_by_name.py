@@ -95,6 +95,18 @@ def assert_heard(prompts, samples, folder, model) -> None:
             assert torch.equal(value, expected.media[name]), name
 
 
+def remembered(monkeypatch, module: str) -> list:
+    """The prompts that a module encodes from here on, with what they were made of."""
+    seen = []
+
+    def remember(prompt, *args, **kwargs):
+        seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(f"trl_multimodal_rft.{module}.encode_prompt", remember)
+    return seen
+
+
 # Doors
 
 
@@ -146,13 +158,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
 
 @pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
 def test_evaluation_by_name(family, monkeypatch):
-    folder, seen = checkpoint(family), []
-
-    def remember(prompt, *args, **kwargs):
-        seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
-        return seen[-1][1]
-
-    monkeypatch.setattr("trl_multimodal_rft.evaluation.evaluator.encode_prompt", remember)
+    folder, seen = checkpoint(family), remembered(monkeypatch, "rollout.prompts")
     model, processor = load_trained(folder, dtype="float32")
     dataset = rows(family).add_column("solution", ["a bird"] * 4)
     evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))
@@ -200,7 +206,7 @@ def _rewards(policy: str, reward, folder) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "cls"), [(AUDIO, ActorAL), (IMAGE, ActorVL), (OMNI, ActorOmni)])
 def test_actors_by_name(family, cls, tmp_path, monkeypatch):
-    folder, seen = checkpoint(family), []
+    folder = checkpoint(family)
     kind = type("Hearing", (Recording, MultimodalGRPOTrainer), {})
     actor = cls(folder, bf16=False)
     trainer = make_trainer(kind, family, rows(family), tmp_path, objects={"model": actor}, **STEP)
@@ -209,11 +215,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
 
-    def remember(prompt, *args, **kwargs):
-        seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
-        return seen[-1][1]
-
-    monkeypatch.setattr("trl_multimodal_rft.lightrft.trainer.experience_maker.encode_prompt", remember)
+    seen = remembered(monkeypatch, "lightrft.trainer.experience_maker")
     processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
     settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
     maker = NaiveExperienceMaker(
@@ -278,7 +280,7 @@ def tones(n: int, seed: int) -> Dataset:
 
 @functools.cache
 def listener() -> str:
-    """Folder of an audio model that has learned to tell the tones apart, and its processor."""
+    """Folder of an audio model that has learned to distinguish the tones, and its processor."""
     shutil.copytree(checkpoint(AUDIO), folder := Path(FOLDERS.name, "listener"))
     model, processor = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), plain(folder)
     data = list(tones(32, seed=0))

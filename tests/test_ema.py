@@ -96,7 +96,7 @@ def test_average_of_a_few_numbers():
 
 
 def test_weights_in_bf16_are_averaged_in_float32():
-    """An update of a hundredth of what bf16 can tell from 1 adds up, where an average in bf16 would stay."""
+    """An update of a hundredth of what bf16 resolves next to 1 adds up, where an average in bf16 would stay."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = MovingAverage({"weight": parameter}, 0.999)
     parameter.data += 2**-7
@@ -260,11 +260,3 @@ def test_no_average_without_a_decay(tmp_path):
         trainer.ema_weights().__enter__()
     trainer.save_model(str(tmp_path / "saved"))
     assert not Path(tmp_path, "saved", "ema").exists()
-
-
-@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
-def test_invalid_decay(decay, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"`ema_decay` must be above 0 and below 1, got {decay}; `None` keeps no average"
-    ):
-        make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, ema_decay=decay)

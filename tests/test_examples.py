@@ -235,7 +235,7 @@ def test_script_that_stands_alone(tmp_path):
     options += ("--dtype", "float32", "--bf16", "False", "--num_generations", "8", "--max_completion_length", "4")
     options += ("--use_peft", "--lora_target_modules", "all-linear", "--eval_strategy", "steps", "--eval_steps", "1")
     output = launch("grpo_vlm", tmp_path / "trained", *options, compact=True)
-    assert output.count("\nstep ") >= 2 and "eval reward" in output and "image moves log-probs" in output
+    assert output.count("\nstep ") >= 2 and "eval reward" in output and "effect of another image" in output
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
 
 

@@ -5,9 +5,7 @@ From prompts to experience: what is sampled, how it is scored and rewarded, and 
 
 import functools
 import logging
-from collections import Counter
 from statistics import stdev
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -16,7 +14,7 @@ import transformers as hf
 from accelerate import Accelerator
 from helpers.chats import image, text, video
 from helpers.families import FAMILIES
-from helpers.reference import drawn_completions, media_of
+from helpers.reference import Injected, completing, media_of
 from helpers.trainer_utils import audio_rows, load, moved, sound, text_rows, video_rows
 from PIL import ImageChops
 from torch import nn
@@ -105,20 +103,18 @@ class RewardModel(nn.Module):
         return self.dropout(self.model(sequences, attention_mask).logits[:, 0])
 
 
+@torch.no_grad()
+def judged(each, *models):
+    """What these reward models say of an experience."""
+    return [model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models]
+
+
 # Makers and rewards
 
 
 def by_length(completion_ids, **kwargs):
     """Differs between most completions."""
     return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
-
-
-class Injected(NaiveExperienceMaker):
-    """Doesn't sample, see [`drawn_completions`]."""
-
-    def _generate(self, prompts, config, pad_id):
-        drawn = self.__dict__.setdefault("drawn", Counter())
-        return drawn_completions(prompts, config, pad_id, self.tokenizer.eos_token_id, drawn)
 
 
 def make(
@@ -132,6 +128,7 @@ def make(
     beta=0.0,
     prompt_max_len=512,
     arguments=None,
+    words=None,
     **config,
 ):
     """A maker of groups of 3 in micro-batches of 4, rewarded by length unless `arguments` say otherwise."""
@@ -139,18 +136,20 @@ def make(
     if critic is None and config.get("advantage_estimator") == "gae":
         critic = Critic()
     arguments = {"reward_fn": by_length} if arguments is None and reward_model is None else arguments or {}
+    words = words or processor(family)
     return cls(
         actor(family) if policy is None else policy,
-        critic,
-        reward_model,
-        ref,
-        processor(family).tokenizer,
-        prompt_max_len,
-        FixedKLController(beta),
+        *(critic, reward_model, ref, words.tokenizer, prompt_max_len, FixedKLController(beta)),
         ExperienceConfig(**config),
-        processor=processor(family),
+        processor=words,
         **arguments,
     )
+
+
+def made(prompts=TEXT, *, max_new_tokens=4, gamma=1.0, lambd=0.95, **options):
+    """Experience of completions that aren't sampled."""
+    maker = make(Injected, **options)
+    return maker.make_experience_list(prompts, max_new_tokens=max_new_tokens, gamma=gamma, lambd=lambd)
 
 
 def given(rewards):
@@ -203,23 +202,21 @@ CASES = {
 }
 
 
-class Tokens(SimpleNamespace):
-    """A prompt of text."""
-
-    def __len__(self):
-        return len(self.input_ids)
-
-
 @functools.cache
 def encoded(case: str):
-    """The prompts of a case as the encoder gives them."""
+    """Ids and media of a case's prompts as the encoder gives them."""
     family, cls, prompts = CASES[case]
     words, model = processor(family), actor(family, cls).base_model
     if case == "strings":
-        ids = [words.tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in prompts]
-        return [Tokens(input_ids=each, media={}) for each in ids]
+        return [(words.tokenizer(prompt, return_tensors="pt")["input_ids"][0], {}) for prompt in prompts]
     rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
-    return [encode_prompt(row["prompt"], words, model) for row in rows_to_messages(rows)]
+    samples = [encode_prompt(row["prompt"], words, model) for row in rows_to_messages(rows)]
+    return [(sample.input_ids, sample.media) for sample in samples]
+
+
+def of_groups(case: str):
+    """For each sample."""
+    return [prompt for prompt in encoded(case) for _ in range(3)]
 
 
 # The pipeline
@@ -241,42 +238,37 @@ def rollout(case: str, packing: bool):
     return maker, maker.make_experience_list(prompts, max_new_tokens=6, eos_token_id=list(range(50, 110)))
 
 
-@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_the_models(case, packing):
-    maker, experiences = rollout(case, packing)
-    maker.critic.eval()
-    for each in experiences:
-        mask = each.action_mask
-        inputs, media = (each.sequences, mask.size(1), each.attention_mask), media_of(each)
-        with torch.no_grad():
-            for name, policy in (("action_log_probs", maker.actor), ("base_action_log_probs", maker.initial_model)):
-                expected = torch.where(mask, policy(*inputs, **media), 0)
-                assert_close(getattr(each, name), expected, rtol=1e-4, atol=2e-5)
-            assert_close(each.values, torch.where(mask, maker.critic(*inputs, **media), 0))
-        difference = each.action_log_probs - each.base_action_log_probs
-        assert (difference[mask].abs() > 1e-4).any()
-        assert_close(each.kl, difference, **EXACT)
-        assert_close(each.info["kl"], difference.sum(1) / mask.sum(1))
-        names = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl"]
-        assert all(getattr(each, name).shape == mask.shape for name in names)
-        assert all(getattr(each, name).dtype == torch.float32 for name in names)
-    maker.critic.train()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_packed_and_padded_agree(case):
-    (_, packed), (_, padded) = rollout(case, True), rollout(case, False)
-    for a, b in zip(packed, padded, strict=True):
-        assert_close(a.sequences, b.sequences, **EXACT)
-        for name in ("action_log_probs", "base_action_log_probs", "advantages"):
-            assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=5e-5)
+def test_scores_are_those_of_the_models(case):
+    both = [rollout(case, packing) for packing in (True, False)]
+    for maker, experiences in both:
+        maker.critic.eval()
+        policies = {"action_log_probs": maker.actor, "base_action_log_probs": maker.initial_model}
+        for each in experiences:
+            mask = each.action_mask
+            inputs, media = (each.sequences, mask.size(1), each.attention_mask), media_of(each)
+            with torch.no_grad():
+                for name, policy in policies.items():
+                    expected = torch.where(mask, policy(*inputs, **media), 0)
+                    assert_close(getattr(each, name), expected, rtol=1e-4, atol=2e-5)
+                assert_close(each.values, torch.where(mask, maker.critic(*inputs, **media), 0))
+            difference = each.action_log_probs - each.base_action_log_probs
+            assert (difference[mask].abs() > 1e-4).any()
+            assert_close(each.kl, difference, **EXACT)
+            assert_close(each.info["kl"], difference.sum(1) / mask.sum(1))
+            names = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl"]
+            assert all(getattr(each, name).shape == mask.shape for name in names)
+            assert all(getattr(each, name).dtype == torch.float32 for name in names)
+        maker.critic.train()
+    for packed, padded in zip(both[0][1], both[1][1], strict=True):
+        assert_close(packed.sequences, padded.sequences, **EXACT)
+        assert_close(packed.advantages, padded.advantages, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sequences_are_padded_prompts_and_responses(case):
     maker, experiences = rollout(case, True)
-    prompts = [prompt for prompt in encoded(case) for _ in range(3)]
+    prompts = [ids for ids, _ in of_groups(case)]
     assert [len(each.sequences) for each in experiences] == [4, 4, 1]
     eos_ids, ended, cut = set(range(50, 110)), 0, 0
     for each in experiences:
@@ -287,7 +279,7 @@ def test_sequences_are_padded_prompts_and_responses(case):
         assert each.attention_mask.shape == each.sequences.shape
         assert_close(each.attention_mask[:, start:].bool(), each.action_mask, **EXACT)
         for i in range(rows):
-            prompt = prompts.pop(0).input_ids
+            prompt = prompts.pop(0)
             assert each.attention_mask[i, :start].tolist() == [0] * (start - len(prompt)) + [1] * len(prompt)
             assert each.sequences[i, start - len(prompt) : start].tolist() == prompt.tolist()
             response = each.sequences[i, start:].tolist()
@@ -298,9 +290,7 @@ def test_sequences_are_padded_prompts_and_responses(case):
             ended, cut = ended + (response[n - 1] in eos_ids and n < 6), cut + (n == 6)
         outside = each.sequences[each.attention_mask == 0]
         assert (outside == maker.tokenizer.pad_token_id).all()
-    assert prompts == []
-    assert ended > 0
-    assert cut > 0
+    assert prompts == [] and ended > 0 and cut > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -320,51 +310,36 @@ def test_info(case):
         assert_close(info["return"], info["reward"] - penalty)
 
 
+IMAGES = {"pixel_values": "pixel_values", "image_grid_thws": "image_grid_thw"}
+VIDEOS = {"pixel_values_videos": "pixel_values_videos", "video_grid_thws": "video_grid_thw"}
+SOUND = {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"}
+
+
 @pytest.mark.parametrize(
     ("case", "classes", "fields"),
     [
         ("strings", [Experience] * 3, {}),
         ("messages", [Experience] * 3, {}),
-        ("images", [ExperienceVL] * 3, {"pixel_values": "pixel_values", "image_grid_thws": "image_grid_thw"}),
-        (
-            "videos",
-            [ExperienceVL] * 3,
-            {"pixel_values_videos": "pixel_values_videos", "video_grid_thws": "video_grid_thw"},
-        ),
-        (
-            "audio",
-            [ExperienceAL] * 3,
-            {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"},
-        ),
-        (
-            "omni",
-            [ExperienceOmni, ExperienceOmni, Experience],
-            {
-                "pixel_values": "pixel_values",
-                "image_grid_thws": "image_grid_thw",
-                "pixel_values_videos": "pixel_values_videos",
-                "video_grid_thws": "video_grid_thw",
-                "audio_values": "input_features",
-                "audio_attention_mask": "feature_attention_mask",
-            },
-        ),
+        ("images", [ExperienceVL] * 3, IMAGES),
+        ("videos", [ExperienceVL] * 3, VIDEOS),
+        ("audio", [ExperienceAL] * 3, SOUND),
+        ("omni", [ExperienceOmni, ExperienceOmni, Experience], {**IMAGES, **VIDEOS, **SOUND}),
     ],
 )
 def test_media_of_each_sample(case, classes, fields):
     _, experiences = rollout(case, True)
-    prompts = [prompt for prompt in encoded(case) for _ in range(3)]
-    seen = set()
+    media, seen = [media for _, media in of_groups(case)], set()
     for each, cls in zip(experiences, classes, strict=True):
-        own, prompts = prompts[: len(each.sequences)], prompts[len(each.sequences) :]
+        own, media = media[: len(each.sequences)], media[len(each.sequences) :]
         assert type(each) is cls
         if cls is Experience:
-            assert not any(prompt.media for prompt in own)
+            assert not any(own)
             continue
         extra = each.extra_media or {}
         assert set(each.media_rows) == {n for n in fields if getattr(each, n) is not None} | set(extra)
         for name, counts in each.media_rows.items():
             tensor = extra[name] if name in extra else getattr(each, name)
-            expected = [prompt.media.get(fields.get(name, name), tensor[:0]) for prompt in own]
+            expected = [tensors.get(fields.get(name, name), tensor[:0]) for tensors in own]
             assert counts == [len(value) for value in expected]
             seen.add(name)
             for part, value in zip(tensor.split(counts), expected, strict=True):
@@ -376,15 +351,11 @@ def test_media_of_each_sample(case, classes, fields):
     assert ("second_per_grid_ts" in seen) == (case == "videos")  # as what is left over
 
 
-def test_pixels_are_counted_per_sample():
+def test_images_of_each_sample():
     _, experiences = rollout("images", True)
     # 14 pixels a patch: 0, 4 x 6 and 4 x 4 + 6 x 8 patches
     assert [each.media_rows["pixel_values"] for each in experiences] == [[0, 0, 0, 24], [24, 24, 64, 64], [64]]
     assert [each.media_rows["image_grid_thws"] for each in experiences] == [[0, 0, 0, 1], [1, 1, 2, 2], [2]]
-
-
-def test_raw_images_go_along():
-    _, experiences = rollout("images", True)
     first, second, third = (each.raw_images for each in experiences)
     assert first[:3] == [None] * 3
     for found, row in ((first[3], 1), (second[0], 1), (second[2], 2), (third[0], 2)):
@@ -399,9 +370,8 @@ def test_critics_and_reward_models_get_media_by_the_names_of_the_model(case):
     family, cls, prompts = CASES[case]
     models = Critic(), RewardModel()
     options = {"critic": models[0], "reward_model": models[1], "advantage_estimator": "gae"}
-    maker = make(Injected, family, policy=actor(family, cls), micro_rollout_batch_size=9, **options)
-    maker.make_experience_list(prompts, max_new_tokens=4)
-    expected = [prompt.media for prompt in encoded(case) for _ in range(3)]
+    made(prompts, family=family, policy=actor(family, cls), micro_rollout_batch_size=9, **options)
+    expected = [media for _, media in of_groups(case)]
     for model in models:
         assert set(model.media) == {name for media in expected for name in media}
         for name, value in model.media.items():
@@ -421,26 +391,15 @@ def test_text_in_a_batch_with_media_is_a_message():
 
 def test_families_whose_media_must_not_be_padded():
     """The encoder has no mask, so a clip is heard alone or beside others of its length, and the order is kept."""
-    model, own_processor = FAMILIES["granite_speech"].build()
-    policy = ActorAL(model, bf16=False)
     rows = [
         {"prompt": question("What do you hear?"), "audio": sound(0.3, seed=1)},
         {"prompt": question("Is there a cat?"), "audio": sound(0.9, seed=2)},
         {"prompt": question("Is there a dog?"), "audio": sound(0.3, seed=3)},
         {"prompt": question("Is there a bird?")},
     ]
-    maker = NaiveExperienceMaker(
-        actor=policy,
-        critic=None,
-        reward_model=None,
-        initial_model=None,
-        tokenizer=own_processor.tokenizer,
-        prompt_max_len=512,
-        kl_controller=None,
-        strategy=ExperienceConfig(n_samples_per_prompt=2, micro_rollout_batch_size=8, progress=False),
-        reward_fn=by_length,
-        processor=own_processor,
-    )
+    model, words = FAMILIES["granite_speech"].build()
+    policy = ActorAL(model, bf16=False)
+    maker = make(policy=policy, words=words, n_samples_per_prompt=2, micro_rollout_batch_size=8)
     (samples,) = maker.generate_samples(rows, max_new_tokens=4, do_sample=False)
     experience = maker.make_experience(samples)
     for i, prompt in enumerate(samples.encoded_prompts):
@@ -454,8 +413,7 @@ def test_families_whose_media_must_not_be_padded():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl(estimator):
-    maker = make(Injected, ref=reference(), kl_estimator=estimator)
-    for each in maker.make_experience_list(TEXT, max_new_tokens=5):
+    for each in made(ref=reference(), kl_estimator=estimator, max_new_tokens=5):
         d = (each.action_log_probs - each.base_action_log_probs).double()
         expected = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[estimator]
         assert_close(each.kl.double(), expected, rtol=1e-4, atol=1e-6)
@@ -463,38 +421,46 @@ def test_kl(estimator):
         assert each.kl.any()
 
 
-def test_without_reference_and_critic():
-    for each in make(Injected).make_experience_list(TEXT, max_new_tokens=5):
-        assert each.base_action_log_probs is None
-        assert each.values is None
-        assert each.action_entropy is None
+def test_what_there_is_without_reference_critic_and_gradients():
+    for each in made(max_new_tokens=5):
+        assert each.base_action_log_probs is each.values is each.action_entropy is None
         assert_close(each.kl, torch.zeros_like(each.action_log_probs), **EXACT)
         assert_close(each.info["kl"], torch.zeros(len(each.kl)), **EXACT)
+    for each in made(advantage_estimator="gae", ref=reference()):
+        tensors = [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
+        assert not any(tensor.requires_grad for tensor in tensors)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_entropies_where_the_actor_filters_tokens(packing):
     policy = actor(packing=packing, high_entropy_token_ratio=0.2)
-    for each in make(Injected, policy=policy).make_experience_list(IMAGE_ROWS, max_new_tokens=5):
+    for each in made(IMAGE_ROWS, policy=policy, max_new_tokens=5):
         inputs = (each.sequences, each.action_mask.size(1), each.attention_mask)
         with torch.no_grad():
             _, output = policy(*inputs, return_output=True, **media_of(each))
         expected = torch.where(each.action_mask, output["action_entropy"], 0)
         assert_close(each.action_entropy, expected, rtol=1e-4, atol=2e-5)
+    # Of samples made by hand
+    maker = make(Injected, policy=policy, micro_rollout_batch_size=9)
+    (samples,) = maker.generate_samples(TEXT, max_new_tokens=4)
+    expected = maker.make_experience(samples)
+    samples.encoded_prompts = None
+    found = maker.make_experience(samples)
+    assert_close(found.action_log_probs, expected.action_log_probs, rtol=1e-4, atol=2e-5)
+    assert_close(found.action_entropy, expected.action_entropy, rtol=1e-4, atol=2e-5)
 
 
 def test_log_probs_are_at_the_temperature_of_the_actor():
     hot, cold = actor(temperature=2.0), actor()
-    (a,), (b,) = (
-        make(Injected, policy=policy, micro_rollout_batch_size=9).make_experience_list(TEXT, max_new_tokens=5)
-        for policy in (hot, cold)
-    )
+    (a,), (b,) = (made(policy=policy, micro_rollout_batch_size=9, max_new_tokens=5) for policy in (hot, cold))
     assert_close(a.sequences, b.sequences, **EXACT)
     assert (a.action_log_probs - b.action_log_probs).abs().max() > 0.1
     logits = cold.base_model(input_ids=a.sequences, attention_mask=a.attention_mask).logits
     width = a.action_mask.size(1)
     logps = (logits[:, -width - 1 : -1] / 2).log_softmax(-1).gather(-1, a.sequences[:, -width:, None])[..., 0]
     assert_close(a.action_log_probs, torch.where(a.action_mask, logps, 0).detach(), rtol=1e-4, atol=2e-5)
+    with pytest.raises(ValueError, match="temperature 0.5"):
+        make(ref=actor(temperature=0.5))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -506,9 +472,8 @@ def test_models_stay_in_their_mode(training):
             model.train(training)
         policy.base_model.model.visual.train(not training)  # a frozen encoder, say
         before = [[module.training for module in model.modules()] for model in models]
-        maker = make(
-            policy=policy, critic=models[2], ref=ref, reward_model=models[3], advantage_estimator="gae", beta=0.1
-        )
+        options = {"critic": models[2], "reward_model": models[3], "advantage_estimator": "gae"}
+        maker = make(policy=policy, ref=ref, beta=0.1, **options)
         experiences = maker.make_experience_list(IMAGE_ROWS, max_new_tokens=3)
         assert [[module.training for module in model.modules()] for model in models] == before
         # In training mode, dropout would make them something else
@@ -547,24 +512,21 @@ def test_models_stay_in_their_mode_after_an_error():
 
     critic = Broken()
     with pytest.raises(RuntimeError, match="broken"):
-        make(Injected, critic=critic, advantage_estimator="gae").make_experience_list(TEXT, max_new_tokens=3)
+        made(critic=critic, advantage_estimator="gae")
     assert critic.training
-
-
-def test_nothing_has_a_gradient():
-    for each in make(Injected, advantage_estimator="gae", ref=reference()).make_experience_list(
-        TEXT, max_new_tokens=3
-    ):
-        tensors = [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
-        assert not any(tensor.requires_grad for tensor in tensors)
 
 
 # Sampling
 
 
+def fresh() -> ActorVL:
+    """A policy of which a test may change the weights and the generation config."""
+    return ActorVL(load("qwen2_5_vl")[0], bf16=False)
+
+
 def test_placeholders_are_never_sampled():
-    model = load("qwen2_5_vl")[0]
-    policy = ActorVL(model, bf16=False)
+    policy = fresh()
+    model = policy.base_model
     special = [processor().image_token_id, processor().video_token_id]
     with torch.no_grad():
         # Whatever the state, one of the two is what the model would write
@@ -577,33 +539,41 @@ def test_placeholders_are_never_sampled():
             assert not torch.isin(each.sequences[:, -each.action_mask.size(1) :], torch.tensor(special)).any()
 
 
-def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends():
-    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends(caplog):
+    """Options that only the checkpoint's generation config has would sample from another policy than is scored."""
+    policy = fresh()
     maker = make(policy=policy, n_samples_per_prompt=8, micro_rollout_batch_size=8)
 
     def sample(**options):
         torch.manual_seed(0)
-        (experience,) = maker.make_experience_list(TEXT[:1], max_new_tokens=8, **options)
-        return experience.sequences
+        (samples,) = maker.generate_samples(TEXT[:1], max_new_tokens=8, **options)
+        return samples.sequences
 
-    plain = sample()
-    for name, value in (("top_p", 0.001), ("top_k", 1), ("temperature", 0.01), ("repetition_penalty", 0.05)):
-        setattr(policy.base_model.generation_config, name, value)
+    plain, own = sample(), policy.base_model.generation_config
+    own.update(top_p=0.001, top_k=1, temperature=0.01, repetition_penalty=0.05)
+    own.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
     assert_close(sample(), plain, **EXACT)
-    # Unless the caller says so
+    assert policy.base_model.generation_config is own
+    # Unless the caller says so, who is warned
     assert len(sample(top_p=0.001, repetition_penalty=1.0).unique(dim=0)) == 1
     assert len(plain.unique(dim=0)) > 4
+    caplog.clear()
+    sample(temperature=0.5, top_k=3)
+    assert "temperature" in caplog.text and "top_k" in caplog.text
 
 
 def test_tokens_can_be_suppressed():
-    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
-    maker = make(policy=policy)
-    greedy = {"do_sample": False, "max_new_tokens": 2}
-    first = maker.make_experience_list(TEXT[:1], **greedy)[0].sequences[0, -2].item()
-    other = maker.make_experience_list(TEXT[:1], **greedy, suppress_tokens=[first])[0].sequences[0, -2].item()
-    assert other != first
-    policy.base_model.generation_config.suppress_tokens = [first]
-    assert maker.make_experience_list(TEXT[:1], **greedy)[0].sequences[0, -2].item() == other
+    maker = make(policy=fresh())
+
+    def first(**options):
+        (samples, *_) = maker.generate_samples(TEXT[:1], do_sample=False, max_new_tokens=2, **options)
+        return samples.sequences[0, -2].item()
+
+    likeliest = first()
+    other = first(suppress_tokens=[likeliest])
+    assert other != likeliest
+    maker.actor.base_model.generation_config.suppress_tokens = [likeliest]
+    assert first() == other
 
 
 def test_group_shares_one_encoded_prompt():
@@ -612,13 +582,9 @@ def test_group_shares_one_encoded_prompt():
     assert [prompts.index(prompt) for prompt in prompts] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
     assert [len(each.prompts) for each in samples] == [4, 4, 1]
     assert all(type(each) is Samples for each in samples)
-    assert samples[0].labels is None
-    assert samples[0].packed_seq_lens is None
-
-
-def test_one_prompt_need_not_be_a_list():
-    (a,) = make(Injected).make_experience_list(TEXT[0], max_new_tokens=4)
-    (b,) = make(Injected).make_experience_list(TEXT[:1], max_new_tokens=4)
+    assert samples[0].labels is samples[0].packed_seq_lens is None
+    # One prompt need not be a list
+    (a,), (b,) = made(TEXT[0]), made(TEXT[:1])
     assert_close(a.sequences, b.sequences, **EXACT)
 
 
@@ -652,22 +618,16 @@ def test_media_need_a_processor():
         maker.generate_samples(IMAGE_ROWS, max_new_tokens=3)
 
 
-def test_long_messages_are_an_error():
-    lengths = [len(prompt) for prompt in encoded("images")]
+def test_long_prompts():
+    """Messages are an error, text loses its beginning, and audio may be cut."""
+    lengths = [len(ids) for ids, _ in encoded("images")]
     assert lengths[2] == max(lengths)
     make(Injected, prompt_max_len=lengths[2]).generate_samples(IMAGE_ROWS, max_new_tokens=3)
     with pytest.raises(ValueError, match=rf"Prompt 2 has {lengths[2]} tokens, .*\({lengths[2] - 1}\)"):
         make(prompt_max_len=lengths[2] - 1).generate_samples(IMAGE_ROWS, max_new_tokens=3)
-
-
-def test_long_text_loses_its_beginning():
     (samples,) = make(Injected, prompt_max_len=4).generate_samples(TEXT[1:2], max_new_tokens=3)
     ids = processor().tokenizer(TEXT[1])["input_ids"]
-    assert len(ids) > 4
-    assert samples.sequences[0, :4].tolist() == ids[-4:]
-
-
-def test_long_audio():
+    assert len(ids) > 4 and samples.sequences[0, :4].tolist() == ids[-4:]
     rows = [{"prompt": question("What do you hear?"), "audio": sound(1.4, seed=1)}]
     family = {"family": "qwen2_audio", "policy": actor("qwen2_audio", ActorAL)}
     with pytest.raises(MediaError, match="row 0, column 'audio': 1.40 s"):
@@ -734,15 +694,9 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("estimator", "options"), VARIANTS)
 def test_advantages_and_returns(estimator, options):
-    maker = make(
-        Injected,
-        ref=reference(),
-        beta=0.3,
-        advantage_estimator=estimator,
-        kl_estimator="k3",  # k1 is what rewards take, whatever the estimate in the experience
-        **options,
-    )
-    experiences = maker.make_experience_list(TEXT, max_new_tokens=8, gamma=0.9, lambd=0.8)
+    # k1 is what rewards take, whatever the estimate in the experience
+    options = {"advantage_estimator": estimator, "kl_estimator": "k3", **options}
+    experiences = made(ref=reference(), beta=0.3, max_new_tokens=8, gamma=0.9, lambd=0.8, **options)
     assert [len(each.sequences) for each in experiences] == [4, 4, 1]
     in_reward = options.get("kl_in_reward", estimator in ("gae", "reinforce", "rloo"))
     known = {"cpgd_weight": "weight", "norm_level": "norm_level"}
@@ -755,12 +709,8 @@ def test_advantages_and_returns(estimator, options):
 
 @pytest.mark.parametrize(("estimator", "prompts"), [("reinforce_baseline", TEXT), ("gae", IMAGE_ROWS)])
 def test_micro_batches_do_not_matter(estimator, prompts):
-    whole, *split = (
-        make(
-            Injected, ref=reference(), beta=0.3, advantage_estimator=estimator, micro_rollout_batch_size=size
-        ).make_experience_list(prompts, max_new_tokens=8, gamma=0.9)
-        for size in (9, 4, 2)
-    )
+    options = {"ref": reference(), "beta": 0.3, "advantage_estimator": estimator, "max_new_tokens": 8, "gamma": 0.9}
+    whole, *split = (made(prompts, micro_rollout_batch_size=size, **options) for size in (9, 4, 2))
     assert len(whole) == 1
     for part in split:
         for name in ("advantages", "returns", "action_log_probs", "reward", "return", "kl"):
@@ -770,8 +720,7 @@ def test_micro_batches_do_not_matter(estimator, prompts):
 
 def test_penalty_for_length():
     rewards = [0.5, 1.0, 2.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0]
-    maker = make(Injected, arguments=given(rewards), soft_overlong_cache=4)
-    experiences = maker.make_experience_list(TEXT, max_new_tokens=8)
+    experiences = made(arguments=given(rewards), soft_overlong_cache=4, max_new_tokens=8)
     lengths = torch.stack(flat(experiences, "response_length"))
     expected = torch.where(lengths <= 4, 0, (4 - lengths) / 4)
     assert expected.unique().numel() > 2
@@ -782,7 +731,7 @@ def test_penalty_for_length():
 
 
 def test_penalty_for_length_counts_from_the_checkpoint_s_limit():
-    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
+    policy = fresh()
     maker = make(policy=policy, soft_overlong_cache=2)
     with pytest.raises(ValueError, match="`soft_overlong_cache` counts from `max_new_tokens`"):
         maker.make_experience_list(TEXT)
@@ -814,8 +763,7 @@ def test_running_scale_comes_before_clipping():
 @pytest.mark.parametrize("estimator", ["rloo", "gae"])
 def test_unscorable_responses(estimator):
     rewards = [1.0, None, 2.0, None, None, None, 0.0, None, 3.0]
-    maker = make(Injected, arguments=given(rewards), advantage_estimator=estimator)
-    experiences = maker.make_experience_list(TEXT, max_new_tokens=6, gamma=0.9)
+    experiences = made(arguments=given(rewards), advantage_estimator=estimator, max_new_tokens=6, gamma=0.9)
     assert [bool(r.isnan()) for r in flat(experiences, "reward")] == [r is None for r in rewards]
     advantages, returns = flat(experiences, "advantages"), flat(experiences, "returns")
     assert [bool(row.any()) for row in advantages] == [r is not None for r in rewards]
@@ -829,73 +777,40 @@ def test_unscorable_responses(estimator):
 
 # Generalized advantages and cumulative returns on their own
 
-ONES = torch.ones(1, 3)
 
-
-@pytest.mark.parametrize(
-    ("gamma", "lambd", "advantages", "returns"),
-    [
-        (0.9, 0.95, [0.260568, 0.4685, 0.7], [0.760568, 0.8685, 1.0]),
-        (1.0, 1.0, [0.5, 0.6, 0.7], [1.0, 1.0, 1.0]),
-    ],
-)
-@pytest.mark.parametrize("mask", [None, ONES, ONES.bool(), ONES.long()])
-def test_get_advantages_and_returns(gamma, lambd, advantages, returns, mask):
-    values, rewards = torch.tensor([[0.5, 0.4, 0.3]]), torch.tensor([[0.0, 0.0, 1.0]])
+def test_advantages_and_returns_of_tensors_and_lists():
+    """Those of the package's functions; packed, beside a shorter sample."""
+    values, rewards = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.eye(4)[2:]
     maker = make()
-    found = maker.get_advantages_and_returns(values, rewards, mask, gamma, lambd)
-    for a, b in zip(found, (advantages, returns), strict=True):
-        assert_close(a, torch.tensor([b]), rtol=0, atol=1e-6)
-    # Packed, beside a shorter sample
-    masks = None if mask is None else [mask[0], mask[0, :2]]
-    lists = maker.get_advantages_and_returns(
-        [values[0], values[0, 1:]], [rewards[0], rewards[0, 1:]], masks, gamma, lambd
-    )
-    for parts, b in zip(lists, (advantages, returns), strict=True):
-        assert [part.shape for part in parts] == [(3,), (2,)]
-        assert_close(parts[0], torch.tensor(b), rtol=0, atol=1e-6)
-        assert_close(parts[1], torch.tensor(b[1:]), rtol=0, atol=1e-6)
-
-
-def test_get_advantages_and_returns_across_a_gap():
-    values, rewards = torch.ones(1, 4), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    mask = torch.tensor([[1, 0, 0, 1]])
-    advantages, returns = make().get_advantages_and_returns(values, rewards, mask, 1.0, 0.95)
-    assert advantages.tolist() == [[0, 0, 0, 0]]
-    assert returns.tolist() == [[1, 0, 0, 1]]
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_get_cumulative_returns(masked):
-    rewards = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 5.0, 7.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]) if masked else None
-    maker = make()
-    found = maker.get_cumulative_returns(rewards, mask, 0.5)
-    last = [1 + 5 / 4, 5 / 2, 5, 0] if masked else [1 + 5 / 4 + 7 / 8, 5 / 2 + 7 / 4, 5 + 7 / 2, 7]
-    assert_close(found, torch.tensor([[1 + 1 + 3 / 4 + 4 / 8, 2 + 3 / 2 + 1, 5, 4], last]))
-    lists = maker.get_cumulative_returns([rewards[0], rewards[1, :3]], [mask[0], mask[1, :3]] if masked else None, 0.5)
-    assert_close(lists[0], found[0])
-    assert_close(lists[1], torch.tensor([1 + 5 / 4, 5 / 2, 5.0]))
+    for mask in (None, torch.tensor([[1, 1, 1, 0], [1, 0, 0, 1]])):
+        known = torch.ones(2, 4, dtype=torch.bool) if mask is None else mask.bool()
+        expected = *gae(rewards, values, known, gamma=0.9, lam=0.8), cumulative_returns(rewards, known, 0.9)
+        for own in (None,) if mask is None else (mask, mask.bool(), mask.float()):
+            found = maker.get_advantages_and_returns(values, rewards, own, 0.9, 0.8)
+            for a, b in zip((*found, maker.get_cumulative_returns(rewards, own, 0.9)), expected, strict=True):
+                assert_close(a, b)
+        lists = [[row[:3], other[1:]] for row, other in (values, rewards)]
+        masks = None if mask is None else [mask[0, :3], mask[1, 1:]]
+        found = [*maker.get_advantages_and_returns(*lists, masks, 0.9, 0.8)]
+        found.append(maker.get_cumulative_returns(lists[1], masks, 0.9))
+        for i, part in enumerate((slice(0, 3), slice(1, 4))):
+            own = [each[i : i + 1, part] for each in (rewards, values, known)]
+            expected = *gae(*own, gamma=0.9, lam=0.8), cumulative_returns(own[0], own[2], 0.9)
+            for a, b in zip(found, expected, strict=True):
+                assert_close(a[i], b[0])
 
 
 # Rewards
 
 
-def test_reward_model():
-    model = RewardModel()
-    for each in make(Injected, reward_model=model).make_experience_list(IMAGE_ROWS, max_new_tokens=4):
-        with torch.no_grad():
-            expected = model.model(each.sequences, each.attention_mask).logits[:, 0]
-        assert_close(each.info["reward"], expected)
-        assert expected.unique().numel() == len(expected)
-
-
-def test_reward_models_add_up():
+def test_reward_models():
+    """Of several, the sum."""
     models = [RewardModel(seed) for seed in (0, 1)]
-    total = make(Injected, reward_model=models).make_experience_list(TEXT, max_new_tokens=4)
-    parts = [make(Injected, reward_model=model).make_experience_list(TEXT, max_new_tokens=4) for model in models]
-    for a, *b in zip(total, *parts, strict=True):
-        assert_close(a.info["reward"], b[0].info["reward"] + b[1].info["reward"])
+    for each in made(IMAGE_ROWS, reward_model=models[0]):
+        assert_close(each.info["reward"], *judged(each, models[0]))
+        assert each.info["reward"].unique().numel() == len(each.info["reward"])
+    for each in made(reward_model=models):
+        assert_close(each.info["reward"], sum(judged(each, *models)))
 
 
 def test_reward_fn_combines_reward_models():
@@ -906,24 +821,18 @@ def test_reward_fn_combines_reward_models():
         chosen = torch.stack(model_reward_list)[[label_map[label] for label in labels], range(len(labels))]
         return 2 * chosen, {"chosen": chosen, "of": {"models": len(model_reward_list)}}
 
-    rows = [
-        {"prompt": prompt, "labels": name} for prompt, name in zip(TEXT, ["helpful", "harmless"] * 2, strict=False)
-    ]
-    maker = make(
-        Injected, reward_model=models, arguments={"reward_fn": combine, "reward_fn_label_map": label_map}, beta=0.0
-    )
-    experiences = maker.make_experience_list(rows, max_new_tokens=4)
-    labels = ["helpful"] * 3 + ["harmless"] * 3 + ["helpful"] * 3
-    assert [label for each in seen for label in each[0]] == labels
+    names = ["helpful", "harmless", "helpful"]
+    rows = [{"prompt": prompt, "labels": name} for prompt, name in zip(TEXT, names, strict=True)]
+    experiences = made(rows, reward_model=models, arguments={"reward_fn": combine, "reward_fn_label_map": label_map})
+    assert [label for each in seen for label in each[0]] == [name for name in names for _ in range(3)]
     assert all(each[0] == each[2] and each[3] == label_map for each in seen)
     for each, (own, queries, _, _) in zip(experiences, seen, strict=True):
-        with torch.no_grad():
-            both = [model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models]
+        both = judged(each, *models)
         expected = torch.stack([both[label_map[label]][i] for i, label in enumerate(own)])
         assert_close(each.info["reward"], 2 * expected)
         assert_close(each.info["reward_metrics"]["chosen"], expected)
         assert each.info["reward_metrics"]["of"] == {"models": 2}
-        assert queries == maker.tokenizer.batch_decode(each.sequences)
+        assert queries == processor().tokenizer.batch_decode(each.sequences)
 
 
 @pytest.mark.parametrize("name", ["model_reward_list", "scores", "kwargs"])
@@ -934,10 +843,8 @@ def test_reward_fn_of_one_argument(name):
         "kwargs": lambda **kwargs: kwargs["model_reward_list"][0] - kwargs["model_reward_list"][1],
     }
     models = [RewardModel(seed) for seed in (0, 1)]
-    maker = make(Injected, reward_model=models, arguments={"reward_fn": functions[name]})
-    for each in maker.make_experience_list(TEXT, max_new_tokens=4):
-        with torch.no_grad():
-            a, b = (model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models)
+    for each in made(reward_model=models, arguments={"reward_fn": functions[name]}):
+        a, b = judged(each, *models)
         assert_close(each.info["reward"], a - b)
         assert "reward_metrics" not in each.info
 
@@ -946,50 +853,40 @@ RECIPE = {"both": [("model", "helpful", 1.0), ("rule", "harmless", 0.5)], "one":
 LABEL_MAP = {"helpful": 0, "harmless": 1}
 
 
-def test_reward_recipe():
+def by_recipe(labels, label_map=LABEL_MAP):
     models = [RewardModel(seed) for seed in (0, 1)]
-    rows = [{"prompt": prompt, "kind": kind} for prompt, kind in zip(TEXT, ["both", "one", "both"], strict=True)]
-    arguments = {"reward_recipe": RECIPE, "reward_fn_label_map": LABEL_MAP}
-    maker = make(Injected, reward_model=models, arguments=arguments, label_column="kind", micro_rollout_batch_size=9)
-    (each,) = maker.make_experience_list(rows, max_new_tokens=4)
-    with torch.no_grad():
-        a, b = (model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models)
+    rows = [{"prompt": prompt, "kind": label} for prompt, label in zip(TEXT, labels, strict=True)]
+    arguments = {"reward_recipe": RECIPE, "reward_fn_label_map": label_map}
+    options = {"label_column": "kind", "micro_rollout_batch_size": 9}
+    (each,) = made(rows, reward_model=models, arguments=arguments, **options)
+    return each, judged(each, *models)
+
+
+def test_reward_recipe():
+    each, (a, b) = by_recipe(["both", "one", "both"])
     one = torch.tensor([False] * 3 + [True] * 3 + [False] * 3)
     assert_close(each.info["reward"], torch.where(one, 2 * b, a + b / 2))
-
-
-@pytest.mark.parametrize(
-    ("labels", "label_map", "error"),
-    [
+    unknown = "`reward_recipe` asks for 'harmless', which `reward_fn_label_map` doesn't know"
+    for labels, label_map, error in (
         (["both", "neither", "one"], LABEL_MAP, r"Sample 3 has the label 'neither'.*\['both', 'one'\]"),
-        (None, LABEL_MAP, "Sample 0 has the label None"),
-        (["one"] * 3, {"helpful": 0}, "`reward_recipe` asks for 'harmless', which `reward_fn_label_map` doesn't know"),
+        ([None] * 3, LABEL_MAP, "Sample 0 has the label None"),
+        (["one"] * 3, {"helpful": 0}, unknown),
         (["both"] * 3, None, "`reward_recipe` asks for 'helpful'"),
-    ],
-)
-def test_errors_of_reward_recipes(labels, label_map, error):
-    arguments = {"reward_recipe": RECIPE, "reward_fn_label_map": label_map}
-    maker = make(Injected, reward_model=[RewardModel(0), RewardModel(1)], arguments=arguments)
-    rows = [{"prompt": prompt, "labels": labels[i] if labels else None} for i, prompt in enumerate(TEXT)]
-    with pytest.raises(ValueError, match=error):
-        maker.make_experience_list(rows, max_new_tokens=4)
+    ):
+        with pytest.raises(ValueError, match=error):
+            by_recipe(labels, label_map)
 
 
 @pytest.mark.parametrize("conversational", [True, False])
 def test_reward_functions_see_completions_only(conversational):
     words = "Which animal? Answer in <answer></answer>, as in <answer>cat</answer>."
-    answers = ["<answer>cat</answer>", "<answer>dog</answer>", "cat"]
-
-    class Answering(NaiveExperienceMaker):
-        def _generate(self, prompts, config, pad_id):
-            ids = [self.tokenizer(answer)["input_ids"] + [self.tokenizer.eos_token_id] for answer in answers]
-            longest = max(map(len, ids))
-            return torch.tensor([each + [pad_id] * (longest - len(each)) for each in ids])
-
-    maker = make(Answering, arguments={"reward_fn": accuracy_reward}, micro_rollout_batch_size=3)
+    tokenizer, answers = processor().tokenizer, ["<answer>cat</answer>", "<answer>dog</answer>", "cat"]
+    ids = [[*tokenizer(answer)["input_ids"], tokenizer.eos_token_id] for answer in answers]
+    maker = make(arguments={"reward_fn": accuracy_reward}, micro_rollout_batch_size=3)
     for solution, rewards in (("cat", [1, 0, 1]), ("dog", [0, 1, 0]), ("", [0, 0, 0])):
         row = {"prompt": question(words) if conversational else words, "solution": solution}
-        (each,) = maker.make_experience_list([row], max_new_tokens=30)
+        with completing(lambda prompts, longest: ids):
+            (each,) = maker.make_experience_list([row], max_new_tokens=30)
         assert each.info["reward"].tolist() == rewards
 
 
@@ -997,43 +894,34 @@ def test_reward_functions_see_completions_only(conversational):
 @pytest.mark.parametrize("size", [3, 9])
 def test_what_reward_functions_get(rows, size):
     """The rows that have media make messages of all, whatever else is in a micro-batch."""
-    seen = []
+    seen = {name: [] for name in ("prompts", "completions", "completion_ids", "level", "images")}
 
-    def reward(prompts, completions, completion_ids, **columns):
-        seen.append((prompts, completions, completion_ids, columns))
-        return [0.0] * len(prompts)
+    def reward(**columns):
+        for name, own in seen.items():
+            own += columns.get(name, [])
+        return [0.0] * len(columns["prompts"])
 
     rows = [{**row, "level": i} for i, row in enumerate(rows)]
-    maker = make(Injected, arguments={"reward_fn": reward}, micro_rollout_batch_size=size)
-    experiences = maker.make_experience_list(rows, max_new_tokens=4)
-    ids = [ids.tolist() for ids in flat_ids(experiences)]
-    assert [each for _, _, own, _ in seen for each in own] == ids
-    texts = maker.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    completions = [each for _, own, _, _ in seen for each in own]
-    prompts = [each for own, *_ in seen for each in own]
-    assert [level for *_, columns in seen for level in columns["level"]] == [0] * 3 + [1] * 3 + [2] * 3
-    if "images" not in rows[0]:
-        assert prompts == [prompt for prompt in TEXT for _ in range(3)]
-        assert completions == texts
-        return
-    assert completions == [[{"role": "assistant", "content": words}] for words in texts]
-    blocks = [prompt[0]["content"] for prompt in prompts]
-    for i, own in enumerate(blocks):
-        row = rows[i // 3]
-        assert own[-1] == text(row["prompt"])
-        # The objects of the row themselves
-        assert [id(block["image"]) for block in own[:-1]] == [id(each) for each in row["images"] or []]
-    assert [images for *_, columns in seen for images in columns["images"]] == [
-        row["images"] for row in rows for _ in range(3)
-    ]
-
-
-def flat_ids(experiences):
-    return [
-        ids[keep]
+    experiences = made(rows, arguments={"reward_fn": reward}, micro_rollout_batch_size=size)
+    ids = [
+        row[keep].tolist()
         for each in experiences
-        for ids, keep in zip(each.sequences[:, -each.action_mask.size(1) :], each.action_mask, strict=True)
+        for row, keep in zip(each.sequences[:, -each.action_mask.size(1) :], each.action_mask, strict=True)
     ]
+    assert seen["completion_ids"] == ids
+    texts = processor().tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert seen["level"] == [0] * 3 + [1] * 3 + [2] * 3
+    if "images" not in rows[0]:
+        assert seen["prompts"] == [prompt for prompt in TEXT for _ in range(3)]
+        assert seen["completions"] == texts
+        return
+    assert seen["completions"] == [[{"role": "assistant", "content": words}] for words in texts]
+    assert seen["images"] == [row["images"] for row in rows for _ in range(3)]
+    for i, (message,) in enumerate(seen["prompts"]):
+        row = rows[i // 3]
+        assert message["content"][-1] == text(row["prompt"])
+        # The objects of the row themselves
+        assert [id(block["image"]) for block in message["content"][:-1]] == [id(each) for each in row["images"] or []]
 
 
 @pytest.mark.parametrize(
@@ -1048,14 +936,14 @@ def flat_ids(experiences):
 )
 def test_errors_of_reward_functions(function, error):
     with pytest.raises(ValueError, match=error):
-        make(Injected, arguments={"reward_fn": function}).make_experience_list(TEXT, max_new_tokens=4)
+        made(arguments={"reward_fn": function})
 
 
 def test_reward_functions_may_return_tensors_and_leave_out_defaults():
     def reward(completion_ids, scale=2.0):
         return torch.tensor([scale * len(ids) for ids in completion_ids], dtype=torch.bfloat16)
 
-    for each in make(Injected, arguments={"reward_fn": reward}).make_experience_list(TEXT, max_new_tokens=4):
+    for each in made(arguments={"reward_fn": reward}):
         assert_close(each.info["reward"], 2 * each.info["response_length"])
 
 
@@ -1064,54 +952,36 @@ def write(path, source) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("as_list", [True, False])
-def test_reward_file(tmp_path, as_list):
+def test_reward_file(tmp_path):
     """The protocol of the reference page: queries hold prompt and response with special tokens."""
     write(tmp_path / "helper.py", "raise SystemExit('only the named file is run')")
-    path = write(
-        tmp_path / "rewards.py",
-        "import torch\n\n\ndef reward_func(queries, prompts):\n"
-        "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n",
-    )
-    maker = make(Injected, arguments={"remote_rm_url": [path] if as_list else path})
-    for i, each in enumerate(maker.make_experience_list(TEXT, max_new_tokens=4)):
-        queries = maker.tokenizer.batch_decode(each.sequences)
-        prompts = [prompt for prompt in TEXT for _ in range(3)][4 * i : 4 * i + 4]
-        assert each.info["reward"].tolist() == [len(q) - len(p) for q, p in zip(queries, prompts, strict=True)]
+    source = "import torch\n\ndef reward_func(queries, prompts):\n"
+    source += "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n"
+    path = write(tmp_path / "rewards.py", source)
+    for given in (path, [path]):
+        prompts = [prompt for prompt in TEXT for _ in range(3)]
+        for each in made(arguments={"remote_rm_url": given}):
+            queries = processor().tokenizer.batch_decode(each.sequences)
+            assert each.info["reward"].tolist() == [len(query) - len(prompts.pop(0)) for query in queries]
 
 
 def test_reward_files_get_labels_and_add_up(tmp_path):
-    first = write(tmp_path / "a.py", "def reward_func(labels, completions):\n    return [2.0 * x for x in labels]\n")
-    second = write(
-        tmp_path / "b.py", "def reward_func(refs, **kwargs):\n    return [None if x else 1 for x in refs]\n"
-    )
+    first = write(tmp_path / "a.py", "def reward_func(labels, completions): return [2.0 * x for x in labels]\n")
+    second = write(tmp_path / "b.py", "def reward_func(refs, **kwargs): return [None if x else 1 for x in refs]\n")
     rows = [{"prompt": prompt, "score": score} for prompt, score in zip(TEXT, [3, 0, 4], strict=True)]
-    maker = make(Injected, arguments={"remote_rm_url": [first, second]}, label_column="score")
-    rewards = flat(maker.make_experience_list(rows, max_new_tokens=4), "reward")
+    experiences = made(rows, arguments={"remote_rm_url": [first, second]}, label_column="score")
     # One that doesn't apply leaves the others, as in the trainers
-    assert [float(r) for r in rewards] == [6] * 3 + [1] * 3 + [8] * 3
+    assert [float(r) for r in flat(experiences, "reward")] == [6] * 3 + [1] * 3 + [8] * 3
 
 
 def test_recipes_leave_out_what_does_not_apply(tmp_path):
-    paths = [
-        write(
-            tmp_path / "a.py",
-            "def reward_func(level, completions):\n    return [None if x == 2 else 1 for x in level]\n",
-        ),
-        write(tmp_path / "b.py", "def reward_func(level, completions):\n    return [x or None for x in level]\n"),
-    ]
-    arguments = {
-        "remote_rm_url": paths,
-        "reward_fn_label_map": {"a": 0, "b": 1},
-        "reward_recipe": {
-            "all": [("rule", "a", 10.0), ("rule", "b", 1.0)],
-            "second": [("rule", "b", 1.0)],
-            "none": [],
-        },
-    }
+    first = write(tmp_path / "a.py", "def reward_func(level): return [None if x == 2 else 1 for x in level]\n")
+    second = write(tmp_path / "b.py", "def reward_func(level, completions): return [x or None for x in level]\n")
+    recipe = {"all": [("rule", "a", 10.0), ("rule", "b", 1.0)], "second": [("rule", "b", 1.0)], "none": []}
+    arguments = {"remote_rm_url": [first, second], "reward_fn_label_map": {"a": 0, "b": 1}, "reward_recipe": recipe}
     kinds = [("all", 0), ("all", 1), ("all", 2), ("second", 0), ("none", 1)]
     rows = [{"prompt": TEXT[0], "labels": label, "level": level} for label, level in kinds]
-    rewards = flat(make(Injected, arguments=arguments).make_experience_list(rows, max_new_tokens=4), "reward")
+    rewards = flat(made(rows, arguments=arguments), "reward")
     assert_close(torch.stack(rewards[::3]), torch.tensor([10, 11, 2, torch.nan, torch.nan]), equal_nan=True, **EXACT)
 
 
@@ -1130,7 +1000,7 @@ def test_errors_of_reward_files(tmp_path):
 def test_tokenize_fn():
     maker, words = make(), processor().tokenizer
     ids = [words(prompt)["input_ids"] for prompt in TEXT]
-    longest = max(map(len, ids))
+    longest, shortest = max(map(len, ids)), min(map(len, ids))
     batch = maker.tokenize_fn(TEXT, max_length=longest, padding=True, device="cpu")
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["input_ids"].tolist() == [[words.pad_token_id] * (longest - len(row)) + row for row in ids]
@@ -1138,15 +1008,10 @@ def test_tokenize_fn():
     assert {value.device.type for value in maker.tokenize_fn(TEXT, longest, device="meta").values()} == {"meta"}
     lists = maker.tokenize_fn(TEXT, longest, padding=False)
     assert lists == {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
-
-
-@pytest.mark.parametrize("padding", [True, False])
-def test_tokenize_fn_keeps_the_end(padding):
-    ids = processor().tokenizer(TEXT)["input_ids"]
-    shortest = min(map(len, ids))
-    found = make().tokenize_fn(TEXT, shortest - 1, padding=padding)
-    rows = found["input_ids"].tolist() if padding else found["input_ids"]
-    assert rows == [row[1 - shortest :] for row in ids]
+    # The end is kept
+    kept = [row[1 - shortest :] for row in ids]
+    assert maker.tokenize_fn(TEXT, shortest - 1)["input_ids"].tolist() == kept
+    assert maker.tokenize_fn(TEXT, shortest - 1, padding=False)["input_ids"] == kept
 
 
 def test_tokenize_fn_never_cuts_media():
@@ -1157,9 +1022,8 @@ def test_tokenize_fn_never_cuts_media():
     assert [ids.index(image_id), ids.count(image_id)] == [1, 2]
     kept = maker.tokenize_fn([TEXT[0], prompt], len(ids) - 1, padding=False)["input_ids"][1]
     assert kept.count(image_id) == 2
-    with pytest.raises(
-        ValueError, match=rf"Prompt 1 has {len(ids)} tokens, and cutting it to {len(ids) - 2} would cut"
-    ):
+    error = rf"Prompt 1 has {len(ids)} tokens, and cutting it to {len(ids) - 2} would cut"
+    with pytest.raises(ValueError, match=error):
         maker.tokenize_fn([TEXT[0], prompt], len(ids) - 2)
 
 
@@ -1191,45 +1055,44 @@ def test_errors_of_configs(options, error):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "kl_in_reward"),
-    [("gae", True), ("reinforce", True), ("rloo", True), ("cpgd", False), ("grpo", False)],
+    ("estimator", "in_reward"), [("gae", True), ("reinforce", True), ("rloo", True), ("cpgd", False), ("grpo", False)]
 )
-def test_where_the_kl_divergence_goes_by_default(estimator, kl_in_reward):
-    assert ExperienceConfig(advantage_estimator=estimator).kl_in_reward is kl_in_reward
-    assert (
-        ExperienceConfig(advantage_estimator=estimator, kl_in_reward=not kl_in_reward).kl_in_reward is not kl_in_reward
-    )
+def test_where_the_kl_divergence_goes_by_default(estimator, in_reward):
+    assert ExperienceConfig(estimator).kl_in_reward is in_reward
+    assert ExperienceConfig(estimator, kl_in_reward=not in_reward).kl_in_reward is not in_reward
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "gae"])
 def test_one_response_to_a_prompt(estimator):
-    maker = make(Injected, advantage_estimator=estimator, n_samples_per_prompt=1)
-    (experience,) = maker.make_experience_list(TEXT, max_new_tokens=6)
+    (experience,) = made(advantage_estimator=estimator, n_samples_per_prompt=1, max_new_tokens=6)
     assert len(experience.sequences) == 3
     assert_per_action([experience], "advantages", expected_advantages(estimator, [experience], 1)[0])
 
 
-def test_errors_of_makers(tmp_path):
+def of_tokenizer(words, config=None):
+    """A maker of text alone."""
+    config = config or ExperienceConfig()
+    return NaiveExperienceMaker(actor(), None, None, None, words, 8, None, config, reward_fn=by_length)
+
+
+def test_errors_of_makers():
+    words = load("qwen2_5_vl")[1].tokenizer
     with pytest.raises(ValueError, match="'gae'`: none was passed as `critic`"):
-        NaiveExperienceMaker(
-            actor(), None, None, None, processor().tokenizer, 8, None, ExperienceConfig("gae"), reward_fn=by_length
-        )
+        of_tokenizer(words, ExperienceConfig("gae"))
     with pytest.raises(ValueError, match="'rloo'`: one was passed, which would not be used as `critic`"):
         make(critic=Critic(), advantage_estimator="rloo")
-    with pytest.raises(ValueError, match="There is no source of reward"):
-        make(arguments={"remote_rm_url": []})
-    with pytest.raises(ValueError, match="There is no source of reward"):
-        make(reward_model=[])
-    words = load("qwen2_5_vl")[1].tokenizer
+    for nothing in ({"arguments": {"remote_rm_url": []}}, {"reward_model": []}):
+        with pytest.raises(ValueError, match="There is no source of reward"):
+            make(**nothing)
     words.pad_token = None
     with pytest.raises(ValueError, match="no token for padding; set its `pad_token`"):
-        NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+        of_tokenizer(words)
 
 
 def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
     words = load("qwen2_5_vl")[1].tokenizer
     words.padding_side = "right"
-    right = NaiveExperienceMaker(actor(), None, None, None, words, 8, None, ExperienceConfig(), reward_fn=by_length)
+    right = of_tokenizer(words)
     assert right.tokenizer is words
     for name, value in make().tokenize_fn(TEXT, 8).items():
         assert torch.equal(right.tokenize_fn(TEXT, 8)[name], value)
@@ -1237,23 +1100,15 @@ def test_prompts_are_padded_on_the_left_whatever_the_tokenizer_does():
     assert words.padding_side == "right"
 
 
-@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
-@pytest.mark.parametrize("accelerator", [None, Accelerator])
-def test_progress_bar(progress, shown, accelerator, capsys):
-    maker = make(Injected, progress=progress, accelerator=accelerator and accelerator(cpu=True))
-    maker.make_experience_list(TEXT, max_new_tokens=3)
-    assert ("make_experience: 100%" in capsys.readouterr().err) == shown
-
-
+@pytest.mark.parametrize("progress", [True, False])
 @pytest.mark.parametrize("estimator", ["group_norm", "gae"])
-def test_a_single_process_with_an_accelerator(estimator):
-    a, b = (
-        make(
-            Injected, ref=reference(), beta=0.1, advantage_estimator=estimator, reward_running_scale=True, **options
-        ).make_experience_list(TEXT, max_new_tokens=6)
-        for options in ({}, {"accelerator": Accelerator(cpu=True)})
-    )
-    for x, y in zip(a, b, strict=True):
+def test_a_single_process_with_an_accelerator(estimator, progress, capsys):
+    options = {"ref": reference(), "beta": 0.1, "advantage_estimator": estimator, "reward_running_scale": True}
+    results = []
+    for accelerator in (None, Accelerator(cpu=True)):
+        results.append(made(**options, progress=progress, accelerator=accelerator))
+        assert ("make_experience: 100%" in capsys.readouterr().err) == progress
+    for x, y in zip(*results, strict=True):
         for name in ("sequences", "advantages", "returns", "kl"):
             assert_close(getattr(x, name), getattr(y, name), **EXACT)
         assert_close(x.info["reward"], y.info["reward"], **EXACT)
@@ -1263,21 +1118,11 @@ def test_a_single_process_with_an_accelerator(estimator):
 
 
 def test_arguments_in_the_order_of_the_page(tmp_path):
-    path = write(
-        tmp_path / "rewards.py",
-        "def reward_func(completion_ids):\n    return [float(len(x)) for x in completion_ids]\n",
-    )
-    models = [RewardModel(0)]
+    source = "def reward_func(completion_ids): return [float(len(x)) for x in completion_ids]\n"
+    config = ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False)
     maker = NaiveExperienceMaker(
-        actor(),
-        Critic(),
-        models,
-        reference(),
-        processor().tokenizer,
-        512,
-        FixedKLController(0.2),
-        ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False),
-        [path],
+        *(actor(), Critic(), [RewardModel(0)], reference(), processor().tokenizer, 512),
+        *(FixedKLController(0.2), config, [write(tmp_path / "a.py", source)]),
         lambda model_reward_list, label_map: label_map["length"] * model_reward_list[label_map["length"]],
         {"length": 1},
         None,
@@ -1298,10 +1143,7 @@ def test_the_page_s_calls():
         prompt_max_len=512,
         kl_controller=FixedKLController(0.1),
         strategy=ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False),
-        remote_rm_url=None,
-        reward_fn=None,
-        reward_fn_label_map=None,
-        reward_recipe=None,
+        **dict.fromkeys(["remote_rm_url", "reward_fn", "reward_fn_label_map", "reward_recipe"]),
     )
     batch = maker.tokenize_fn(texts=TEXT, max_length=64, padding=True, device="cpu")
     sequences, attention_mask, action_mask = maker.actor.generate(**batch, max_new_tokens=5)
@@ -1341,18 +1183,6 @@ def test_the_page_s_calls():
     assert maker.device == torch.device("cpu")
 
 
-def test_entropies_of_samples_made_by_hand():
-    maker = make(policy=actor(high_entropy_token_ratio=0.2))
-    (samples,) = make(Injected, policy=maker.actor, micro_rollout_batch_size=9).generate_samples(
-        TEXT, max_new_tokens=4
-    )
-    expected = maker.make_experience(samples)
-    samples.encoded_prompts = None
-    found = maker.make_experience(samples)
-    assert_close(found.action_log_probs, expected.action_log_probs, rtol=1e-4, atol=2e-5)
-    assert_close(found.action_entropy, expected.action_entropy, rtol=1e-4, atol=2e-5)
-
-
 def test_columns_named_like_what_the_model_made_do_not_replace_it():
     seen = []
 
@@ -1361,34 +1191,8 @@ def test_columns_named_like_what_the_model_made_do_not_replace_it():
         return [0.0] * len(completions)
 
     rows = [{"prompt": text, "completions": "GOLD", "queries": "GOLD"} for text in TEXT]
-    make(arguments={"reward_fn": reward}).make_experience_list(rows, max_new_tokens=3)
+    made(rows, arguments={"reward_fn": reward})
     assert seen and "GOLD" not in seen
-
-
-def test_sampling_takes_nothing_from_the_checkpoint():
-    """
-    An option that only the checkpoint's generation config has would sample from another policy than the scored one.
-    """
-    policy = ActorVL(load("qwen2_5_vl")[0], bf16=False)
-    policy.base_model.generation_config.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
-    own = policy.base_model.generation_config
-    torch.manual_seed(0)
-    changed = make(policy=policy).generate_samples(TEXT, max_new_tokens=5)
-    torch.manual_seed(0)
-    plain = make().generate_samples(TEXT, max_new_tokens=5)
-    assert all(torch.equal(a.sequences, b.sequences) for a, b in zip(changed, plain, strict=True))
-    assert policy.base_model.generation_config is own
-
-
-def test_another_policy_is_warned_about(caplog):
-    make().generate_samples(TEXT, max_new_tokens=3, temperature=0.5, top_k=3)
-    assert "temperature" in caplog.text and "top_k" in caplog.text
-
-
-def test_reference_of_another_temperature_is_refused():
-    reference = ActorVL(load("qwen2_5_vl")[0], bf16=False, temperature=0.5)
-    with pytest.raises(ValueError, match="temperature 0.5"):
-        make(ref=reference)
 
 
 def test_media_that_no_prompt_gets(caplog):

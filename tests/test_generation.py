@@ -110,7 +110,7 @@ def test_options_that_conflict_with_a_cache(option):
     assert torch.equal(generate_completions(*args, greedy, tokenizer.pad_token_id, model.device), expected)
 
 
-def test_prompts_apart_keep_their_completions():
+def test_isolated_prompts_keep_their_completions():
     """Text goes with the media of one part, in whatever order they come."""
     model, plain, processor, prompts = build("glm4v")
     media, text = (next(p for p in prompts if bool(p.media) == has) for has in (True, False))
@@ -127,8 +127,8 @@ def test_trim_after_eos():
     assert trim_after_eos(ids, [2, 3]) == [[5, 2], [5, 6, 7, 8], [3], [0, 0, 0, 2]]
 
 
-# Why completions are prefilled again behind results of tools; `None` where generation goes on from its cache. Families
-# whose media are sampled apart are, too.
+# Why completions are prefilled again after tool results; `None` where generation continues from its cache. Families
+# that isolate media are prefilled again, too.
 OBSTACLES = {
     "qwen2_5_omni": None,
     "gemma3": "windows",
@@ -160,7 +160,7 @@ def appended(model, prompts, completions, turns):
     [pytest.param(name, marks=[pytest.mark.slow] if i > 1 else []) for i, name in enumerate(OBSTACLES)],
 )
 @torch.no_grad()
-def test_goes_on_from_its_cache(name):
+def test_continues_from_its_cache(name):
     """Behind two turns, of some rows in another order, as the model's own forward of the whole would."""
     model, _, processor, prompts = build(name)
     tokenizer, branches = processor.tokenizer, Branches()

@@ -1,22 +1,25 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Groups of completions that outlive their batch."""
+"""Groups of completions that outlive their batch, and which of them a batch is filled with."""
 
 import io
 
+import pytest
 import torch
+from accelerate import Accelerator
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
-from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer
-from trl_multimodal_rft.rollout.rollout import Rollout
+from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
+from trl_multimodal_rft.rollout.rollout import Rollout, join_rollouts
 
 
-def group(number: int, step: int = 0, size: int = 2) -> Rollout:
+def group(number: int, step: int = 0, size: int = 2, live: bool = True) -> Rollout:
     ids = torch.tensor([number])
     prompt = EncodedPrompt(
         ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
     completions = {"completion_ids": torch.full((size, 3), number), "completion_mask": torch.ones(size, 3)}
-    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, live=torch.ones(size), step=step)
+    live = torch.full((size,), live)
+    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, live=live, step=step)
 
 
 def prompts_in(groups) -> list[int]:
@@ -61,3 +64,86 @@ def test_groups_survive_a_checkpoint():
         loaded.load_state_dict(torch.load(file, weights_only=True))
     assert prompts_in(loaded.state_dict()["groups"]) == [0, 1, 2]
     assert prompts_in(loaded.sample(2, 0)) == prompts_in(buffer.sample(2, 0))
+
+
+# Exchanges. That each completion keeps its prompt, media and scores: `test_grpo_sampling.py`
+
+
+class Exchanged:
+    """Batches of two groups, numbered in the order in which they are drawn; `live(number, step)` have signal."""
+
+    def __init__(self, live, rounds: int = 0, replay: int = 0, max_age: int | None = None):
+        self.live, self.n = live, 0
+        buffers = GroupBuffer(replay, max_age, seed=0), GroupBuffer(2)
+        self.exchange = GroupExchange(Accelerator(cpu=True), 2, *buffers, rounds, replay > 0)
+
+    def draw(self, step: int) -> Rollout:
+        numbers, self.n = (self.n, self.n + 1), self.n + 2
+        return join_rollouts([group(i, step, live=self.live(i, step)) for i in numbers], torch.device("cpu"))
+
+    def step(self, step: int) -> tuple[list[int], bool, dict[str, float]]:
+        """The groups to train on, whether one is from an earlier step, and metrics."""
+        result, is_stale, metrics = self.exchange.exchange(self.draw(step), lambda _: self.draw(step), bool)
+        return result.completion_ids[::2, 0].tolist(), is_stale, metrics
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 5])
+def test_sampling_gives_up_after_the_last_round(rounds):
+    run = Exchanged(lambda number, step: False, rounds)
+    for step in range(2):
+        first = run.n
+        metrics = {"sampling/kept_frac": 0.0, "sampling/rounds": rounds}
+        assert run.step(step) == ([first, first + 1], False, metrics)
+        assert run.n == first + 2 * rounds
+
+
+def test_batch_that_is_not_filled_keeps_its_dead_groups():
+    run = Exchanged(lambda number, step: number == 3, rounds=2)
+    assert run.step(0) == ([3, 0], False, {"sampling/kept_frac": 0.25, "sampling/rounds": 2})
+
+
+@pytest.mark.parametrize(
+    "options, steps, fractions",
+    [
+        ({}, range(4), [0, 1, 1, 1]),
+        ({"max_age": 1}, range(4), [0, 1, 0, 0]),
+        ({"max_age": 2}, range(4), [0, 1, 1, 0]),
+        ({"replay": 1}, range(4), [0, 0.5, 0.5, 0.5]),
+        ({"max_age": 2}, range(0, 8, 2), [0, 1, 0, 0]),  # two updates on each batch
+    ],
+    ids=str,
+)
+def test_replay_is_limited_in_size_and_age(options, steps, fractions):
+    run = Exchanged(lambda number, step: step == 0, **{"replay": 8, **options})
+    newest = [0, 1][-options.get("replay", 2) :]
+    for step, fraction in zip(steps, fractions, strict=True):
+        dead = [run.n, run.n + 1]
+        used, is_stale, metrics = run.step(step)
+        replayed = newest if fraction else []
+        assert sorted(used) == replayed + dead[: 2 - len(replayed)] and is_stale == bool(replayed)
+        assert metrics["replay/frac"] == fraction and metrics["replay/age"] == (step if fraction else 0)
+    for kept in run.exchange.replay.state_dict()["groups"]:  # without the memory of the rest of their batch
+        for value in (value for value in vars(kept).values() if isinstance(value, torch.Tensor)):
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_empty_buffer_leaves_dead_groups_in_place():
+    run = Exchanged(lambda number, step: False, replay=4)
+    assert run.step(0) == ([0, 1], False, {"sampling/kept_frac": 0.0, "replay/frac": 0.0, "replay/age": 0.0})
+
+
+def test_replay_fills_what_dynamic_sampling_leaves():
+    run = Exchanged(lambda number, step: step == 0, rounds=2, replay=4)
+    assert run.step(0)[0] == [0, 1]
+    used, is_stale, metrics = run.step(1)
+    assert sorted(used) == [0, 1] and is_stale
+    assert (metrics["sampling/rounds"], metrics["replay/frac"]) == (2, 1.0)
+
+
+def test_replay_fills_what_a_group_left_over_leaves():
+    """With another group than the one left over."""
+    run = Exchanged(lambda number, step: step == 0 and number > 0, rounds=2, replay=4)
+    assert run.step(0)[0] == [1, 2]
+    used, is_stale, metrics = run.step(1)
+    assert used[0] == 3 and used[1] in (1, 2) and is_stale
+    assert metrics["replay/frac"] == 0.5

@@ -146,8 +146,8 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_max_rounds": 0}, "`dynamic_sampling_max_rounds` must be at least 1, got 0"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
         ({"replay_max_age": 0}, "`replay_max_age` must be at least 1, got 0"),
-        ({**SINGLE, "dynamic_sampling": True}, "`dynamic_sampling` tells prompts by whether"),
-        ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` tells prompts by whether"),
+        ({**SINGLE, "dynamic_sampling": True}, "`dynamic_sampling` selects prompts whose"),
+        ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
     ],
 )
 def test_config_refuses(options, message):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Dynamic sampling and replay: which groups are trained on, and that each stays itself, media and all."""
+"""Dynamic sampling and replay in runs: each group keeps its media and scores. Pure cases are in `test_groups.py`."""
 
 import dataclasses
 import functools
@@ -121,7 +121,7 @@ def completions(groups):
 
 
 def check_rows(generation, origins):
-    """Each completion has the values with which it was drawn, its scores and masks beside its own prompt and media."""
+    """Each completion has the values with which it was drawn, its scores, masks, prompt and media."""
     for name in ("advantages", "old_per_token_logps"):
         drawn = by_key(origins, name)
         for key, value in by_key(generation.moments, name).items():
@@ -206,30 +206,6 @@ def test_groups_drawn_at_once_are_on_policy_and_left_over_ones_are_not():
                 (fresh if key in drawn_now else left_over).append((logps - old[key]).abs().max().item())
     assert max(fresh) <= 1e-5
     assert min(left_over) > 1e-3
-
-
-@pytest.mark.parametrize("rounds", [1, 3, 5])
-def test_sampling_gives_up_after_the_last_round(rounds):
-    options = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": rounds, "max_steps": 2}
-    result = ours("image", always, **options)
-    assert norm(result.update) == 0
-    for generation in generations(result.trainer, always):
-        assert len(generation.draws) == rounds
-        assert generation.used == completions(generation.dead[:2])
-        check_rows(generation, generation.draws)
-    assert logged(result, "sampling/rounds") == [rounds] * 2
-    assert logged(result, "sampling/kept_frac") == [0.0] * 2
-
-
-def test_batch_that_is_not_filled_keeps_its_dead_groups():
-    def one_easy(index, step):
-        return index != 0
-
-    result = ours("image", one_easy, dynamic_sampling=True, dynamic_sampling_max_rounds=2, max_steps=1)
-    (generation,) = generations(result.trainer, one_easy)
-    assert generation.used == completions(generation.live + generation.dead[:1])
-    check_rows(generation, generation.draws)
-    assert norm(result.update) > 0.001
 
 
 def test_extra_prompts_cover_the_dataset_in_a_seeded_order():
@@ -342,46 +318,6 @@ def hard_after_first(index, step):
     return step > 0
 
 
-@pytest.mark.parametrize(
-    "options, fractions",
-    [
-        ({}, [0, 1, 1, 1]),
-        ({"replay_max_age": 1}, [0, 1, 0, 0]),
-        ({"replay_max_age": 2}, [0, 1, 1, 0]),
-        ({"replay_buffer_size": 1}, [0, 0.5, 0.5, 0.5]),
-        # Of four generations only every second is new
-        ({"num_iterations": 2, "max_steps": 8, "replay_max_age": 2}, [0, 1, 0, 0]),
-    ],
-    ids=str,
-)
-def test_buffer_is_limited_in_size_and_age(options, fractions):
-    result = ours("image", hard_after_first, Recorded, **{"replay_buffer_size": 8, "max_steps": 4, **options})
-    first, *later = generations(result.trainer, hard_after_first)
-    newest = first.live[-options.get("replay_buffer_size", 2) :]
-    assert logged(result, "replay/frac") == fractions
-    for generation, fraction in zip(later, fractions[1:], strict=True):
-        replayed = newest if fraction else []
-        assert generation.used == completions(replayed + generation.dead[: 2 - len(replayed)])
-
-
-def test_empty_buffer_leaves_dead_groups_in_place():
-    result = ours("audio", always, replay_buffer_size=4, max_steps=2)
-    assert norm(result.update) == 0
-    assert logged(result, "replay/frac") == [0.0, 0.0]
-    for generation in generations(result.trainer, always):
-        assert generation.used == completions(generation.dead)
-
-
-def test_buffer_holds_no_more_than_its_groups():
-    trainer = ours("image", never, Recorded, replay_buffer_size=3, max_steps=2).trainer
-    groups = trainer._groups.replay.state_dict()["groups"]
-    assert len(groups) == 3
-    names = [key for draw in trainer.draws for key in keys(draw.batch)][-12:]
-    assert [key for group in groups for key in keys(group)] == names
-    for value in (value for group in groups for value in vars(group).values() if isinstance(value, torch.Tensor)):
-        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
-
-
 @pytest.mark.parametrize("kind", FAMILY)
 def test_media_of_stored_groups_are_used(kind):
     class Inverting(TrainerCallback):
@@ -410,35 +346,6 @@ def test_media_of_stored_groups_are_used(kind):
     assert stored.keys() == changed.keys() and len(stored) == 8
     assert all(torch.equal(stored[key], again[key]) for key in stored)
     assert all((stored[key] - changed[key]).abs().max() > 1e-3 for key in stored)
-
-
-def test_replay_fills_what_dynamic_sampling_leaves():
-    options = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "replay_buffer_size": 4, "max_steps": 2}
-    result = ours("audio", hard_after_first, **options)
-    first, second = generations(result.trainer, hard_after_first)
-    assert [len(generation.draws) for generation in (first, second)] == [1, 2]
-    assert second.used == completions(first.live) and not second.live
-    check_rows(second, result.trainer.draws)
-    assert logged(result, "replay/frac") == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("seed", [42, 5])
-def test_replay_fills_what_a_group_left_over_leaves(seed):
-    """With another group than the one left over, whatever the seed."""
-
-    def hard(index, step):
-        return step > 0 or index == 0
-
-    options = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "replay_buffer_size": 4, "max_steps": 2}
-    result = ours("image", hard, seed=seed, **options)
-    first, second = generations(result.trainer, hard)
-    *trained, left_over = first.live
-    assert first.used == completions(trained) and len(trained) == 2
-    assert [len(moment.batch["completion_ids"]) for moment in second.moments] == [4, 4]
-    assert len(second.used) == 8
-    assert second.used in [completions([group, left_over]) for group in trained]
-    check_rows(second, result.trainer.draws)
-    assert logged(result, "replay/frac") == [0.0, 0.5]
 
 
 def test_lora_scores_replayed_groups_without_its_adapter():

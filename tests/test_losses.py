@@ -23,9 +23,9 @@ from trl_multimodal_rft.algorithms.losses import (
     grpo_loss,
     policy_drift,
     ratio_metrics,
-    sequence_ratios,
 )
 from trl_multimodal_rft.algorithms.metrics import log_metrics
+from trl_multimodal_rft.rollout.score import engine_ratios
 
 
 NAN, INF = math.nan, math.inf
@@ -110,7 +110,7 @@ def test_exploding_ratio_leaves_finite_gradients(advantage):
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
-    """Beyond it there is none, but only in the direction in which the advantage pushes."""
+    """Beyond it the gradient is 0, but only in the direction in which the advantage pushes."""
     low, high = math.log(0.9), math.log(1.3)
     log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
     moves = log_ratio < high if advantage > 0 else log_ratio > low
@@ -169,15 +169,15 @@ def test_clipped_tokens_have_no_gradient(name):
         assert logged(metrics) == pytest.approx({f"clip_ratio/{key}": share for key, share in shares.items()})
 
 
-def test_sequence_ratios_golden():
+def test_engine_ratios_golden():
     logps = tensor([[1, 1.5, 9], [0.5, 0, 0], [-1, 0, 0], [0, 0, 0]]).log1p().nan_to_num(neginf=-3)
     sampled = tensor([[0.0, 0, 5], [0, math.nan, 0], [0, 0, 0], [math.nan, 0, 0]])
     mask = tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
     ratios = tensor([5, 1.5, math.exp(-3), 1])
-    assert_close(sequence_ratios(logps, sampled, mask), ratios)
-    assert_close(sequence_ratios(logps, sampled, mask, high=3.0), tensor([0, *ratios[1:].tolist()]))
-    assert_close(sequence_ratios(logps, sampled, mask, low=0.5), tensor([5, 1.5, 0, 1]))
-    assert_close(sequence_ratios(logps, sampled, mask, "sequence_truncate", 0.5, 3.0), tensor([3, 1.5, 0.5, 1]))
+    assert_close(engine_ratios(logps, sampled, mask)[:, 0], ratios)
+    assert_close(engine_ratios(logps, sampled, mask, largest=3.0)[:, 0], tensor([0, *ratios[1:].tolist()]))
+    assert_close(engine_ratios(logps, sampled, mask, smallest=0.5)[:, 0], tensor([5, 1.5, 0, 1]))
+    assert_close(engine_ratios(logps, sampled, mask, "sequence_truncate", 0.5, 3.0)[:, 0], tensor([3, 1.5, 0.5, 1]))
 
 
 def test_losses_are_listed_with_their_papers():

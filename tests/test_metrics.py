@@ -9,9 +9,8 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
-from helpers.trainer_utils import Injected, InjectedOurs, logged, run, text_rows
+from helpers.trainer_utils import InjectedOurs, InjectedPPO, logged, run, text_rows
 
-from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.algorithms.metrics import (
     Window,
     completion_means,
@@ -70,10 +69,6 @@ def test_window_sums_micro_batches_and_ranks():
         window.add(total, count)
     assert window.close(lambda sums, reduction: 2 * sums) == [9, 6]
     assert window.close(None) == []
-
-
-class InjectedPPO(Injected, MultimodalPPOTrainer):
-    pass
 
 
 def supervised():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.trainer_utils import InjectedOurs as InjectedGRPO
-from helpers.trainer_utils import image_rows, logged, make_trainer, run
+from helpers.trainer_utils import InjectedPPO, image_rows, logged, make_trainer, run
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOConfig
 
 
-TRAINERS = {"grpo": InjectedGRPO, "rloo": InjectedRLOO}
+TRAINERS = {"grpo": InjectedGRPO, "rloo": InjectedRLOO, "ppo": InjectedPPO}
 OPTIONS = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -60,10 +60,11 @@ class Broken:
 
     steps: tuple[int, ...] = ()
     value = torch.nan
+    weight = "q_proj.weight"
 
     def training_step(self, model, *args, **kwargs):
         breaks = self.state.global_step in self.steps and self._step % 2 == 1
-        weight = next(p for name, p in self.model.named_parameters() if name.endswith("q_proj.weight"))
+        weight = next(p for name, p in self.model.named_parameters() if name.endswith(self.weight))
         if not breaks:
             return super().training_step(model, *args, **kwargs)
         hook = weight.register_hook(lambda gradient: torch.full_like(gradient, self.value))
@@ -74,7 +75,8 @@ class Broken:
 
 
 def broken(name, steps, value=torch.nan):
-    return type("Broken", (Broken, TRAINERS[name]), {"steps": steps, "value": value})
+    weight = "critic.head.bias" if name == "ppo" else Broken.weight
+    return type("Broken", (Broken, TRAINERS[name]), {"steps": steps, "value": value, "weight": weight})
 
 
 def train(trainer_class, *callbacks, **options):
@@ -94,6 +96,8 @@ def without_update(name, max_grad_norm):
     [
         ("grpo", torch.nan, 1.0),
         ("rloo", torch.inf, 0.0),
+        ("ppo", torch.nan, 1.0),
+        pytest.param("ppo", torch.inf, 0.0, marks=pytest.mark.slow),
         pytest.param("grpo", torch.inf, 0.0, marks=pytest.mark.slow),
         pytest.param("rloo", torch.nan, 1.0, marks=pytest.mark.slow),
     ],

@@ -67,7 +67,7 @@ def test_a_wrong_layout_is_seen(name):
 
 
 def test_images_of_one_shape_but_several_sizes():
-    """Phi-4's processor pads them, and what its encoder makes of one depends on the sizes of those beside it."""
+    """Phi-4's processor pads them, and features of one depend on the sizes of the others in the batch."""
     model, processor = FAMILIES["phi4_multimodal"].build()
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     install_prefix_attention(model.eval())
@@ -222,7 +222,7 @@ def lengths_to_mask(lengths):
 
 
 def held_masks(layout):
-    """Bytes of what a layout holds beside indices, each storage once."""
+    """Bytes of what a layout holds, without indices, each storage once."""
     storages, seen, todo = {}, set(), [layout]
     while todo:
         value = todo.pop()
@@ -259,7 +259,7 @@ def layouts(monkeypatch):
     ],
 )
 def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
-    """Prompts together and apart, of lengths that are no multiples of anything, seen as None or as a causal mask."""
+    """Prompts together and isolated, of odd lengths, seen as None or as a causal mask."""
     monkeypatch.setattr(layout, "MASK_ENTRIES", entries)
     prompts = [prompt for prompt in text_prompts(sizes) for _ in range(2)]
     mask = lengths_to_mask([n for length in lengths for n in (length, max(length - 4, 0))])
@@ -349,7 +349,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     rows = longest * text.num_attention_heads // text.num_key_value_heads  # a query for each head that shares a key
     if name == "qwen2_5_vl":
         limit = 4 * rows * (max(sizes) + longest)
-    else:  # in sliding and in full layers, beside the model's own masks, which are boolean
+    else:  # in sliding and in full layers, with the boolean masks of the model
         limit = sum(2 * (4 * (n * n + rows * (n + longest)) + (n + 240) ** 2) for n in sizes)
     assert 0 < held < 1.1 * limit
     logps.sum().backward()

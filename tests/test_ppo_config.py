@@ -83,7 +83,7 @@ WITHOUT = {"advantage_estimator": "rloo"}
         ({"beta": 0.1, "kl_estimator": "k3"}, "`kl_estimator='k3'` in the reward gives a biased"),
         ({"beta": 0.1, "kl_estimator": "k1", "kl_in_reward": False}, "`kl_estimator='k1'` in the loss"),
         ({"scale_rewards": "batch"}, "`scale_rewards='batch'` applies to `advantage_estimator='group_norm'` only"),
-        ({"num_generations": 1, "dynamic_sampling": True}, "`dynamic_sampling` tells prompts by whether"),
+        ({"num_generations": 1, "dynamic_sampling": True}, "`dynamic_sampling` selects prompts whose"),
         ({**WITHOUT, "num_generations": 1}, "`advantage_estimator='rloo'` compares the completions of a prompt"),
     ],
 )

@@ -1,19 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A PPO run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+"""A PPO run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
 
 import logging
 import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.marks import slow_but
 from helpers.resumed_runs import (
-    EVERYTHING,
     REPLAY,
+    Case,
     Recording,
     answered,
     answered_audio,
@@ -21,6 +19,7 @@ from helpers.resumed_runs import (
     few_live,
     logged,
     same_weights,
+    straight_runs,
 )
 from helpers.trainer_utils import audio_rows, image_rows, make_trainer
 from peft import LoraConfig
@@ -41,41 +40,15 @@ class RecordingPPO(Recording, MultimodalPPOTrainer):
         return batch
 
 
-class WithoutFiniteGradient(RecordingPPO):
-    """Skips the updates of the steps 3, 4 and 5."""
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        return loss * torch.inf if self.state.global_step in (3, 4, 5) else loss
-
-
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 
-@dataclass
-class Case:
-    """A run to interrupt."""
-
-    family: str
-    rows: Callable
-    supervised: Callable
-    options: dict
-    stops: list[int]  # steps to resume from, beside one chosen at random
-    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
-    n_rows: int = 5
-
-    def make(self, folder: Path, trainer_class=RecordingPPO, **options):
-        arguments = {**EVERYTHING, **self.options, **options}
-        objects = {"ptx_dataset": self.supervised(), **arguments.pop("objects", {})}
-        return make_trainer(trainer_class, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
+def image_case(options, stops, moving=(), family="qwen2_5_vl"):
+    return Case(RecordingPPO, family, image_rows, options, stops, moving, supervised=lambda: answered(image_rows()))
 
 
-def image_case(options, stops, *more, family="qwen2_5_vl", **fields):
-    return Case(family, image_rows, lambda: answered(image_rows()), options, stops, *more, **fields)
-
-
-def audio_case(options, stops, *more, **fields):
-    return Case("qwen2_audio", audio_rows, answered_audio, options, stops, *more, **fields)
+def audio_case(options, stops, **fields):
+    return Case(RecordingPPO, "qwen2_audio", audio_rows, options, stops, supervised=answered_audio, **fields)
 
 
 # Between the epochs of a generation batch, inside the second of them, and between two generation batches
@@ -99,24 +72,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Trainers that never stopped, by case, each with a checkpoint of every step."""
-    trainers = {}
-
-    def run(name: str):
-        if name not in trainers:
-            trainers[name] = CASES[name].make(tmp_path_factory.mktemp("straight"))
-            trainers[name].train()
-        return trainers[name]
-
-    return run
-
-
-def resume(name: str, folder: str | Path, output_dir: Path, **options):
-    """A new trainer that goes on from a checkpoint."""
-    trainer = CASES[name].make(output_dir, save_strategy="no", **options)
-    trainer.train(resume_from_checkpoint=str(folder))
-    assert trainer.state.global_step == trainer.args.max_steps
-    return trainer
+    return straight_runs(CASES, tmp_path_factory)
 
 
 def equal(a, b) -> bool:
@@ -138,7 +94,7 @@ def state(trainer) -> dict:
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "rollouts": {key: value for key, value in trainer._rollout_state().items() if key not in NOT_COMPARED},
-        "logs": logged(trainer, set()),
+        "logs": logged(trainer),
     }
 
 
@@ -168,7 +124,7 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
         assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
     expected, last = state(uninterrupted), uninterrupted.args.max_steps
     for step in {*case.stops, random.Random(name).randrange(1, last)}:
-        resumed = resume(name, checkpoint(uninterrupted, step), tmp_path)
+        resumed = case.resume(checkpoint(uninterrupted, step), tmp_path)
         assert resumed.trained_on == rest_of(uninterrupted, step), step
         actual = state(resumed)
         assert [key for key in expected if not equal(expected[key], actual[key])] == [], step
@@ -185,7 +141,7 @@ def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
         objects = {"ptx_dataset": answered(image_rows(rows).select(range(rows - 3, rows) if said else range(rows)))}
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            resume("image", folder, tmp_path, objects=objects)
+            CASES["image"].resume(folder, tmp_path, objects=objects)
         found = [text for text in caplog.messages if "has changed since" in text]
         assert ["`ptx_dataset` has changed since" in text for text in found] == [True] * said
 
@@ -193,42 +149,11 @@ def test_other_supervised_rows_are_said(straight, tmp_path, caplog):
 # Nothing of this would show if the state didn't matter
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "lost"),
-    slow_but(
-        [
-            ("audio", 3, "step"),
-            ("audio", 3, "buffered_inputs"),
-            ("audio", 3, "kl_controller"),
-            ("audio", 3, "reward_scale"),
-            ("replay, dynamic sampling", 2, "surplus"),
-            ("replay, dynamic sampling", 6, "replay"),
-            ("replay, dynamic sampling", 6, "n_extra_prompts"),
-        ],
-        ("audio", 3, "buffered_inputs"),
-        ("audio", 3, "reward_scale"),
-    ),
-)
-def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
-    load = MultimodalPPOTrainer._load_rollout_state
-
-    def load_without(trainer, state):
-        name, own = lost, trainer._rollout_state()
-        if lost in ("surplus", "replay"):
-            name, own = "groups", {"groups": {**state["groups"], lost: own["groups"][lost]}}
-        load(trainer, {**state, name: own[name]})
-
-    monkeypatch.setattr(MultimodalPPOTrainer, "_load_rollout_state", load_without)
-    uninterrupted = straight(name)
-    resumed = resume(name, checkpoint(uninterrupted, step), tmp_path)
-    assert not same_weights(uninterrupted, resumed)
-
-
 def test_run_differs_without_the_critic_of_the_checkpoint(straight, tmp_path, monkeypatch):
     """And with it alone: each of the two is restored."""
     monkeypatch.setattr(MultimodalPPOTrainer, "_load_parts", lambda trainer, folder: None)
     uninterrupted = straight("audio")
-    resumed = resume("audio", checkpoint(uninterrupted, 3), tmp_path)
+    resumed = CASES["audio"].resume(checkpoint(uninterrupted, 3), tmp_path)
     assert not same_weights(uninterrupted, resumed)
 
 
@@ -244,21 +169,12 @@ def copied(straight, tmp_path):
     return copy
 
 
-def test_checkpoint_without_rollouts_goes_on_with_new_completions(copied, straight, tmp_path, caplog):
-    folder = copied("audio", 3)
-    (folder / "rollout_state_0.pt").unlink()
-    with caplog.at_level(logging.WARNING):
-        resumed = resume("audio", folder, tmp_path)
-    assert "has no state of the rollouts" in caplog.text
-    assert resumed.trained_on != rest_of(straight("audio"), 3)
-
-
 @pytest.mark.parametrize("name", ["audio", "adapter", "shared trunk"])
 def test_checkpoint_without_a_critic(name, copied, tmp_path):
     folder = copied(name, 3)
     shutil.rmtree(folder / "critic")
     with pytest.raises(ValueError, match=r"checkpoint-3 has no critic; it is no checkpoint of PPO with one\."):
-        resume(name, folder, tmp_path)
+        CASES[name].resume(folder, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["audio", "shared trunk"])
@@ -266,15 +182,15 @@ def test_checkpoint_whose_critic_has_no_head(name, copied, tmp_path):
     folder = copied(name, 3)
     (folder / "critic" / "value_head.safetensors").unlink()
     with pytest.raises(ValueError, match="checkpoint-3 has no critic"):
-        resume(name, folder, tmp_path)
+        CASES[name].resume(folder, tmp_path)
 
 
 def test_checkpoint_without_an_average(copied, straight, tmp_path):
     folder = copied("audio", 3)
     (folder / "ema.safetensors").unlink()
     with pytest.raises(ValueError, match="checkpoint-3 has no average of the weights; resume without `ema_decay`"):
-        resume("audio", folder, tmp_path)
-    resumed = resume("audio", folder, tmp_path, ema_decay=None)
+        CASES["audio"].resume(folder, tmp_path)
+    resumed = CASES["audio"].resume(folder, tmp_path, ema_decay=None)
     assert same_weights(resumed, straight("audio"))  # which the average doesn't touch
 
 
@@ -294,32 +210,19 @@ def test_checkpoint_of_another_trainer(tmp_path):
 def test_other_returns_ask_for_new_completions(changes, straight, tmp_path, caplog):
     folder = checkpoint(straight("audio"), 3)
     with caplog.at_level(logging.WARNING):
-        resumed = resume("audio", folder, tmp_path, **changes)
+        resumed = CASES["audio"].resume(folder, tmp_path, **changes)
     assert "Batches have changed" in caplog.text
     assert resumed.trained_on != rest_of(straight("audio"), 3)
 
 
 def test_what_a_checkpoint_holds(straight):
-    """The critic and the average are beside the policy, which is a plain model."""
+    """The critic and the average have files of their own, and the policy is a plain model."""
     folder = Path(checkpoint(straight("audio"), 3))
     assert {path.name for path in (folder / "critic").iterdir()} >= {"config.json", "value_head.safetensors"}
     assert not any("critic" in name for name in load_file(folder / "model.safetensors"))
     assert load_rollout_state(folder, 0)["n_skipped"] == 0
     head = Path(checkpoint(straight("shared trunk"), 3), "critic")
     assert [path.name for path in head.iterdir()] == ["value_head.safetensors"]
-
-
-@pytest.mark.slow
-def test_updates_that_were_skipped_count_after_a_resume(tmp_path):
-    case = CASES["audio"]
-    options = {"max_skipped_updates": 2, "ema_decay": None}
-    with pytest.raises(FloatingPointError, match=r"3 updates in a row isn't finite.* before step 4;"):
-        case.make(tmp_path, WithoutFiniteGradient, **options).train()
-    trainer = case.make(tmp_path / "again", WithoutFiniteGradient, **options, save_strategy="no")
-    with pytest.raises(FloatingPointError, match="3 updates in a row"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    weights = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 4, 5)]
-    assert not equal(*weights[:2]) and equal(weights[1], weights[2]) and equal(weights[2], weights[3])
 
 
 def test_best_model_is_loaded_with_its_critic(tmp_path):
@@ -369,7 +272,8 @@ def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
         else:
             assert not any(value.any() for value in state.values()), name
             assert torch.equal(p, before[name]), name
-    thawed = case.make(tmp_path / "thawed", LastGradient, max_steps=n_steps, freezing_actor_steps=n_frozen, **options)
+    case = replace(case, trainer=LastGradient)
+    thawed = case.make(tmp_path / "thawed", max_steps=n_steps, freezing_actor_steps=n_frozen, **options)
     thawed.train()
     group = thawed.optimizer.param_groups[0]
     for name, p in thawed.model.named_parameters():

@@ -40,18 +40,10 @@ pytestmark = pytest.mark.lightrft
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 
 ACTION_FIELDS = [
-    "action_log_probs",
-    "base_action_log_probs",
-    "values",
-    "returns",
-    "advantages",
-    "kl",
-    "action_entropy",
+    *["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"],
+    *["kl", "action_entropy"],
 ]
-VISION = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
-AUDIO = ["audio_values", "audio_attention_mask"]
-TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
-REST = [*TENSORS, "attention_mask", "action_mask", "info", "action_entropy"]
+TENSORS = ACTION_FIELDS[:5]
 
 
 def same(a, b) -> bool:
@@ -92,22 +84,16 @@ def item(ids: list[int], attention: list[int] | None = None, actions: list[int] 
     return BufferItem(sequences=torch.tensor(ids), **{**numbered, **rest})
 
 
-# Classes
+# Classes, and padding
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"])
-@pytest.mark.parametrize("cls", [ExperienceVL, ExperienceOmni, BufferItemVL, BufferItemOmni])
-def test_vision_is_what_holds_images_or_videos(cls, name):
-    assert is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)}))
-    assert not is_vl_experience(cls(torch.zeros(1, 2), values=torch.zeros(1, 2)))
-
-
-@pytest.mark.parametrize("record", [Experience(**text()), BufferItemAL(torch.zeros(1), torch.zeros(1))])
-def test_text_and_audio_are_no_vision(record):
-    assert not is_vl_experience(record)
-
-
-# Padding sequences
+def test_vision_is_what_holds_images_or_videos():
+    for cls in (ExperienceVL, ExperienceOmni, BufferItemVL, BufferItemOmni):
+        for name in ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"):
+            assert is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)}))
+        assert not is_vl_experience(cls(torch.zeros(1, 2), values=torch.zeros(1, 2)))
+    assert not is_vl_experience(Experience(**text()))
+    assert not is_vl_experience(BufferItemAL(torch.zeros(1), torch.zeros(1)))
 
 
 def test_padding_on_either_side():
@@ -118,16 +104,9 @@ def test_padding_on_either_side():
     assert zero_pad_sequences(sequences, side="left").tolist() == left
     assert zero_pad_sequences(sequences).tolist() == left
     assert zero_pad_sequences(sequences, "left", value=-1)[1].tolist() == [-1, -1, 4, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16])
-def test_padding_keeps_dtype_and_leading_dimensions(dtype):
-    padded = zero_pad_sequences([torch.ones(2, 1, 3).to(dtype), torch.ones(2, 1, 1).to(dtype)])
-    assert padded.dtype == dtype
-    assert padded.tolist() == [[[[1, 1, 1]]] * 2, [[[0, 0, 1]]] * 2]
-
-
-def test_padding_of_nothing_or_elsewhere():
+    for dtype in (torch.bool, torch.long, torch.bfloat16):  # with leading dimensions
+        padded = zero_pad_sequences([torch.ones(2, 1, 3).to(dtype), torch.ones(2, 1, 1).to(dtype)])
+        assert padded.dtype == dtype and padded.tolist() == [[[[1, 1, 1]]] * 2, [[[0, 0, 1]]] * 2]
     with pytest.raises(ValueError, match="no sequences"):
         zero_pad_sequences([])
     with pytest.raises(AssertionError, match="'middle'"):
@@ -180,13 +159,12 @@ KINDS = {
 }
 
 
-def numbers_as(form: str, numbers: list[int]):
-    return {"list": list, "float": lambda n: torch.tensor(n, dtype=torch.float32), "long": torch.tensor}[form](numbers)
+NUMBERS = {"list": list, "float": lambda n: torch.tensor(n, dtype=torch.float32), "long": torch.tensor}
 
 
 @st.composite
 def experiences(draw, kind: str, told_by: str):
-    """An experience whose media rows are told by `media_rows`, or by numbers in `info`, and its `media_rows`."""
+    """An experience whose media rows are told by `media_rows`, or by numbers in `info`, and what comes back of it."""
     cls, modalities = KINDS[kind]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     size = draw(st.integers(1, 4))
@@ -203,11 +181,8 @@ def experiences(draw, kind: str, told_by: str):
     given = {name for name in ACTION_FIELDS if draw(st.booleans())}
     columns = {
         "sequences": rows(lengths, lambda n: torch.randint(0, 9, (n,), generator=generator)),
+        **dict.fromkeys([*ACTION_FIELDS, "attention_mask", "action_mask", "info"]),
         **{name: rows(n_actions, lambda n: torch.randn(n, generator=generator)) for name in given},
-        **{name: None for name in ACTION_FIELDS if name not in given},
-        "attention_mask": None,
-        "action_mask": None,
-        "info": None,
     }
     if draw(st.booleans()):
         columns["attention_mask"] = rows(lengths, lambda n: torch.randint(0, 2, (n,), generator=generator))
@@ -229,49 +204,31 @@ def experiences(draw, kind: str, told_by: str):
     if media and told_by == "media_rows" and draw(st.booleans()):
         media["image_sizes"] = whole(draw(numbers), generator, 2)
     media = {name: (tensor, part) for name, (tensor, part) in media.items() if len(tensor)}
-    if modalities:
-        sizes = media.pop("image_sizes", None)
-        columns |= {name: tensor for name, (tensor, _) in media.items()}
-        if sizes:
-            media["image_sizes"] = sizes
-            columns["extra_media"] = {"image_sizes": sizes[0]}
-        media_rows = {name: part for name, (_, part) in media.items()} or None
-        if issubclass(cls, ExperienceVL) and draw(st.booleans()):
-            picture = PIL.Image.new("RGB", (1, 1))
-            columns["raw_images"] = [None, [], [picture], [picture] * 3][:size]
-            columns["raw_images"][0] = [picture]
-        if told_by == "media_rows":
-            columns["media_rows"] = media_rows
-            return cls(**columns)
-        form = draw(st.sampled_from(["list", "float", "long"]))
-        columns["info"] = {**(columns["info"] or {}), **{k: numbers_as(form, n) for k, n in told.items()}}
-        return cls(**columns), media_rows
-    return cls(**columns)
+    if not modalities:
+        return cls(**columns), cls(**columns)
+    columns |= {name: tensor for name, (tensor, _) in media.items() if name != "image_sizes"}
+    if "image_sizes" in media:
+        columns["extra_media"] = {"image_sizes": media["image_sizes"][0]}
+    if issubclass(cls, ExperienceVL) and draw(st.booleans()):
+        picture = PIL.Image.new("RGB", (1, 1))
+        columns["raw_images"] = [[picture], [], [picture], [picture] * 3][:size]
+    if told_by == "numbers":
+        form = NUMBERS[draw(st.sampled_from(list(NUMBERS)))]
+        columns["info"] = {**(columns["info"] or {}), **{name: form(n) for name, n in told.items()}}
+    expected = cls(**columns, media_rows={name: part for name, (_, part) in media.items()} or None)
+    return expected if told_by == "media_rows" else cls(**columns), expected
 
 
+@pytest.mark.parametrize("told_by", ["media_rows", "numbers"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_make_undoes_split(kind):
+def test_make_undoes_split(kind, told_by):
     @properties
-    @given(experiences(kind, "media_rows"))
-    def check(experience):
-        packed = isinstance(experience.sequences, list)
+    @given(experiences(kind, told_by))
+    def check(drawn):
+        experience, expected = drawn
         items = split_experience_batch(experience)
         assert len(items) == len(experience.sequences)
-        assert same(make_experience_batch(items, packing_samples=packed), experience)
-
-    check()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "text"])
-def test_numbers_in_info_tell_the_same_as_media_rows(kind):
-    @properties
-    @given(experiences(kind, "numbers"))
-    def check(drawn):
-        experience, media_rows = drawn
-        packed = isinstance(experience.sequences, list)
-        made = make_experience_batch(split_experience_batch(experience), packing_samples=packed)
-        assert made.media_rows == media_rows
-        assert same(made, replace(experience, media_rows=media_rows))
+        assert same(make_experience_batch(items, packing_samples=isinstance(experience.sequences, list)), expected)
 
     check()
 
@@ -279,11 +236,9 @@ def test_numbers_in_info_tell_the_same_as_media_rows(kind):
 @st.composite
 def items_of(draw, kind: str):
     """Samples of several batches, without padding."""
-    items = [
-        own
-        for experience in draw(st.lists(experiences(kind, "media_rows"), min_size=1, max_size=3))
-        for own in split_experience_batch(experience)
-    ]
+    drawn = draw(st.lists(experiences(kind, "media_rows"), min_size=1, max_size=3))
+    items = [own for experience, _ in drawn for own in split_experience_batch(experience)]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     for own in items:
         n_actions = int(torch.randint(1, len(own.sequences) + 1, (), generator=generator))
@@ -317,12 +272,8 @@ def test_padding_comes_and_goes(kind):
 
 
 def test_types_go_together():
-    for cls, expected in [
-        (Experience, BufferItem),
-        (ExperienceVL, BufferItemVL),
-        (ExperienceAL, BufferItemAL),
-        (ExperienceOmni, BufferItemOmni),
-    ]:
+    types = {Experience: BufferItem, ExperienceVL: BufferItemVL, ExperienceAL: BufferItemAL}
+    for cls, expected in {**types, ExperienceOmni: BufferItemOmni}.items():
         items = split_experience_batch(cls(**text()))
         assert [type(own) for own in items] == [expected] * 2
         assert type(make_experience_batch(items)) is cls
@@ -356,106 +307,78 @@ def test_items_of_all_types_together(order):
 # Which rows of media are whose
 
 
-@pytest.mark.parametrize("info", [None, {"image_num": [1, 1]}])
-@pytest.mark.parametrize("shape", [(3, 4, 4), (1, 3, 4, 4), (5, 3, 4, 4)])
-def test_image_layouts_without_grid_keep_their_pixels(shape, info):
-    pixels = torch.randn(2, *shape)
-    items = split_experience_batch(ExperienceVL(**text(info=info), pixel_values=pixels))
-    assert [tuple(own.pixel_values.shape) for own in items] == [(1, *shape)] * 2
-    assert torch.equal(make_experience_batch(items).pixel_values, pixels)
-
-
-def test_one_image_per_sample_has_a_grid_of_two_dimensions():
+def test_rows_of_media_that_are_clear():
+    for shape in ((3, 4, 4), (1, 3, 4, 4), (5, 3, 4, 4)):  # an image of each sample, whatever its layout
+        for info in (None, {"image_num": [1, 1]}):
+            pixels = torch.randn(2, *shape)
+            items = split_experience_batch(ExperienceVL(**text(info=info), pixel_values=pixels))
+            assert [tuple(own.pixel_values.shape) for own in items] == [(1, *shape)] * 2
+            assert torch.equal(make_experience_batch(items).pixel_values, pixels)
+    # An image per sample has a grid of two dimensions
     grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
     items = split_experience_batch(ExperienceVL(**text(), pixel_values=torch.randn(12, 5), image_grid_thws=grid))
     assert [own.image_grid_thws.tolist() for own in items] == [[[1, 2, 2]], [[1, 4, 2]]]
     assert [len(own.pixel_values) for own in items] == [4, 8]
-
-
-def test_one_number_for_all_samples():
-    batch = ExperienceVL(**text(info={"image_num": 2}), pixel_values=torch.randn(4, 3, 4, 4))
-    items = split_experience_batch(batch)
-    assert [len(own.pixel_values) for own in items] == [2, 2]
-    assert [own.info["image_num"] for own in items] == [2, 2]
-
-
-def test_other_media_follow_the_only_rows_that_fit():
-    grid = torch.tensor([[1, 1, 1], [1, 2, 2], [1, 2, 2]])
+    # One number for all samples
+    items = split_experience_batch(ExperienceVL(**text(info={"image_num": 2}), pixel_values=torch.randn(4, 3, 4, 4)))
+    assert [len(own.pixel_values) for own in items] == [own.info["image_num"] for own in items] == [2, 2]
+    # Other media follow the only rows that fit
     batch = ExperienceVL(
         **text(info={"video_num": [1, 2]}),
         pixel_values_videos=torch.randn(9, 5),
-        video_grid_thws=grid,
+        video_grid_thws=torch.tensor([[1, 1, 1], [1, 2, 2], [1, 2, 2]]),
         extra_media={"second_per_grid_ts": torch.tensor([0.5, 1.0, 2.0]), "position_ids": torch.arange(9)},
     )
     first, second = split_experience_batch(batch)
     assert first.extra_media["second_per_grid_ts"].tolist() == [0.5]
     assert second.extra_media["second_per_grid_ts"].tolist() == [1.0, 2.0]
     assert second.extra_media["position_ids"].tolist() == list(range(1, 9))
+    # Single images of samples count as lists
+    pictures = [PIL.Image.new("RGB", (1, 1)) for _ in range(2)]
+    batch = make_experience_batch(split_experience_batch(ExperienceVL(**text(), raw_images=pictures)))
+    assert batch.raw_images == [[pictures[0]], [pictures[1]]]
 
 
+TWO = {"pixel_values": torch.ones(2, 3, 4, 4)}
+THREE = {"pixel_values": torch.ones(3, 3, 4, 4)}
+GRIDS = {"pixel_values": torch.ones(3, 5), "image_grid_thws": torch.ones(3, 3).long()}
 AMBIGUOUS = {
-    "more images than samples": ({"pixel_values": torch.ones(3, 3, 4, 4)}, {}, "pixel_values"),
-    "more grids than samples": (
-        {"pixel_values": torch.ones(3, 5), "image_grid_thws": torch.ones(3, 3).long()},
-        {},
-        "image_grid_thws",
-    ),
-    "numbers that don't add up": ({"pixel_values": torch.ones(3, 3, 4, 4)}, {"image_num": [1, 1]}, "pixel_values"),
-    "tiles that happen to be as many as samples": (
-        {"pixel_values": torch.ones(2, 3, 4, 4)},
-        {"image_num": [1, 0]},
-        "pixel_values",
-    ),
+    "more images than samples": (THREE, {}, "pixel_values"),
+    "more grids than samples": (GRIDS, {}, "image_grid_thws"),
+    "numbers that don't add up": (THREE, {"image_num": [1, 1]}, "pixel_values"),
+    "tiles that happen to be as many as samples": (TWO, {"image_num": [1, 0]}, "pixel_values"),
     "a set of images per sample, or an image of tiles": (
-        {"pixel_values": torch.ones(2, 2, 3, 4, 4)},
-        {"image_num": [2, 0]},
-        "pixel_values",
+        *({"pixel_values": torch.ones(2, 2, 3, 4, 4)}, {"image_num": [2, 0]}, "pixel_values"),
     ),
     "other media by sample or by image": (
-        {"pixel_values": torch.ones(2, 3, 4, 4), "extra_media": {"image_sizes": torch.ones(2, 2)}},
-        {"image_num": [2, 0]},
-        "image_sizes",
+        *({**TWO, "extra_media": {"image_sizes": torch.ones(2, 2)}}, {"image_num": [2, 0]}, "image_sizes"),
     ),
     "audio windows": ({"audio_values": torch.ones(5, 4, 6)}, {"audio_num": [1, 2]}, "audio_values"),
 }
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-def test_unclear_rows_are_refused(case):
+def test_unclear_rows_are_refused_until_media_rows_settle_them(case):
     media, info, name = AMBIGUOUS[case]
     with pytest.raises(ValueError, match=rf"rows of `{name}`.*`media_rows\['{name}'\]`"):
         split_experience_batch(ExperienceOmni(**text(info=info), **media))
-
-
-def test_single_images_of_samples_count_as_lists():
-    pictures = [PIL.Image.new("RGB", (1, 1)) for _ in range(2)]
-    batch = make_experience_batch(split_experience_batch(ExperienceVL(**text(), raw_images=pictures)))
-    assert batch.raw_images == [[pictures[0]], [pictures[1]]]
-
-
-def test_media_rows_settle_what_is_unclear():
-    for media, info, _ in AMBIGUOUS.values():
-        extra = media.get("extra_media", {})
-        tensors = {name: value for name, value in (media | extra).items() if name != "extra_media"}
-        rows = {name: [len(tensor), 0] for name, tensor in tensors.items()}
-        batch = ExperienceOmni(**text(info=info), **media, media_rows=rows)
-        assert make_experience_batch(split_experience_batch(batch)).media_rows == rows
+    tensors = {**media, **media.get("extra_media", {})}
+    rows = {name: [len(tensor), 0] for name, tensor in tensors.items() if name != "extra_media"}
+    batch = ExperienceOmni(**text(info=info), **media, media_rows=rows)
+    assert make_experience_batch(split_experience_batch(batch)).media_rows == rows
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"media_rows": {"pixel_values": [1, 2]}},
-            r"`media_rows\['pixel_values'\]` must split 2 rows among 2 samples",
-        ),
+        ({"media_rows": {"pixel_values": [1, 2]}}, r"`media_rows\['pixel_values'\]` must split 2 rows among 2 sampl"),
         ({"media_rows": {"pixel_values": [2]}}, r"`media_rows\['pixel_values'\]` must split 2 rows"),
         ({"media_rows": {"pixel_values": [3, -1]}}, r"`media_rows\['pixel_values'\]` must split 2 rows"),
-        ({"media_rows": {"pixels": [1, 1]}}, r"tells of `pixels`, but the experience has \['pixel_values'\]"),
+        ({"media_rows": {"pixels": [1, 1]}}, r"has `pixels`, but the experience has \['pixel_values'\]"),
         ({"info": {"image_num": [0.5, 1.5]}}, r"`info\['image_num'\]` must hold a whole number for each of 2 samples"),
         ({"info": {"image_num": [1, 1, 0]}}, r"`info\['image_num'\]` must hold a whole number"),
         ({"image_grid_thws": torch.ones(2, 2).long()}, r"`image_grid_thws` must have shape \(N, 3\)"),
-        ({"image_grid_thws": torch.full((2, 3), 2)}, r"`pixel_values` has 2 rows, but its grid tells of 16 patches"),
+        ({"image_grid_thws": torch.full((2, 3), 2)}, r"`pixel_values` has 2 rows, but its grid has 16 patches"),
         ({"extra_media": {"pixel_values": torch.ones(2)}}, r"`extra_media` gives \['pixel_values'\] a second time"),
         ({"raw_images": [None]}, r"`raw_images` has 1 entries for 2 samples"),
         ({"values": torch.ones(3, 3)}, r"`values` has 3 rows, but there are 2 samples"),
@@ -476,9 +399,7 @@ def test_media_of_different_sizes_are_padded_on_the_right():
     batch = make_experience_batch([short, long])
     assert batch.audio_values[0].tolist() == [[1, 1, 1, 0, 0]] * 2
     assert batch.audio_attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-
-
-def test_positions_of_patches_are_padded_as_by_the_model():
+    # Positions of patches as by the model
     items = [BufferItemVL(torch.tensor([1]), extra_media={"image_position_ids": torch.ones(1, n)}) for n in (2, 3)]
     assert make_experience_batch(items).extra_media["image_position_ids"].tolist() == [[1, 1, -1], [1, 1, 1]]
 
@@ -498,19 +419,9 @@ def test_info_of_samples():
         "metrics": {"format": torch.tensor([0.0, 1.0]), "beta": 0.1},
     }
     first, second = (own.info for own in split_experience_batch(Experience(**text(info=info))))
-    assert same(
-        second,
-        {
-            "reward": torch.tensor(2.0),
-            "steps": torch.tensor([2, 3]),
-            "name": "b",
-            "kl_coef": 0.5,
-            "step": torch.tensor(3),
-            "histogram": torch.arange(3),
-            "tags": ["x"],
-            "metrics": {"format": torch.tensor(1.0), "beta": 0.1},
-        },
-    )
+    expected = {"reward": torch.tensor(2.0), "steps": torch.tensor([2, 3]), "name": "b"}
+    expected |= {name: info[name] for name in ("kl_coef", "step", "histogram", "tags")}
+    assert same(second, {**expected, "metrics": {"format": torch.tensor(1.0), "beta": 0.1}})
     made = make_experience_batch([BufferItem(*[torch.ones(1)] * 8, own) for own in (first, second)]).info
     per_sample = {"kl_coef": [0.5] * 2, "step": torch.tensor([3, 3]), "histogram": torch.arange(3).repeat(2, 1)}
     metrics = {"format": info["metrics"]["format"], "beta": [0.1, 0.1]}
@@ -518,32 +429,35 @@ def test_info_of_samples():
 
 
 def test_info_that_only_some_have():
-    infos = [None, {"reward": torch.tensor(1.0), "metrics": {"a": 1}}, {"metrics": {"b": 2}}]
-    info = make_experience_batch([item([1], [1], [1], info=info) for info in infos]).info
+    def joined(*infos):
+        return make_experience_batch([item([1], [1], [1], info=info) for info in infos]).info
+
+    info = joined(None, {"reward": torch.tensor(1.0), "metrics": {"a": 1}}, {"metrics": {"b": 2}})
     expected = {"reward": [None, torch.tensor(1.0), None], "metrics": {"a": [None, 1, None], "b": [None, None, 2]}}
     assert same(info, expected)
+    # Tensors of different shapes stay in a list
+    steps = [torch.ones(1), torch.ones(2)]
+    assert same(joined(*({"steps": each} for each in steps)), {"steps": steps})
 
 
-def test_tensors_of_different_shapes_stay_apart():
-    infos = [{"steps": torch.ones(1)}, {"steps": torch.ones(2)}]
-    info = make_experience_batch([item([1], [1], [1], info=info) for info in infos]).info
-    assert same(info, {"steps": [torch.ones(1), torch.ones(2)]})
+def full(n: int):
+    return item([1] * n, [1] * n, [1] * n, kl=torch.ones(n), action_entropy=torch.ones(n))
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("name", ["values", "kl", "action_entropy", "action_mask", "attention_mask"])
 def test_field_that_only_some_have_is_refused(name, missing):
-    items = [item([1, 2], [1, 1], [1, 1], kl=torch.ones(2), action_entropy=torch.ones(2)) for _ in range(2)]
+    items = [full(2), full(2)]
     setattr(items[missing], name, None)
     with pytest.raises(ValueError, match=f"`{name}` is None in item {missing}"):
         make_experience_batch(items)
 
 
-@pytest.mark.parametrize("name", ["values", "kl", "action_entropy"])
-def test_packed_fields_are_lists(name):
-    items = [item([1] * n, [1] * n, [1] * n, kl=torch.ones(n), action_entropy=torch.ones(n)) for n in (2, 3)]
+def test_packed_fields_are_lists():
+    items = [full(2), full(3)]
     packed = make_experience_batch(items, packing_samples=True)
-    assert [len(row) for row in getattr(packed, name)] == [2, 3]
+    for name in ("values", "kl", "action_entropy"):
+        assert [len(row) for row in getattr(packed, name)] == [2, 3]
     packed.values[0].zero_()
     assert items[0].values.tolist() == [10, 11]
 
@@ -558,11 +472,7 @@ def test_masks_are_made_where_there_is_padding():
     assert batch.action_mask.tolist() == [[False, True], [True, True]]
     for together, packed in (([long, long], False), ([short, long], True)):
         batch = make_experience_batch(together, packing_samples=packed)
-        assert batch.attention_mask is None
-        assert batch.action_mask is None
-
-
-def test_nothing_to_make_or_split():
+        assert batch.attention_mask is None and batch.action_mask is None
     with pytest.raises(ValueError, match="no items"):
         make_experience_batch([])
     assert split_experience_batch(ExperienceVL(torch.ones(0, 3))) == []
@@ -630,13 +540,6 @@ def test_padding_that_cannot_be_told_is_refused():
         remove_padding_in_sequences([item([1, 2], [0, 0])])
 
 
-def test_media_and_their_samples_stay_when_padding_goes():
-    own = BufferItemVL(torch.tensor([0, 1]), pixel_values=torch.ones(1, 5), attention_mask=torch.tensor([0, 1]))
-    (clean,) = remove_padding_in_sequences([own])
-    assert type(clean) is BufferItemVL
-    assert clean.pixel_values is own.pixel_values
-
-
 # Memory
 
 
@@ -667,23 +570,14 @@ def test_samples_do_not_keep_the_batch():
     assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.1 * IMAGE_BYTES
     assert kept.pixel_values.shape == (1, 3, 64, 64)
     assert len(kept.info) == 3
-
-
-def test_samples_have_no_gradient_history():
-    weight = torch.ones(2, 3, requires_grad=True)
+    weight = torch.ones(2, 3, requires_grad=True)  # of their history, no gradient
     own = split_experience_batch(Experience(**text(action_log_probs=weight * 2)))[0]
     assert not own.action_log_probs.requires_grad
-
-
-def test_media_of_a_group_are_held_once():
-    items = split_experience_batch(group_batch())
-    images = [own.pixel_values for own in items]
-    assert len({id(image) for image in images}) == 3
-    assert [images[i] is images[0] for i in range(5)] == [True] * 4 + [False]
-    buffer = ReplayBuffer()
-    before = bytes_alive()
-    buffer.append(group_batch())
-    assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.3 * IMAGE_BYTES
+    # What was cut off
+    own = item([0] * 100 + [1], [0] * 100 + [1], [0] * 50 + [1])
+    (clean,) = remove_padding_in_sequences([own])
+    tensors = [value for value in vars(clean).values() if isinstance(value, torch.Tensor)]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 
 def saved_and_loaded(state: dict) -> tuple[dict, int]:
@@ -695,22 +589,20 @@ def saved_and_loaded(state: dict) -> tuple[dict, int]:
         return torch.load(file, weights_only=True), size
 
 
-def test_media_of_a_group_are_saved_once():
-    buffer = ReplayBuffer()
-    buffer.append(group_batch())
+def test_media_of_a_group_are_held_and_saved_once():
+    images = [own.pixel_values for own in split_experience_batch(group_batch())]
+    assert len({id(image) for image in images}) == 3
+    assert [images[i] is images[0] for i in range(5)] == [True] * 4 + [False]
+    del images
+    before = bytes_alive()
+    buffer = filled(group_batch())
+    assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.3 * IMAGE_BYTES
     state, size = saved_and_loaded(buffer.state_dict())
     assert 3 * IMAGE_BYTES < size < 4 * IMAGE_BYTES
     loaded = ReplayBuffer()
     loaded.load_state_dict(state)
     assert same(list(loaded), list(buffer))
     assert len({own.pixel_values.data_ptr() for own in loaded}) == 3
-
-
-def test_what_was_cut_off_is_not_kept():
-    own = item([0] * 100 + [1], [0] * 100 + [1], [0] * 50 + [1])
-    (clean,) = remove_padding_in_sequences([own])
-    tensors = [value for value in vars(clean).values() if isinstance(value, torch.Tensor)]
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 
 # The buffer
@@ -729,6 +621,13 @@ def ragged(lengths: list[int], **changes) -> Experience:
     )
 
 
+def filled(*parts: Experience, **options) -> ReplayBuffer:
+    buffer = ReplayBuffer(**options)
+    for part in parts:
+        buffer.append(part)
+    return buffer
+
+
 def names(entries) -> list[int]:
     """Which samples these are."""
     return [int(own.sequences[0]) // 100 for own in entries]
@@ -739,96 +638,64 @@ def names_in(batch: Experience) -> list[int]:
 
 
 def test_experiences_come_in_as_samples_without_padding():
-    buffer = ReplayBuffer()
     batch = ragged([4, 6], info={"reward": torch.ones(2)})
     before = vars(batch).copy()
-    buffer.append(batch)
+    buffer = filled(batch)
     assert len(buffer) == 2
     assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
     assert buffer[0].advantages.tolist() == [1, 2]
     assert all(value is before[name] for name, value in vars(batch).items())
     buffer.append(make_experience_batch([item([301, 302])], packing_samples=True))
     assert names(buffer) == [0, 1, 3]
-
-
-def test_padded_experience_needs_its_mask():
     with pytest.raises(ValueError, match="has no `attention_mask`"):
-        ReplayBuffer().append(replace(ragged([4, 6]), attention_mask=None))
+        filled(replace(ragged([4, 6]), attention_mask=None))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_limit_keeps_the_newest(packed):
-    buffer = ReplayBuffer(limit=3)
     parts = [ragged([2, 2]), ragged([4, 4])]
-    for part in parts:
-        if packed:
-            part = make_experience_batch(remove_padding_in_sequences(split_experience_batch(part)), True)
-        buffer.append(part)
+    if packed:
+        clean = [remove_padding_in_sequences(split_experience_batch(part)) for part in parts]
+        parts = [make_experience_batch(items, True) for items in clean]
+    buffer = filled(*parts, limit=3)
     assert [len(own.sequences) for own in buffer] == [2, 4, 4]
     assert names(buffer) == [1, 0, 1]
 
 
 def test_samples_are_drawn_without_replacement():
-    buffer, again = ReplayBuffer(seed=1), ReplayBuffer(seed=1)
-    for b in (buffer, again):
-        b.append(ragged([2] * 20))
+    buffer, again, other = (filled(ragged([2] * 20), seed=seed) for seed in (1, 1, 2))
     drawn = [names(buffer.sample(5)) for _ in range(4)]
     assert drawn == [names(again.sample(5)) for _ in range(4)]
     assert all(len(set(part)) == 5 for part in drawn)
     assert len({tuple(part) for part in drawn}) == 4
     assert sorted(names(buffer.sample(100))) == list(range(20))
     assert len(buffer) == 20
-    other = ReplayBuffer(seed=2)
-    other.append(ragged([2] * 20))
     assert names(other.sample(5)) != drawn[0]
 
 
 def test_oldest_are_taken_out():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([2] * 3))
+    buffer = filled(ragged([2] * 3))
     assert names(buffer.take(2)) == [0, 1]
     assert names(buffer) == [2]
     assert names(buffer.take(2)) == [2]
     assert buffer.take(2) == []
 
 
-def test_clear():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([2, 4]))
-    buffer.normalize()
-    buffer.clear()
-    assert len(buffer) == 0
-    buffer.append(ragged([2, 4]))
-    buffer.normalize()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_batches_of_a_size(packed):
-    buffer = ReplayBuffer()
-    buffer.append(ragged([2, 4, 6, 8, 10]))
-    batches = list(buffer.batches(packing_samples=packed, batch_size=2, shuffle=False))
-    assert same(batches, [make_experience_batch(buffer[i : i + 2], packed) for i in (0, 2, 4)])
-
-
-def test_batches_are_shuffled_each_time():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([2, 4, 6, 8, 10]))
+def test_batches_of_a_size():
+    buffer = filled(ragged([2, 4, 6, 8, 10]))
+    for packed in (False, True):
+        batches = list(buffer.batches(packing_samples=packed, batch_size=2, shuffle=False))
+        assert same(batches, [make_experience_batch(buffer[i : i + 2], packed) for i in (0, 2, 4)])
     epochs = [[names_in(batch) for batch in buffer.batches(batch_size=2)] for _ in range(3)]
     assert all(sorted(sum(epoch, [])) == list(range(5)) for epoch in epochs)
     assert len({str(epoch) for epoch in epochs}) == 3
     assert names(buffer) == list(range(5))
-
-
-def test_padding_id_of_batches():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([2, 4]))
-    (batch,) = buffer.batches(batch_size=2, shuffle=False, pad_token_id=9)
+    batch, *_ = buffer.batches(batch_size=2, shuffle=False, pad_token_id=9)
     assert batch.sequences[0].tolist() == [9, 9, 1, 2]
 
 
 def test_first_fit_decreasing():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([4, 2, 14, 6, 8, 2, 4]))
+    buffer = filled(ragged([4, 2, 14, 6, 8, 2, 4]))
     packed = buffer.batches(packing_samples=True, max_tokens=12, shuffle=False)
     # 14 | 8 4 | 6 4 2 | 2
     assert [[len(s) for s in batch.sequences] for batch in packed] == [[14], [8, 4], [6, 4, 2], [2]]
@@ -839,9 +706,7 @@ def test_first_fit_decreasing():
 @properties
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=12), st.integers(4, 30), st.booleans(), st.booleans())
 def test_batches_within_a_budget(lengths, max_tokens, packed, shuffle):
-    buffer, again = ReplayBuffer(seed=3), ReplayBuffer(seed=3)
-    for b in (buffer, again):
-        b.append(ragged(lengths))
+    buffer, again = (filled(ragged(lengths), seed=3) for _ in range(2))
     options = {"packing_samples": packed, "max_tokens": max_tokens, "shuffle": shuffle}
     batches = list(buffer.batches(**options))
     assert same(batches, list(again.batches(**options)))
@@ -855,21 +720,16 @@ def test_batches_within_a_budget(lengths, max_tokens, packed, shuffle):
 
 
 def test_shuffled_budget_batches_differ_from_epoch_to_epoch():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([4] * 8))
+    buffer = filled(ragged([4] * 8))
     epochs = [[names_in(batch) for batch in buffer.batches(max_tokens=8)] for _ in range(3)]
     assert len({str(sorted(map(sorted, epoch))) for epoch in epochs}) == 3
-    buffer.clear()
-    buffer.append(ragged([2, 4, 6, 8]))
+    buffer = filled(ragged([2, 4, 6, 8]))
     epochs = [names_in(batch) for _ in range(4) for batch in buffer.batches(max_tokens=4)]
     assert sorted(epochs) == sorted([[0], [1], [2], [3]] * 4)
     assert len({str(epochs[start : start + 4]) for start in (0, 4, 8, 12)}) > 1
-
-
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2, "max_tokens": 8}])
-def test_batches_need_one_size(options):
-    with pytest.raises(ValueError, match="either `max_tokens` or `batch_size`"):
-        ReplayBuffer().batches(**options)
+    for options in ({}, {"batch_size": 2, "max_tokens": 8}):
+        with pytest.raises(ValueError, match="either `max_tokens` or `batch_size`"):
+            buffer.batches(**options)
 
 
 # Normalization
@@ -877,12 +737,11 @@ def test_batches_need_one_size(options):
 
 @pytest.mark.parametrize("attribute", ["advantages", "returns"])
 def test_normalization_counts_each_action_once(attribute):
-    buffer, generator = ReplayBuffer(), torch.Generator().manual_seed(0)
     batch = ragged([4, 10, 6])
-    values = torch.randn(3, 5, generator=generator) * 3 + 7  # masked columns are not 0
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 3 + 7  # masked columns are not 0
     batch.action_mask[1, 2] = False
     setattr(batch, attribute, values)
-    buffer.append(batch)
+    buffer = filled(batch)
     handed_out = list(buffer)
     before = [getattr(own, attribute).clone() for own in handed_out]
     buffer.normalize(attribute)
@@ -892,27 +751,24 @@ def test_normalization_counts_each_action_once(attribute):
     assert all(torch.equal(getattr(own, attribute), b) for own, b in zip(handed_out, before, strict=True))
 
 
-@pytest.mark.parametrize("constant", [0.1, 1 / 3, 1e4 + 0.1])
-def test_values_equal_up_to_rounding_become_zero(constant):
-    buffer, values = ReplayBuffer(), torch.full((3, 5), constant)
-    values[:, ::2] = values[:, ::2].nextafter(torch.tensor(torch.inf))
-    buffer.append(ragged([4, 10, 6], advantages=values))
-    buffer.normalize()
-    assert all(own.advantages.tolist() == [0] * len(own.advantages) for own in buffer)
-
-
-def test_normalization_without_action_mask():
-    buffer = ReplayBuffer()
-    buffer.append(Experience(**text(action_mask=None)))
+def test_normalization_of_what_is_special():
+    for constant in (0.1, 1 / 3, 1e4 + 0.1):  # values equal up to rounding become zero
+        values = torch.full((3, 5), constant)
+        values[:, ::2] = values[:, ::2].nextafter(torch.tensor(torch.inf))
+        buffer = filled(ragged([4, 10, 6], advantages=values))
+        buffer.normalize()
+        assert all(own.advantages.tolist() == [0] * len(own.advantages) for own in buffer)
+    buffer = filled(Experience(**text(action_mask=None)))
     buffer.normalize()
     values = torch.cat([own.advantages for own in buffer])
     assert_close(values.mean(), torch.tensor(0.0))
     assert_close(values.std(correction=0), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="`returns` of item 0 is None"):
+        filled(ragged([4, 6], returns=None)).normalize("returns")
 
 
 def test_normalization_happens_once():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([4, 6]))
+    buffer = filled(ragged([4, 6]))
     buffer.normalize()
     with pytest.raises(RuntimeError, match="`advantages` has been normalized before"):
         buffer.normalize()
@@ -923,13 +779,15 @@ def test_normalization_happens_once():
     loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
     with pytest.raises(RuntimeError, match="before"):
         loaded.normalize()
-
-
-def test_normalization_needs_the_field():
-    buffer = ReplayBuffer()
-    buffer.append(ragged([4, 6], returns=None))
-    with pytest.raises(ValueError, match="`returns` of item 0 is None"):
-        buffer.normalize("returns")
+    buffer.clear()
+    assert len(buffer) == 0
+    buffer.append(ragged([2, 4]))
+    buffer.normalize()
+    # Nothing to normalize
+    buffer.clear()
+    buffer.normalize()
+    assert list(buffer.batches(batch_size=3)) == []
+    assert buffer.sample(1) == buffer.take(1) == []
 
 
 def process_of_two(rank: int, port: int, results) -> None:
@@ -939,9 +797,7 @@ def process_of_two(rank: int, port: int, results) -> None:
     os.environ |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
-    buffer = ReplayBuffer()
-    if rank == 0:
-        buffer.append(ragged([4, 10, 6]))
+    buffer = filled(*[ragged([4, 10, 6])][rank:])
     buffer.normalize(accelerator=accelerator)
     buffer.clear()
     buffer.append(ragged([[4, 10], [12]][rank]))
@@ -973,19 +829,14 @@ def test_normalization_over_processes():
 def test_without_offload_samples_stay_where_they_are():
     """The meta device stands for a GPU: nothing gets from there to the CPU."""
     batch = make_experience_batch([item([1, 2])], packing_samples=True).to_device("meta")
-    buffer = ReplayBuffer(cpu_offload=False)
-    buffer.append(batch)
-    assert buffer[0].sequences.is_meta
+    assert filled(batch, cpu_offload=False)[0].sequences.is_meta
     with pytest.raises(NotImplementedError, match="meta"):
-        ReplayBuffer().append(batch)
-
-
-@pytest.mark.parametrize("offload", [True, False])
-def test_what_is_kept_is_a_copy(offload):
-    buffer, batch = ReplayBuffer(cpu_offload=offload), ragged([4])
-    buffer.append(batch)
-    batch.sequences.zero_()
-    assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
+        filled(batch)
+    for offload in (True, False):  # what is kept is a copy
+        batch = ragged([4])
+        buffer = filled(batch, cpu_offload=offload)
+        batch.sequences.zero_()
+        assert buffer[0].sequences.tolist() == [1, 2, 3, 4]
 
 
 # Checkpoints
@@ -997,9 +848,7 @@ def test_loaded_buffer_goes_on_as_the_saved():
     vision = ExperienceVL(**text(info=info), pixel_values=torch.randn(2, 3, 4, 4), raw_images=[[picture], None])
     audio = ExperienceAL(**text(), audio_values=torch.randn(2, 4, 6))
     omni = ExperienceOmni(**text(), extra_media={"sizes": torch.ones(2, 2)})
-    buffer = ReplayBuffer(limit=9, seed=5)
-    for batch in (ragged([4, 6]), vision, audio, omni):
-        buffer.append(batch)
+    buffer = filled(ragged([4, 6]), vision, audio, omni, limit=9, seed=5)
     buffer.sample(3)
     loaded = ReplayBuffer(limit=9, seed=6)
     loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
@@ -1013,31 +862,19 @@ def test_loaded_buffer_goes_on_as_the_saved():
     assert same(list(smaller), list(buffer)[-2:])
 
 
-def test_empty_buffer():
-    buffer = ReplayBuffer()
-    buffer.normalize()
-    assert list(buffer.batches(batch_size=3)) == []
-    assert buffer.sample(1) == buffer.take(1) == []
-
-
 def test_group_spread_over_batches_shares_its_media():
     """Three of a group in one batch, one and another group in the next."""
-    buffer = ReplayBuffer()
     image, other = torch.randn(4, 6), torch.randn(4, 6)
-    grid = torch.tensor([[1, 2, 2]])
-    for images in ([image, image, image], [image, other]):
-        buffer.append(
-            ExperienceVL(
-                sequences=torch.ones(len(images), 3, dtype=torch.long),
-                attention_mask=torch.ones(len(images), 3, dtype=torch.long),
-                action_mask=torch.ones(len(images), 2, dtype=torch.bool),
-                pixel_values=torch.cat(images),
-                image_grid_thws=grid.repeat(len(images), 1),
-                extra_media={"image_sizes": torch.cat([i[:1, :2] for i in images])},
-                info={},
-            )
+    parts = [
+        ExperienceVL(
+            **text(len(images)),
+            pixel_values=torch.cat(images),
+            image_grid_thws=torch.tensor([[1, 2, 2]] * len(images)),
+            extra_media={"image_sizes": torch.cat([i[:1, :2] for i in images])},
         )
-    items = list(buffer)
+        for images in ([image, image, image], [image, other])
+    ]
+    items = list(filled(*parts))
     assert len({id(item.pixel_values) for item in items}) == 2
     assert len({id(item.extra_media["image_sizes"]) for item in items}) == 2
     assert [torch.equal(item.pixel_values, image) for item in items] == [True] * 4 + [False]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that stops at any step and goes on from its checkpoint is, bit for bit, the run that never stopped."""
+"""A run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
 
 import json
 import logging
@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +15,18 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from helpers.marks import slow_but
-from helpers.resumed_runs import REPLAY, REUSED, STEPS_PER_EPOCH, Recording, checkpoint, few_live, logged, same_weights
+from helpers.resumed_runs import (
+    REPLAY,
+    REUSED,
+    STEPS_PER_EPOCH,
+    Case,
+    Recording,
+    checkpoint,
+    few_live,
+    logged,
+    same_weights,
+    straight_runs,
+)
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, make_trainer
 from peft import LoraConfig
 from PIL import Image
@@ -47,33 +56,20 @@ class RecordingRLOO(Recording, MultimodalRLOOTrainer):
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
 
 
-@dataclass
-class Case:
-    """A run to interrupt."""
-
-    options: dict
-    stops: list[int]  # steps to resume from, beside one chosen at random
-    moving: list[str] = field(default_factory=list)  # metrics that must not stay 0
-    trainer: type = RecordingGRPO
-    family: str = "qwen2_5_vl"
-    rows: Callable = image_rows
-    not_logged: set[str] = field(default_factory=set)  # metrics that `Trainer` starts anew
-
-    def make(self, folder: Path, **options):
-        arguments = {**REUSED, **self.options, **options}
-        return make_trainer(self.trainer, self.family, self.rows(5), folder, **arguments)
+def case(options, stops, moving=(), *, trainer=RecordingGRPO, family="qwen2_5_vl", rows=image_rows, **fields):
+    return Case(trainer, family, rows, options, stops, moving, **fields)
 
 
 CASES = {
-    "several epochs": Case({"max_steps": 11}, [STEPS_PER_EPOCH, 6, 9]),
-    "one update a batch": Case({"steps_per_generation": 2, "num_iterations": 1, "max_steps": 5}, [1, 2]),
-    "shuffled as by TRL": Case({"keep_groups_together": False}, [3]),
-    "replay, dynamic sampling, adaptive KL": Case(
+    "several epochs": case({"max_steps": 11}, [STEPS_PER_EPOCH, 6, 9]),
+    "one update a batch": case({"steps_per_generation": 2, "num_iterations": 1, "max_steps": 5}, [1, 2]),
+    "shuffled as by TRL": case({"keep_groups_together": False}, [3]),
+    "replay, dynamic sampling, adaptive KL": case(
         {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "max_steps": 10},
         [2, 6],
         ["replay/frac", "kl", "kl_coef"],
     ),
-    "reinforce, running scale, entropies of the rollout": Case(
+    "reinforce, running scale, entropies of the rollout": case(
         {
             "advantage_estimator": "reinforce",
             "reward_running_scale": True,
@@ -84,7 +80,7 @@ CASES = {
         [1, 5],
         ["kl"],
     ),
-    "current entropies, adaptive bonus": Case(
+    "current entropies, adaptive bonus": case(
         {
             "top_entropy_quantile": 0.4,
             "entropy_source": "current",
@@ -94,14 +90,14 @@ CASES = {
         [3],
         ["entropy_coef"],
     ),
-    "synchronised reference": Case(
+    "synchronised reference": case(
         {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}, [3], ["kl"]
     ),
-    "adapter with dropout": Case({"objects": {"peft_config": LORA}, "beta": 0.1}, [3], ["kl"]),
-    "dropout": Case({}, [3], trainer=WithDropout),
-    "audio": Case({}, [3], family="qwen2_audio", rows=audio_rows),
-    "logged every three steps": Case({"logging_steps": 3}, [1, 5], not_logged={"loss"}),
-    "evaluated between updates": Case(
+    "adapter with dropout": case({"objects": {"peft_config": LORA}, "beta": 0.1}, [3], ["kl"]),
+    "dropout": case({}, [3], trainer=WithDropout),
+    "audio": case({}, [3], family="qwen2_audio", rows=audio_rows),
+    "logged every three steps": case({"logging_steps": 3}, [1, 5], not_logged={"loss"}),
+    "evaluated between updates": case(
         {
             "eval_strategy": "steps",
             "eval_steps": 2,
@@ -112,7 +108,7 @@ CASES = {
         [2, 5],
         ["eval_reward"],
     ),
-    "rloo": Case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
+    "rloo": case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
 }
 SLOW = {
     "shuffled as by TRL",
@@ -127,25 +123,7 @@ SLOW = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Trainers that never stopped, by case, each with a checkpoint of every step."""
-    trainers = {}
-
-    def run(name: str):
-        if name not in trainers:
-            folder = tmp_path_factory.mktemp("straight")
-            trainers[name] = CASES[name].make(folder)
-            trainers[name].train()
-        return trainers[name]
-
-    return run
-
-
-def resume(name: str, straight, step: int, folder: Path):
-    """A new trainer that goes on from a step of another."""
-    trainer = CASES[name].make(folder, save_strategy="no")
-    trainer.train(resume_from_checkpoint=checkpoint(straight, step))
-    assert trainer.state.global_step == trainer.args.max_steps
-    return trainer
+    return straight_runs(CASES, tmp_path_factory)
 
 
 def rest(trainer, step: int) -> list:
@@ -161,7 +139,7 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
         assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
     last = uninterrupted.args.max_steps
     for step in {*case.stops, random.Random(name).randrange(1, last)}:
-        resumed = resume(name, uninterrupted, step, tmp_path)
+        resumed = case.resume(checkpoint(uninterrupted, step), tmp_path)
         assert resumed.trained_on == rest(uninterrupted, step), step
         assert same_weights(uninterrupted, resumed), step
         assert logged(resumed, case.not_logged) == logged(uninterrupted, case.not_logged), step
@@ -198,7 +176,7 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
 
     monkeypatch.setattr(RecordingGRPO, "_load_rollout_state", load_without)
     case, uninterrupted = CASES[name], straight(name)
-    resumed = resume(name, uninterrupted, step, tmp_path)
+    resumed = case.resume(checkpoint(uninterrupted, step), tmp_path)
     logs = logged(resumed, case.not_logged), logged(uninterrupted, case.not_logged)
     assert logs[0] != logs[1]
     if lost != "metrics":
@@ -208,7 +186,7 @@ def test_run_differs_without(name, step, lost, straight, tmp_path, monkeypatch):
 def test_epoch_has_another_order_unless_it_is_set(straight, tmp_path, monkeypatch):
     monkeypatch.setattr(EpochBatches, "set_epoch", lambda self, epoch: None)
     uninterrupted = straight("several epochs")
-    resumed = resume("several epochs", uninterrupted, 6, tmp_path)
+    resumed = CASES["several epochs"].resume(checkpoint(uninterrupted, 6), tmp_path)
     prompts, expected = ([prompts for prompts, _ in part] for part in (resumed.trained_on, rest(uninterrupted, 6)))
     rest_of_epoch = 2 * uninterrupted.args.gradient_accumulation_steps
     assert prompts[:rest_of_epoch] == expected[:rest_of_epoch]
@@ -235,15 +213,13 @@ def test_checkpoint_holds_media_once_per_prompt(straight):
     assert Path(folder, "rollout_state_0.pt").stat().st_size < 1.3 * sum(sizes.values())
 
 
-def test_checkpoint_without_state_goes_on_with_new_completions(straight, tmp_path, caplog):
+def test_checkpoint_without_state_resumes_with_new_completions(straight, tmp_path, caplog):
     uninterrupted = straight("several epochs")
     shutil.copytree(checkpoint(uninterrupted, 6), tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "rollout_state_0.pt").unlink()
-    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", checkpoint_manifest=False)
     with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        trainer = CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path, checkpoint_manifest=False)
     assert "has no state of the rollouts" in caplog.text
-    assert trainer.state.global_step == trainer.args.max_steps
     assert trainer.trained_on != rest(uninterrupted, 6)
 
 
@@ -253,10 +229,8 @@ def test_reference_that_follows_the_policy_must_be_there(straight, tmp_path):
     shutil.copytree(checkpoint(straight("synchronised reference"), 3), folder)
     shutil.rmtree(folder / "ref_model")
     with pytest.raises(ValueError, match="checkpoint-3 has no folder 'ref_model' with a reference that follows"):
-        case.make(tmp_path, save_strategy="no", checkpoint_manifest=False).train(resume_from_checkpoint=str(folder))
-    trainer = case.make(tmp_path, save_strategy="no", checkpoint_manifest=False, sync_ref_model=False)
-    trainer.train(resume_from_checkpoint=str(folder))
-    assert trainer.state.global_step == trainer.args.max_steps
+        case.resume(folder, tmp_path, checkpoint_manifest=False)
+    case.resume(folder, tmp_path, checkpoint_manifest=False, sync_ref_model=False)
 
 
 class Foreign:
@@ -273,9 +247,8 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
     shutil.copytree(checkpoint(straight("several epochs"), 6), tmp_path / "checkpoint-6")
     file = tmp_path / "checkpoint-6" / "rollout_state_0.pt"
     torch.save({**torch.load(file, weights_only=False), "foreign": Foreign(tmp_path / "made")}, file)
-    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", checkpoint_manifest=False)
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        CASES["several epochs"].resume(tmp_path / "checkpoint-6", tmp_path, checkpoint_manifest=False)
     assert not (tmp_path / "made").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "made").exists()
@@ -293,10 +266,10 @@ def paths_in(folder: Path, n: int = 5, color: str = "red", size: int = 56, **col
     return Dataset.from_list(rows)
 
 
-def test_another_dataset_is_said(tmp_path, caplog):
+def test_another_dataset_is_logged(tmp_path, caplog):
     options = {**REUSED, "self_check": False, "max_steps": 2}
 
-    def said(rows) -> str:
+    def warnings(rows) -> str:
         caplog.clear()
         trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options)
         with caplog.at_level(logging.WARNING):
@@ -307,11 +280,11 @@ def test_another_dataset_is_said(tmp_path, caplog):
     make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / "run", **options).train()
     saved = json.loads((tmp_path / "run" / "checkpoint-1" / "manifest.json").read_text())["datasets"]
     assert len(saved["train_dataset"]["checksums"]) == 5
-    assert said(paths_in(tmp_path / "b")) == ""
+    assert warnings(paths_in(tmp_path / "b")) == ""
     other = rows.map(lambda row, i: {**row, "prompt": "Another?"} if i == 3 else row, with_indices=True)
-    assert "checkpoint-1 was saved: of the 5 rows compared, 1 or their files differ (rows 3)." in said(other)
+    assert "checkpoint-1 was saved: of the 5 rows compared, 1 or their files differ (rows 3)." in warnings(other)
     Image.new("RGB", (84, 84), "blue").save(tmp_path / "a" / "2.png")
-    assert "1 or their files differ (rows 2)" in said(rows)
+    assert "1 or their files differ (rows 2)" in warnings(rows)
     before = fingerprint(rows)
     for changed, clause in [
         (concatenate_datasets([rows, rows.select([0])]), "it has 6 rows, not 5"),
@@ -391,25 +364,22 @@ def test_fingerprints_depend_on_what_rows_hold_alone(tmp_path):
     ),
     ids=["generation", "micro-batch", "iterations", "groups", "reference", "advantages", "entropies"],
 )
-def test_another_size_goes_on_with_new_completions(changes, straight, tmp_path, caplog):
+def test_another_size_resumes_with_new_completions(changes, straight, tmp_path, caplog):
     uninterrupted = straight("several epochs")
-    trainer = CASES["several epochs"].make(tmp_path, save_strategy="no", **changes)
     with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, 6))
+        trainer = CASES["several epochs"].resume(checkpoint(uninterrupted, 6), tmp_path, **changes)
     assert "Batches have changed" in caplog.text
-    assert trainer.state.global_step == trainer.args.max_steps
     size = trainer.args.per_device_train_batch_size
     assert all(len(completions) == size for _, completions in trainer.trained_on)
 
 
-def test_what_the_run_no_longer_asks_for_stays_in_the_checkpoint(straight, tmp_path):
+def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
     name = "replay, dynamic sampling, adaptive KL"
     folder = checkpoint(straight(name), 6)
     state = load_rollout_state(folder, 0)
     assert state["groups"]["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
     options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": False, "max_steps": 8}
-    trainer = CASES[name].make(tmp_path, save_strategy="no", **options)
-    trainer.train(resume_from_checkpoint=folder)
+    trainer = CASES[name].resume(folder, tmp_path, **options)
     assert trainer.kl_coef == 0.3
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
 

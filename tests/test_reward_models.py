@@ -19,7 +19,7 @@ from helpers.trainer_utils import (
     Recording,
     assert_equal,
     audio_rows,
-    forget_apart,
+    forget_isolation,
     image_rows,
     images_rows,
     length_and_sum,
@@ -230,7 +230,7 @@ def test_clips_that_would_mix_are_run_apart(monkeypatch):
     reward.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
     assert reward(prompts, completions) == pytest.approx(expected, abs=1e-5)
     assert sizes == [2, 1]
-    forget_apart(monkeypatch)
+    forget_isolation(monkeypatch)
     assert reward(prompts, completions) != pytest.approx(expected, abs=1e-3)
 
 

@@ -27,7 +27,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from trl import RLOOTrainer
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOConfig, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 
 
 FAMILY = "qwen2_5_vl"
@@ -201,7 +201,7 @@ def test_video_trains():
 
 
 class FromEngine(PseudoRandom):
-    """Log-probabilities of an engine, made up, one of which it doesn't know."""
+    """Synthetic log-probabilities of an engine, one of which is missing."""
 
     def __call__(self, model, prompts, **options):
         completions, _ = super().__call__(model, prompts, **options)
@@ -231,11 +231,6 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
     assert uncorrected["advantages"].abs().min() > 0
     inside = (ratios > 0.001) & (ratios < 1)
     assert inside.any() and not inside.all()
-
-
-def test_advantage_estimator_is_for_the_other_trainer(tmp_path):
-    with pytest.raises(ValueError, match="Use `MultimodalGRPOTrainer`, which has 'rloo' too"):
-        MultimodalRLOOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="reinforce")
 
 
 def test_model_card_names_the_method(tmp_path):

@@ -19,7 +19,7 @@ from helpers.checks import subject
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
-    forget_apart,
+    forget_isolation,
     image_rows,
     load,
     make_trainer,
@@ -156,7 +156,7 @@ def test_one_sound_in_all_rows_is_no_reason_to_stop(rows):
 
 
 def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
-    forget_apart(monkeypatch)
+    forget_isolation(monkeypatch)
     check = subject("gemma3n", audio_rows(4)).check()
     assert check.fallbacks.isolate == "media" and check.rows < 1e-5
     assert "one forward per media" in str(check)
@@ -165,7 +165,7 @@ def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
 
 def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(monkeypatch):
     """Text beside a clip changes nothing in an encoder without a mask for padding; a clip of another length does."""
-    forget_apart(monkeypatch)
+    forget_isolation(monkeypatch)
     prompts = ["What do you hear in the audio? Is there a cat?", "Is there a bird?", "What do you hear?"]
     rows = asking(prompts, audio=[sound(0.9, seed=1), None, sound(0.7, seed=2)])
     check = subject("gemma3n", rows).check()

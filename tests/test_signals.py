@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Who is asked to end, and what is still done then. That runs go on bit for bit afterwards, at any moment and on several
-processes: `distributed/test_killed.py`.
+Signals end a run, and what it still does then. `distributed/test_killed.py` resumes such runs bit for bit, from any
+moment and on several processes.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ def make(folder: Path, step: int = -1, number: int = signal.SIGTERM, **options):
 ASKING = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
-class Unheard(Exception):
+class Unhandled(Exception):
     pass
 
 
@@ -54,7 +54,7 @@ def outside():
     """Handlers of the program around a run, which has to leave them as they were."""
 
     def raise_error(number, frame):
-        raise Unheard(number)
+        raise Unhandled(number)
 
     before = {number: signal.signal(number, raise_error) for number in (*ASKING, signal.SIGINT)}
     yield
@@ -151,14 +151,14 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
     assert verify_checkpoint(checkpoint) == []
 
 
-def test_without_the_option_nobody_listens(tmp_path):
-    with pytest.raises(Unheard):
+def test_without_the_option_signals_are_not_handled(tmp_path):
+    with pytest.raises(Unhandled):
         make(tmp_path, 2, enable_jit_checkpoint=False).train()
 
 
-def test_who_types_at_a_prompt_interrupts_at_once(tmp_path, monkeypatch):
+def test_an_interactive_session_is_interrupted_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(Unheard):
+    with pytest.raises(Unhandled):
         make(tmp_path, 2, signal.SIGINT).train()
     trainer = make(tmp_path, 2)
     trainer.train()
@@ -174,7 +174,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     assert trainer.state.global_step == 3
 
 
-def test_in_a_thread_it_says_that_it_hears_nothing(tmp_path, caplog):
+def test_in_a_thread_it_warns_that_signals_are_not_handled(tmp_path, caplog):
     trainer = make(tmp_path, max_steps=1)
     thread = threading.Thread(target=trainer.train)
     with caplog.at_level(logging.WARNING):
@@ -202,7 +202,7 @@ print("trained on", file=sys.stderr, flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the death of a parent")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
 def test_it_ends_with_its_launcher_but_not_with_a_shell(tmp_path):
     started = []
     for name, seconds in (("accelerate", 600), ("my_script.py", 1)):

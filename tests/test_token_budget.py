@@ -5,9 +5,8 @@ import pytest
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.rloo_runs import InjectedTRL as InjectedTRLRLOO
 from helpers.trainer_utils import (
-    Injected,
     InjectedOurs,
-    RemembersPacking,
+    InjectedPPO,
     assert_equal,
     audio_rows,
     image_rows,
@@ -15,12 +14,6 @@ from helpers.trainer_utils import (
     run,
     text_rows,
 )
-
-from trl_multimodal_rft import MultimodalPPOTrainer
-
-
-class InjectedPPO(RemembersPacking, Injected, MultimodalPPOTrainer):
-    pass
 
 
 # By their number GRPO divides in the loss, and RLOO after it

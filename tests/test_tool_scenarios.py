@@ -6,12 +6,12 @@ What TRL's GRPO trainer promises of tools and environments, for our trainers, wi
 |---|---|
 | a plain tool is called rightly, called with a wrong argument, and not called | `test_tools` |
 | the same of an async tool | `test_tools` |
-| a tool that isn't there, and a call that can't be read | `test_tools` |
+| an unknown tool, and a call that can't be parsed | `test_tools` |
 | a tool returns an image on rows of text | `test_tools` |
 | a tool returns an image on rows of images | `test_tools` |
 | methods of an environment are tools; each completion has its own, which rewards see | `test_environments` |
 | `reset` shows text, blocks with an image, or nothing | `test_environments` |
-| the environment of a row is that of its column, with its own tools beside those of all | `test_environments` |
+| the environment of a row is that of its column, with its tools and those of all | `test_environments` |
 | environments give the reward, plain and async, and say nothing of others | `test_environments` |
 | an environment has the data, and there is no dataset | `test_environments_without_a_dataset` |
 
@@ -25,10 +25,9 @@ import pytest
 from datasets import Dataset
 from helpers.chats import image
 from helpers.samplers import Wrapped
-from helpers.tools import talking
+from helpers.tools import GRPO, RLOO, talking
 from helpers.trainer_utils import logged, make_trainer, norm, run
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.encoding.conversations import Conversation
 
 
@@ -57,20 +56,6 @@ class Saying(Wrapped):
     def text(self, i: int, turn: int) -> str:
         texts = self.script.get(i, [])
         return texts[turn] if turn < len(texts) else f"Done {i}"
-
-
-class KeepsInputs:
-    def _compute_loss(self, model, inputs):
-        self.inputs = inputs
-        return super()._compute_loss(model, inputs)
-
-
-class GRPO(KeepsInputs, MultimodalGRPOTrainer):
-    pass
-
-
-class RLOO(KeepsInputs, MultimodalRLOOTrainer):
-    pass
 
 
 TRAINERS = [GRPO, pytest.param(RLOO, marks=pytest.mark.slow)]

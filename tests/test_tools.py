@@ -12,7 +12,7 @@ from helpers.chats import image, video
 from helpers.families import encode
 from helpers.resumed_runs import REPLAY, REUSED, checkpoint, few_live, same_weights
 from helpers.resumed_runs import Recording as RecordsTraining
-from helpers.tools import Scripted, call, shows, talking
+from helpers.tools import GRPO, RLOO, Scripted, call, shows, talking
 from helpers.trainer_utils import (
     Recording,
     audio_rows,
@@ -115,9 +115,9 @@ def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
     for i, n_calls in enumerate(Scripted.turns):
         mask = batch["completion_mask"][i].bool()
         prompt, completion = batch.prompts[i], batch["completion_ids"][i][mask]
-        # What was said carries a loss, what was returned doesn't
-        parse_assistant_turn = [token for n in range(n_calls + 1) for token in packed.trainer.sampler.scripts[n, i]]
-        assert completion[batch["tool_mask"][i][mask].bool()].tolist() == parse_assistant_turn
+        # Sampled tokens carry a loss, tool results don't
+        sampled = [token for n in range(n_calls + 1) for token in packed.trainer.sampler.scripts[n, i]]
+        assert completion[batch["tool_mask"][i][mask].bool()].tolist() == sampled
         with torch.no_grad():
             truth = forward(model, processor, whole(draw.rows[i], i, n_calls, MEDIA[shown]()), prompt, completion)
         assert all((logps[i][mask] - truth).abs().max() <= 1e-4 for logps in scored)
@@ -131,23 +131,9 @@ def test_other_media_move_what_comes_after_them_alone():
     moved = (one.micro_batches[0].logps - other.micro_batches[0].logps).abs()
     for i, prompt in enumerate(batch.prompts):
         assert isinstance(prompt, Conversation) == (Scripted.turns[i] > 0)
-        normalize_tool_calls = len(one.sampler.scripts[0, i])  # behind it stands what the first call returned
-        assert moved[i, :normalize_tool_calls].max() <= 1e-6
-        assert Scripted.turns[i] == 0 or moved[i, normalize_tool_calls:].max() > 1e-3
-
-
-class KeepsInputs:
-    def _compute_loss(self, model, inputs):
-        self.inputs = inputs
-        return super()._compute_loss(model, inputs)
-
-
-class GRPO(KeepsInputs, MultimodalGRPOTrainer):
-    pass
-
-
-class RLOO(KeepsInputs, MultimodalRLOOTrainer):
-    pass
+        first = len(one.sampler.scripts[0, i])  # the result of the first call follows
+        assert moved[i, :first].max() <= 1e-6
+        assert Scripted.turns[i] == 0 or moved[i, first:].max() > 1e-3
 
 
 def test_rloo_trains_on_what_was_sampled_alone():
@@ -187,7 +173,7 @@ class Answering(Scripted):
         return self.answers, None
 
 
-def test_generation_goes_on_as_the_model_would():
+def test_generation_continues_as_the_model_would():
     """And what it samples is what is scored."""
     media, options = everything(), {"max_new_tokens": 6, "do_sample": False}
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*media)]}
@@ -210,7 +196,7 @@ def test_generation_goes_on_as_the_model_would():
 
 
 @pytest.mark.slow
-def test_generation_goes_on_from_its_cache(monkeypatch, caplog):
+def test_generation_continues_from_its_cache(monkeypatch, caplog):
     """What is sampled and how the model moves is the same as when conversations are prefilled again."""
     # The model samples calls, since the longer a part of one is there, the likelier is what follows
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
@@ -380,7 +366,7 @@ class Resumed(RecordsTraining, MultimodalGRPOTrainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {**REPLAY, "reward": few_live}], ids=["reused", "replayed"])
-def test_runs_go_on_inside_a_batch_of_conversations(options, tmp_path):
+def test_runs_resume_inside_a_batch_of_conversations(options, tmp_path):
     def make(folder, **more):
         objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
         own = {"max_completion_length": 1500, "max_steps": 5, **options, **more}
@@ -433,21 +419,19 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
             return generate(self, **inputs)
         end = tokenizer.eos_token_id
         # The third doesn't call
-        parse_assistant_turn = [
+        turns = [
             [*tokenizer(call(number=i) if i != 2 else "No")["input_ids"], end] for i in range(len(inputs["input_ids"]))
         ]
-        width = max(map(len, parse_assistant_turn))
-        parse_assistant_turn = torch.tensor(
-            [[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in parse_assistant_turn]
-        )
-        return torch.cat([inputs["input_ids"], parse_assistant_turn], 1)
+        width = max(map(len, turns))
+        turns = torch.tensor([[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in turns])
+        return torch.cat([inputs["input_ids"], turns], 1)
 
     def truth(i, suppressed, seen=None):
         block = {"type": "image", "image": seen or rows[i]["image"]}
         question = [block, {"type": "text", "text": rows[i]["prompt"][0]["content"]}, *Shown().reset(**rows[i])]
         shown = [{"type": "image", "image": rows[i]["image"].resize((56, 56))}, TEXT]
-        parse_assistant_turn = [{"type": "text", "text": call(number=i)}]
-        messages = [("user", question), ("assistant", parse_assistant_turn), ("tool", shown)]
+        first_turn = [{"type": "text", "text": call(number=i)}]
+        messages = [("user", question), ("assistant", first_turn), ("tool", shown)]
         inputs = encode(processor, [{"role": role, "content": content} for role, content in messages])
         options = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": suppressed}
         return generate(model, **inputs, **options)[0, inputs["input_ids"].size(1) :].tolist()
@@ -479,9 +463,9 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         assert completion[1]["content"][0]["image"].size == (56, 56)
         answer = truth(i, suppressed)[: alone.rows[i]["completion_lengths"][0]]
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        parse_assistant_turn, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
-        assert len(text) > 3 and parse_assistant_turn.startswith(text)
-        assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(parse_assistant_turn)
+        answered, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
+        assert len(text) > 3 and answered.startswith(text)
+        assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(answered)
     # Without the row's image, tools show what they did
     config = replace(config, ablate="image")
     blind = evaluate(model, processor, rows, first, config, environment_factory=Shown)
@@ -492,10 +476,8 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         grey = PIL.Image.new("RGB", rows[i]["image"].size, (128, 128, 128))
         (conversation,) = blind.rows[i]["completions_without"]
         text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")  # a cut one
-        normalize_tool_calls, answer = conversation.split("tool: <image>Is there a cat?")
-        assert (
-            answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in normalize_tool_calls
-        )
+        called, answer = conversation.split("tool: <image>Is there a cat?")
+        assert answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in called
         changed += [conversation] != blind.rows[i]["completions"]
     assert changed
     (file,) = [alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"]

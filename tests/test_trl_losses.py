@@ -47,7 +47,7 @@ def scores(self, *args, **kwargs):
 
 
 def trl_trainer(base, scores_of, loss_type="grpo", level="token", training=True, **options):
-    """A trainer of TRL's with what its loss reads, in the place of a constructor that needs a model."""
+    """A trainer of TRL's with what its loss reads, without its constructor, which needs a model."""
     trainer = object.__new__(type("Trainer", (base,), {"_get_per_token_logps_and_entropies": scores}))
     read = {
         "delta": None,

@@ -38,14 +38,12 @@ REUSED = {
 # Two updates on one generation batch, each from two of its four micro-batches
 SPLIT = {**REUSED, "num_iterations": 1, "steps_per_generation": 4, "max_steps": 4}
 
+# Of the losses one of each kind of average; all are compared in `test_trl_losses.py`
 OPTIONS = {
     "loss grpo": {**REUSED, "loss_type": "grpo"},
     "loss bnpo": {**REUSED, "loss_type": "bnpo"},
     "loss dr_grpo": {**REUSED, "loss_type": "dr_grpo"},
     "loss dapo": {**REUSED, "loss_type": "dapo"},
-    "loss cispo": {**REUSED, "loss_type": "cispo", "epsilon_high": 5.0},
-    "loss sapo": {**REUSED, "loss_type": "sapo"},
-    "loss vespo": {**REUSED, "loss_type": "vespo"},
     "loss luspo": {**REUSED, "loss_type": "luspo", "importance_sampling_level": "sequence"},
     "importance sampling by sequence": {**REUSED, "loss_type": "grpo", "importance_sampling_level": "sequence"},
     "off-policy mask": {**REUSED, "off_policy_mask_threshold": 0.001},

@@ -393,7 +393,7 @@ ERRORS = {
         "dataset": lambda: streamed(standard()),
         "accelerator_config": {"dispatch_batches": True},
     },
-    "model that isn't there": {"model": "no/model"},
+    "missing model": {"model": "no/model"},
     "processing class of another type": {"processing_class": lambda: SimpleNamespace(pad_token=None)},
     "adapter of the head": {"peft_config": lambda: LoraConfig(target_modules=["lm_head"])},
     "adapter of another type": {"peft_config": lambda: {"r": 4}},

@@ -32,7 +32,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Gives the arguments that an engine is started with beside TRL's."""
+    """Gives the arguments that an engine is started with, without TRL's."""
     monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Started)
 
     def start(dataset, family="qwen2_5_vl", **options):

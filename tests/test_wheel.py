@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The wheel has what an installed package needs beside its code."""
+"""The wheel has the data files that an installed package needs."""
 
 import shutil
 import subprocess

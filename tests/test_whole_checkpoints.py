@@ -166,7 +166,7 @@ def test_nothing_whole_is_an_error(output, tmp_path):
         make(tmp_path / "new").train(resume_from_checkpoint=True)
 
 
-def test_without_a_manifest_it_says_so(straight, output, caplog):
+def test_a_missing_manifest_is_logged(straight, output, caplog):
     folder = output / "checkpoint-2"
     (folder / "manifest.json").unlink()
     trainer = make(output, save_strategy="no")
@@ -183,7 +183,7 @@ def test_without_a_manifest_it_says_so(straight, output, caplog):
         make(output).train(resume_from_checkpoint=str(folder))
 
 
-def test_what_was_left_out_on_purpose_is_said(tmp_path, caplog):
+def test_a_checkpoint_of_the_model_only_is_logged(tmp_path, caplog):
     make(tmp_path, save_only_model=True, max_steps=1).train()
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
     trainer = make(tmp_path, max_steps=2)
@@ -319,7 +319,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     assert not (tmp_path / "_run.lock").exists()
 
 
-def test_a_folder_without_locks_is_said_and_trained_in(tmp_path, caplog):
+def test_a_folder_without_locks_is_logged_and_trained_in(tmp_path, caplog):
     (tmp_path / "_run.lock").mkdir()
     with caplog.at_level(logging.WARNING):
         make(tmp_path, max_steps=1).train()

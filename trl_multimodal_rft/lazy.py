@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Packages whose names are imported when they are asked for."""
+"""Packages whose names are imported lazily."""
 
 import importlib
 from collections.abc import Callable
 
 
 def lazy_names(package: str, places: dict[str, str]) -> tuple[Callable, Callable, list[str]]:
-    """What a package defines to import its names when they are asked for."""
+    """The attributes of a package that imports its names lazily."""
 
     def load(name: str):
         if name not in places:

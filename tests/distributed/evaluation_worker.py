@@ -42,7 +42,7 @@ def main():
     torch.set_num_threads(1)
     if ENGINE == "fsdp2":
         enable_fsdp2_on_cpu()
-    # A process that waits in vain fails after a minute, and says where
+    # A rank that hangs in a collective fails after a minute, with a traceback
     state = start(timeout=timedelta(minutes=1))
     trainer, _ = train(
         FOLDER, "qwen2_5_omni", list(image_rows(4)), 8, trainer_class=EvaluatedTrainer, end_ids=[2, *range(60, 100)]

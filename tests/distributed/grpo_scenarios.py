@@ -43,16 +43,6 @@ from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, loc
 # Scenarios that one process and two train alike
 
 
-def straddling_group(folder):
-    """One group, half of it on each of two processes."""
-    return train(folder, "qwen2_5_vl", image_rows(), GROUP)[1]
-
-
-def straddling_groups(folder):
-    """Three groups: each of two processes has a whole one and half of another."""
-    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP)[1]
-
-
 def skipped_rows(folder):
     """
     Both groups that straddle two processes have other rows: one can't be read, the other not on the second. Neither is
@@ -114,53 +104,61 @@ def conversations(folder):
 REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
 
 
-def whole_groups(folder):
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=False, **REUSED)[1]
-
-
 def whole_groups_checkpointed(folder):
     trainer, result = train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)
     return {**result, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
 
 
-def shuffled(folder):
-    """Micro-batches of any completions, as TRL makes them."""
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, keep_groups_together=False, **REUSED)[1]
+def partly(rows, *with_media):
+    """The rows, of which these alone have their media."""
+    return [{**row, "image": row["image"] if i in with_media else None} for i, row in enumerate(rows)]
 
 
-def clips(folder):
-    """Clips of different lengths, of which each of two processes has whole groups."""
-    return train(folder, "qwen2_audio", audio_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)[1]
-
-
-def mixed_rows(folder):
-    """In the first step the second of two processes has no media, in the second step the first has none."""
-    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
-    return train(folder, "qwen2_5_vl", rows, 2 * GROUP)[1]
-
-
-def hybrid(folder):
-    """Layers with a state, which run all prompts as one batch: each process has prompts of other lengths."""
-    rows = [{**row, "image": row["image"] if i % 3 else None} for i, row in enumerate(image_rows())]
-    options = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
-    return train(folder, "qwen3_5_deep", rows, 3 * GROUP, **options)[1]
-
-
-def in_forwards_apart(folder):
-    """
-    Images and clips of different lengths, which this family takes in forwards of their own: two on the first of two
-    processes, one on the second.
-    """
+def images_and_clips():
     audios = [{**row, "image": None} for row in audio_rows()]
     images = [{**row, "audio": None} for row in image_rows()]
-    rows = [*audios[:1], *images[1:4], *audios[4:6], *images[6:]]
-    return train(folder, "gemma3n", rows, 4 * GROUP)[1]
+    return [*audios[:1], *images[1:4], *audios[4:6], *images[6:]]
 
 
-def rloo(folder):
-    """The other trainer; three groups as above."""
-    options = {"beta": 0.1, "num_iterations": 2, "max_steps": 4}
-    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, InjectingRLOO, **options)[1]
+# Losses other than TRL's default and those of the algorithms below
+LOSSES = {
+    "grpo_loss": {"loss_type": "grpo"},
+    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "vespo_loss": {"loss_type": "vespo"},
+    "luspo_loss": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+}
+WHOLE = {**REUSED, "gradient_checkpointing": False}
+HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
+RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": InjectingRLOO}
+# Family, rows, number of groups, options
+PLAIN = {
+    # Half of the group on each of two processes
+    "straddling_group": ("qwen2_5_vl", image_rows(), 1, {}),
+    # Each of two processes has a whole one and half of another
+    "straddling_groups": ("qwen2_5_vl", image_rows(), 3, {}),
+    "whole_groups": ("qwen2_5_vl", image_rows(), 2, WHOLE),
+    # Micro-batches of any completions, as TRL makes them
+    "shuffled": ("qwen2_5_vl", image_rows(), 2, {**REUSED, "keep_groups_together": False}),
+    # Of different lengths, of which each of two processes has whole groups
+    "clips": ("qwen2_audio", audio_rows(), 2, {**REUSED, "gradient_checkpointing": True}),
+    # In the first step the second of two processes has no media, in the second step the first has none
+    "mixed_rows": ("qwen2_5_vl", partly(image_rows(), 0, 3), 2, {}),
+    # Layers with a state, which run all prompts as one batch: each process has prompts of other lengths
+    "hybrid": ("qwen3_5_deep", partly(image_rows(), 1, 2, 4, 5, 7), 3, HYBRID),
+    # Images and clips of different lengths, which this family isolates: two forward passes on the first of two
+    # processes, one on the second
+    "isolated_media": ("gemma3n", images_and_clips(), 4, {}),
+    "rloo": ("qwen2_5_vl", image_rows(), 3, RLOO),
+    **{name: ("qwen2_5_vl", image_rows(), 2, {**WHOLE, **loss}) for name, loss in LOSSES.items()},
+}
+
+
+def plain(name, folder):
+    family, rows, n_groups, options = PLAIN[name]
+    return train(folder, family, rows, n_groups * GROUP, **options)[1]
+
+
+globals().update({name: functools.partial(plain, name) for name in PLAIN})
 
 
 class PartsTrainer(RemembersParts, InjectingTrainer):
@@ -236,23 +234,6 @@ def not_finite(folder):
     return {**result, "errors": errors, "saved": saved}
 
 
-# Losses beside those of TRL's default and of the algorithms below
-LOSSES = {
-    "grpo_loss": {"loss_type": "grpo"},
-    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "vespo_loss": {"loss_type": "vespo"},
-    "luspo_loss": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-}
-
-
-def loss(name, folder):
-    options = {**REUSED, "gradient_checkpointing": False, **LOSSES[name]}
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, **options)[1]
-
-
-globals().update({name: functools.partial(loss, name) for name in LOSSES})
-
-
 # Algorithms that need the whole batch of all processes: one group on each of two, and half of another. The second
 # generation batch comes from a policy that has left its reference.
 OFF_POLICY = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, "learning_rate": 0.1}
@@ -318,7 +299,7 @@ def sampled(folder):
 
 
 class ExchangingTrainer(RecordingTrainer):
-    """Remembers of each batch its groups without signal, its tokens, and the prompts drawn beside the sampler's."""
+    """Remembers of each batch its groups without signal, its tokens, and the extra prompts."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -362,7 +343,7 @@ EXCHANGED = {
 
 
 def exchanged(folder):
-    """Two groups on each process; clips are forwarded apart, in another number of forwards on each process."""
+    """Two groups on each process; each clip has a forward pass, whose number differs between processes."""
     trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
     return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
 
@@ -559,8 +540,8 @@ def greedy_audio(folder):
     return greedy(folder, "qwen2_audio", audio_rows())
 
 
-def greedy_apart(folder):
-    """Clips of different lengths in forwards of their own, of which two processes need different numbers."""
+def greedy_isolated(folder):
+    """Isolated clips of different lengths, for which two processes need different numbers of forward passes."""
     return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)
 
 

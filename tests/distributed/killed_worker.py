@@ -58,7 +58,7 @@ def die() -> None:
 
 class Mortal:
     """
-    Dies at a point of saving, and writes down what it goes on from.
+    Dies at a point of saving, and records what it resumes from.
 
     `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies; `request` the
     `moment`, the `step` before it, the `rank` of the process that is asked to end, and by which `signals`. At the
@@ -67,7 +67,7 @@ class Mortal:
 
     death: dict | None = None
     request: dict | None = None
-    resumed: Path  # file for where it goes on
+    resumed: Path  # file for where it resumes
 
     def _init_training_state(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial):
         position = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
@@ -126,8 +126,8 @@ class Mortal:
         if self._due("optimizer written"):
             die()
 
-    def _save_beside_model(self, folder):
-        super()._save_beside_model(folder)
+    def _save_state(self, folder):
+        super()._save_state(folder)
         if self._due("half a file written"):
             file = folder / f"rollout_state_{self.accelerator.process_index}.pt"
             os.truncate(file, file.stat().st_size // 2)

@@ -5,7 +5,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from helpers.processes import python_command, python_environment
+from helpers.processes import end, python_command, python_environment
 from safetensors.torch import load_file
 
 
@@ -48,9 +48,4 @@ class Run:
 
     def stop(self) -> None:
         """Ends the processes if they still run."""
-        self.process.terminate()  # a kill would leave torchrun's workers behind, which are in sessions of their own
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process)

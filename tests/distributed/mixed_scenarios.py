@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scenarios of processes that hold different media."""
 
+import functools
 from unittest import mock
 
 import PIL.Image
@@ -124,141 +125,112 @@ def audios(seconds=0.6):
     return row("What do you hear?", audio=sound(seconds))
 
 
-# Scenarios. In each step the first of two processes gets the first half of the prompts.
+# Scenarios: family, steps, and options. In each step the first of two processes gets the first half of the prompts.
 
+CHECKPOINTED = {"gradient_checkpointing": True}
+# DDP looks for weights that the last forward doesn't use, as it does by TRL's default
+SEARCHED = {"ddp_find_unused_parameters": True}
+MEASURED = {"media_contribution_steps": 1}
+PARTS = {"max_tokens_per_microbatch": 60}
+PPO = {"trainer_class": MixedPPO, "num_ppo_epochs": 1}
 
-def mixed_vision(folder):
-    steps = [
-        [images((3, 2)), text()],
-        [text(), images((2, 2), (4, 3))],
-        [clip(), images((2, 3))],
-        [text(), text("What is it?")],
-        [images((2, 2)), text()],
-    ]
-    options = {"gradient_checkpointing": True, "media_contribution_steps": 1}
-    return mixed(folder, "qwen2_5_vl", steps, check=[text(), clip(6)], **options)
-
-
-def mixed_deepstack(folder):
-    """The language model gets features of the tower in several layers."""
-    steps = [[images((3, 2)), text()], [text(), clip()], [clip(6), images((2, 3))], [text(), images((4, 3))]]
-    return mixed(folder, "qwen3_vl", steps, gradient_checkpointing=False, self_check=True)
-
-
-def mixed_audio(folder):
-    steps = [[audios(), text()], [text(), audios(0.3)], [text(), text("What is it?")], [audios(0.9), text()]]
-    options = {"gradient_checkpointing": True, "self_check": True, "ds3_gather_for_generation": False}
-    return mixed(folder, "qwen2_audio", steps, check=[text(), audios()], **options)
-
-
-def mixed_omni(folder):
-    """In batches of one modality, one tower or both have nothing to do on any process."""
-    steps = [
-        [audios(), images((3, 2))],
-        [audios(0.3), audios(0.9)],
-        [clip(audio=sound()), text()],
-        [text(), text("What is it?")],
-        [images((2, 2)), audios()],
-    ]
-    options = {"gradient_checkpointing": True, "media_contribution_steps": 1}
-    return mixed(folder, "qwen2_5_omni", steps, check=[audios(), clip()], **options)
-
-
-def mixed_padded(folder):
-    steps = [[audios(), text()], [clip(), images((3, 2))], [text(), images((2, 2))]]
-    return mixed(folder, "qwen2_5_omni", steps, packing="padded", beta=0.1)
-
-
-# Two micro-batches a step: the media are in the earlier one, then in the later one, then in one on each process.
+# Two micro-batches a step: the media are in the earlier one, then in the later one, then in one on each process
 ACCUMULATED = [
     [images((3, 2)), text(), text(), text("What is it?")],
     [text(), text("What is it?"), text(), images((2, 2), (4, 3))],
     [text(), images((3, 3)), clip(), text()],
 ]
-
-
-def accumulated(folder, **options):
-    options = {"gradient_accumulation_steps": 2, "beta": 0.1, **options}
-    with mock.patch.object(base, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
-        return mixed(folder, "qwen2_5_vl", ACCUMULATED, **options)
-
-
-def mixed_accumulated(folder):
-    return accumulated(folder, gradient_checkpointing=False)
-
-
-def mixed_accumulated_checkpointed(folder):
-    return accumulated(folder, gradient_checkpointing=True)
-
-
-def mixed_accumulated_searched(folder):
-    """DDP looks for weights that the last forward doesn't use, as it does by TRL's default."""
-    return accumulated(folder, gradient_checkpointing=True, ddp_find_unused_parameters=True)
-
-
 # One of the processes differentiates each micro-batch in parts, of which some have media
-PARTS = [
+IN_PARTS = [
     [images((4, 3), (4, 4)), text(), text(), text("What is it?")],
     [text(), text("What is it?"), images((2, 2)), clip()],
     [text(), images((4, 3)), text(), text("What is it?")],
 ]
-
-
-def mixed_parts(folder):
-    return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60)
-
-
-def mixed_parts_searched(folder):
-    return mixed(folder, "qwen2_5_vl", PARTS, max_tokens_per_microbatch=60, ddp_find_unused_parameters=True)
-
-
-def mixed_parts_shared(folder):
-    """Companions have values, too, where a critic is a head on the policy."""
-    options = {"shared_trunk": True, "num_ppo_epochs": 1, "value_learning_rate": 1.0}
-    return mixed(folder, "qwen2_5_vl", PARTS, trainer_class=MixedPPO, max_tokens_per_microbatch=60, **options)
-
-
+VISION = [
+    [images((3, 2)), text()],
+    [text(), images((2, 2), (4, 3))],
+    [clip(), images((2, 3))],
+    [text(), text("What is it?")],
+    [images((2, 2)), text()],
+]
+DEEPSTACK = [[images((3, 2)), text()], [text(), clip()], [clip(6), images((2, 3))], [text(), images((4, 3))]]
+HEARD = [[audios(), text()], [text(), audios(0.3)], [text(), text("What is it?")], [audios(0.9), text()]]
+OMNI = [
+    [audios(), images((3, 2))],
+    [audios(0.3), audios(0.9)],
+    [clip(audio=sound()), text()],
+    [text(), text("What is it?")],
+    [images((2, 2)), audios()],
+]
 AUDIO = [[audios(), text()], [text(), text("What is it?")], [text(), audios(0.3)]]
-NOT_LANGUAGE = ["model.audio_tower", "model.multi_modal_projector"]
+ADAPTED = [[audios(), text()], [images((3, 2)), images((2, 2))], [text(), clip()]]
+CRITIC = [[images((3, 2)), text()], [text(), clip()], [text(), images((4, 3))]]
+TOWER = "model.audio_tower"
+
+SCENARIOS = {
+    "mixed_vision": ("qwen2_5_vl", VISION, {"check": [text(), clip(6)], **CHECKPOINTED, **MEASURED}),
+    # The language model gets features of the tower in several layers
+    "mixed_deepstack": ("qwen3_vl", DEEPSTACK, {"gradient_checkpointing": False, "self_check": True}),
+    "mixed_audio": (
+        "qwen2_audio",
+        HEARD,
+        {"check": [text(), audios()], "self_check": True, "ds3_gather_for_generation": False, **CHECKPOINTED},
+    ),
+    # In batches of one modality, one tower or both have nothing to do on any process
+    "mixed_omni": ("qwen2_5_omni", OMNI, {"check": [audios(), clip()], **CHECKPOINTED, **MEASURED}),
+    "mixed_padded": (
+        "qwen2_5_omni",
+        [[audios(), text()], [clip(), images((3, 2))], [text(), images((2, 2))]],
+        {"packing": "padded", "beta": 0.1},
+    ),
+    "mixed_parts": ("qwen2_5_vl", IN_PARTS, PARTS),
+    "mixed_parts_searched": ("qwen2_5_vl", IN_PARTS, {**PARTS, **SEARCHED}),
+    # Companions have values, too, where a critic is a head on the policy
+    "mixed_parts_shared": ("qwen2_5_vl", IN_PARTS, {**PARTS, **PPO, "shared_trunk": True, "value_learning_rate": 1.0}),
+    # There is nothing to train in what hears
+    "mixed_adapted_language": (
+        "qwen2_audio",
+        AUDIO,
+        {"lora": [TOWER, "model.multi_modal_projector"], "beta": 0.1},
+    ),
+    # The encoder is frozen, but not what comes after it
+    "mixed_adapted_projector": ("qwen2_audio", AUDIO, {"lora": [TOWER], "beta": 0.1}),
+    "mixed_adapted": ("qwen2_5_omni", ADAPTED, {"lora": [], "beta": 0.1}),
+    # Adapters in the policy's language model alone, and a critic that is trained whole
+    "mixed_critic": (
+        "qwen2_5_vl",
+        CRITIC,
+        {"lora": ["model.visual"], "value_learning_rate": 20.0, **PPO, **MEASURED},
+    ),
+}
 
 
-def mixed_adapted_language(folder):
-    """There is nothing to train in what hears."""
-    return mixed(folder, "qwen2_audio", AUDIO, lora=NOT_LANGUAGE, beta=0.1)
+def scenario(name, folder):
+    family, steps, options = SCENARIOS[name]
+    return mixed(folder, family, steps, **options)
 
 
-def mixed_adapted_projector(folder):
-    """The encoder is frozen, but not what comes after it."""
-    return mixed(folder, "qwen2_audio", AUDIO, lora=NOT_LANGUAGE[:1], beta=0.1)
+def accumulated(options, folder):
+    with mock.patch.object(base, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
+        return mixed(folder, "qwen2_5_vl", ACCUMULATED, gradient_accumulation_steps=2, beta=0.1, **options)
 
 
-def mixed_adapted(folder):
-    steps = [[audios(), text()], [images((3, 2)), images((2, 2))], [text(), clip()]]
-    return mixed(folder, "qwen2_5_omni", steps, lora=[], beta=0.1)
-
-
-def mixed_critic(folder):
-    """Adapters in the policy's language model alone, and a critic that is trained whole."""
-    steps = [[images((3, 2)), text()], [text(), clip()], [text(), images((4, 3))]]
-    options = {"lora": ["model.visual"], "trainer_class": MixedPPO, "num_ppo_epochs": 1, "value_learning_rate": 20.0}
-    return mixed(folder, "qwen2_5_vl", steps, media_contribution_steps=1, **options)
-
-
-# Prompts that get forwards of their own, which must be the same on all processes where these hold weights in part
-
-
-def forwards_apart(folder, steps):
+def isolated(steps, folder):
+    """Prompts that get forwards of their own, which must be the same on ranks that hold weights in part."""
     try:
         return mixed(folder, "gemma3n", steps, learning_rate=1.0)
     except ValueError as error:
         return {"message": str(error)}
 
 
-def mixed_apart(folder):
-    return forwards_apart(folder, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]])
+# The same kinds on the processes, but not in the same numbers of forwards
+NUMBERS = [[audios(0.3), audios(0.9), images((2, 2)), audios(0.5), images((3, 2)), text()]] * 2
 
-
-def mixed_apart_numbers(folder):
-    """The same kinds on the processes, but not in the same numbers of forwards."""
-    step = [audios(0.3), audios(0.9), images((2, 2)), audios(0.5), images((3, 2)), text()]
-    return forwards_apart(folder, [step, step])
+globals().update({name: functools.partial(scenario, name) for name in SCENARIOS})
+mixed_accumulated = functools.partial(accumulated, {"gradient_checkpointing": False})
+mixed_accumulated_checkpointed = functools.partial(accumulated, CHECKPOINTED)
+mixed_accumulated_searched = functools.partial(accumulated, {**CHECKPOINTED, **SEARCHED})
+mixed_isolated = functools.partial(
+    isolated, [[audios(), text()], [text(), images((2, 2))], [audios(0.3), images((3, 3))]]
+)
+mixed_isolated_numbers = functools.partial(isolated, NUMBERS)

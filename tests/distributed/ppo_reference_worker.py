@@ -9,13 +9,14 @@ writes what it saw.
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from helpers.families import FAMILIES
-from helpers.reference import drawn_completions
+from helpers.reference import completing, pseudo_random
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
@@ -67,15 +68,6 @@ def model_of(family, distance=0.0):
         for parameter in model.parameters():
             parameter += distance * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def injected(maker):
-    """Doesn't sample, see [`drawn_completions`]."""
-
-    def generate(prompts, config, pad_id):
-        return drawn_completions(prompts, config, pad_id, maker.tokenizer.eos_token_id, Counter())
-
-    maker._generate = generate
 
 
 def combine(model_reward_list):
@@ -146,22 +138,23 @@ def make(folder, kind, averages=True, **options):
 def fit(folder, kind, sampled=False, **options):
     rows = KINDS[kind][3]
     ppo, config = make(folder, kind, **options)
-    if not sampled:
-        injected(ppo.experience_maker)
+    eos_id = ppo.tokenizer.eos_token_id
+    injected = completing(lambda prompts, longest: pseudo_random(prompts, longest, eos_id, Counter()))
     prompts = DataLoader(
         list(rows(10)), N_PROMPTS // PartialState().num_processes, shuffle=True, drop_last=True, collate_fn=list
     )
     supervised = [{**row, "completion": "It is a cat."} for row in rows(3)]
     before = {name: p.detach().clone() for name, p in ppo.trainer.model.named_parameters()}
     seed = torch.initial_seed()
-    ppo.fit(config, prompts, DataLoader(supervised, batch_size=1, collate_fn=list))
+    with nullcontext() if sampled else injected:
+        ppo.fit(config, prompts, DataLoader(supervised, batch_size=1, collate_fn=list))
+        evaluated = ppo.evaluate(DataLoader(list(rows(5)), batch_size=1, collate_fn=list), 0)
     update = {name: p.detach() - before[name] for name, p in ppo.trainer.model.named_parameters()}
     averages = {f"average.{name}": p.detach() - before[name] for name, p in ppo.ema_model.model.named_parameters()}
     steps = [
         {name: value for name, value in entry.items() if isinstance(value, float)}
         for entry in ppo.trainer.state.log_history
     ]
-    evaluated = ppo.evaluate(DataLoader(list(rows(5)), batch_size=1, collate_fn=list), 0)
     return {"update": {**update, **averages}, "steps": steps, "evaluated": evaluated, "seed": seed}
 
 
@@ -173,8 +166,7 @@ def resumed(folder, kind):
     checkpoint = str(folder / "whole" / "checkpoint-6")
     again = fit(folder / "again", kind, resume_from_checkpoint=checkpoint, **options)
     theirs, own = ({n: v for n, v in run["update"].items() if n.startswith("average.")} for run in (whole, again))
-    durations = ("step_time",)
-    logs = [[{n: v for n, v in step.items() if n not in durations} for step in run["steps"]] for run in (whole, again)]
+    logs = [[{n: v for n, v in step.items() if n != "step_time"} for step in run["steps"]] for run in (whole, again)]
     return {
         "update": whole["update"],
         "otherwise": [name for name in theirs if not torch.equal(theirs[name], own[name])],

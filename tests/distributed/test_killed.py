@@ -39,13 +39,7 @@ CASES = {
 
 
 class Worker:
-    """
-    `killed_worker.py` in the background, which forks the processes to kill.
-
-    Args:
-        folder (`Path`):
-            Folder for the log and the uninterrupted runs.
-    """
+    """`killed_worker.py` in the background, which forks the processes to kill."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -95,15 +89,7 @@ class Worker:
 
 
 class Processes:
-    """
-    The forked processes of a job, from the start.
-
-    Args:
-        worker (`Worker`):
-            What forks them.
-        job (`dict`):
-            What to do, see `killed_worker.py`.
-    """
+    """The forked processes of a job, from the start."""
 
     def __init__(self, worker: Worker, job: dict):
         self._worker, self.folder = worker, Path(job["folder"])
@@ -149,19 +135,7 @@ def train(name: str, folder: Path, output: Path, death=None, resume=None, reques
 
 
 class Restarted:
-    """
-    A run that is started again after each kill.
-
-    Args:
-        worker (`Worker`):
-            What forks its processes.
-        name (`str`):
-            Case.
-        folder (`Path`):
-            Empty folder.
-        seed (`int`):
-            Of the moments that are random.
-    """
+    """A run that is started again after each kill."""
 
     def __init__(self, worker: Worker, name: str, folder: Path, seed: int):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
@@ -169,7 +143,7 @@ class Restarted:
         self.random = random.Random(seed)
         self.story = [f"seed {seed}"]  # for the message, should it end badly
         self.n_starts = 0
-        self.last: str | None = None  # checkpoint that a start should go on from
+        self.last: str | None = None  # checkpoint that a start should resume from
 
     def start(self, death=None, resume=None) -> Processes:
         self.n_starts += 1
@@ -312,17 +286,7 @@ def test_killed_at_random(worker, case, tmp_path):
 
 
 class Asked:
-    """
-    A run that is asked to end, saves a checkpoint then and never else, and is started again.
-
-    Args:
-        worker (`Worker`):
-            What forks its processes.
-        name (`str`):
-            Case.
-        folder (`Path`):
-            Empty folder.
-    """
+    """A run that is asked to end, saves a checkpoint then and never else, and is started again."""
 
     def __init__(self, worker: Worker, name: str, folder: Path):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"

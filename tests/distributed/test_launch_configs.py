@@ -22,7 +22,7 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from helpers.processes import free_port
+from helpers.processes import end, free_port
 from helpers.trainer_utils import length_and_sum, load, make_trainer, text_rows
 from small_models import spoken_digit_model
 from tasks import spoken_digits
@@ -227,17 +227,8 @@ def wait(process):
     try:
         return process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        stop(process)
+        end(process)
         return f"still running after {TIMEOUT} s"
-
-
-def stop(process):
-    process.terminate()  # a kill would leave the workers behind, which are in sessions of their own
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):
@@ -269,7 +260,7 @@ def launch(name, folder, script_options, launcher_options=(), environment=CPU, m
         codes = [wait(process) for process in processes]
     finally:
         for process in processes:
-            stop(process)
+            end(process)
     output = "".join(log.read_text(errors="replace") for log in logs)
     return codes, Outcome(folder / "output", output, [json.loads(path.read_text()) for path in reports.iterdir()])
 
@@ -310,7 +301,7 @@ def assert_trained(outcome, given, processes, machines=1, **facts):
     assert [(r["process"], r["processes"]) for r in outcome.reports] == [(i, processes) for i in range(processes)]
     for report in outcome.reports:
         assert report == {**report, "device": "cpu", **facts}
-    # One run: apart, each process would have printed this
+    # One run: independent ones would each have printed this
     assert outcome.output.count("padded rows vs. model's forward") == machines
     assert [step["step"] for step in outcome.steps] == [1, 2]
     assert len(list(outcome.checkpoint.glob("rollout_state_*.pt"))) == processes
@@ -393,17 +384,17 @@ def test_one_process(name, launcher_options, given, tmp_path):
     assert_trained(outcome, given, 1, type="NO", mixed_precision="no")
 
 
-# Runs apart
+# Independent runs
 
 
-def test_processes_that_know_nothing_of_each_other(monkeypatch, tmp_path):
+def test_processes_that_are_not_connected(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="`WORLD_SIZE` is 2, but Accelerate runs this process alone"):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, use_cpu=False)
 
 
 @pytest.mark.parametrize("name", ["cpu", "single_gpu"])
-def test_one_process_in_the_place_of_several(name, monkeypatch):
+def test_one_process_instead_of_several(name, monkeypatch):
     """Accelerate launches one with these configs, whatever `--num_processes` says."""
     args = MultimodalGRPOConfig("out", use_cpu=True)
     for processes, refused in (("1", False), ("2", True)):
@@ -425,7 +416,7 @@ def test_one_process_with_several_gpus(tmp_path):
 @pytest.mark.parametrize(
     "name, remedy", [("multi_gpu", "ACCELERATE_USE_CPU=true"), ("deepspeed_zero2", "ddp_backend='gloo'")]
 )
-def test_launches_that_come_apart(name, remedy, given, tmp_path):
+def test_launches_that_become_independent_runs(name, remedy, given, tmp_path):
     options = ["--num_processes", "2", *IN_FLOAT32]
     codes, outcome = launch(name, tmp_path / "run", arguments(given), options, environment={})
     assert codes == [1]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Processes that hold different media train as one process does, and none waits for another in vain."""
+"""Ranks that hold different media train as one process does, and no collective hangs."""
 
 from unittest import mock
 
@@ -15,7 +15,7 @@ from trl_multimodal_rft.families import MODALITIES
 from trl_multimodal_rft.forward import processes
 
 
-TIMEOUT = 600  # seconds; a run takes a tenth of it, and a process that waits in vain fails after a minute
+TIMEOUT = 600  # seconds; a run takes a tenth of it, and a rank that hangs in a collective fails after a minute
 ENCODERS = {  # by scenario, kinds whose encoders have something to train
     "mixed_vision": {"image"},
     "mixed_deepstack": {"image"},
@@ -33,14 +33,14 @@ ENCODERS = {  # by scenario, kinds whose encoders have something to train
 }
 MEASURED = ["mixed_vision", "mixed_omni", "mixed_critic"]  # what media contribute
 SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # where DDP looks for unused weights
-APART = ["mixed_apart", "mixed_apart_numbers"]
+ISOLATED = ["mixed_isolated", "mixed_isolated_numbers"]
 REFUSAL = "Processes hold media of different kinds, and this model takes prompts apart"
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Runs the scenarios in one process, beside the test that asks first."""
-    run = Run("ddp", 1, [*ENCODERS, *SEARCHED, *APART], tmp_path_factory.mktemp("mixed") / "one")
+    """Runs the scenarios in one process, in the background of the first test."""
+    run = Run("ddp", 1, [*ENCODERS, *SEARCHED, *ISOLATED], tmp_path_factory.mktemp("mixed") / "one")
     yield run
     run.stop()
 
@@ -51,12 +51,12 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
     in_parts = engine != "ddp"
-    two = Run(engine, 2, [*ENCODERS, *([] if in_parts else SEARCHED), *APART], tmp_path / "two")
+    two = Run(engine, 2, [*ENCODERS, *([] if in_parts else SEARCHED), *ISOLATED], tmp_path / "two")
     try:
         results, alone = two.results(TIMEOUT), one_process.results(TIMEOUT)
     finally:
         two.stop()
-    for name in APART:
+    for name in ISOLATED:
         if in_parts:
             assert all(rank["message"].startswith(REFUSAL) for rank in results.pop(name)), name
     for name, ranks in results.items():
@@ -65,7 +65,7 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
         assert_same_contribution(name, results[name], alone[name][0])
     for name, encoders in ENCODERS.items():
         assert_encoders_run_together(name, engine, encoders, [rank["forwards"] for rank in results[name]])
-        assert not any(beside for _, beside in alone[name][0]["forwards"]), name
+        assert not any(dummies for _, dummies in alone[name][0]["forwards"]), name
     for rank in results["mixed_parts"] + results["mixed_parts_shared"]:
         assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
     # What there is to train is found once a run, in the policy and where there is one in the critic
@@ -119,14 +119,14 @@ def assert_encoders_run_together(name, engine, encoders, forwards):
     for forward in zip(*forwards, strict=True):
         held = set().union(*(own for own, _ in forward))
         used |= encoder_kinds(held) & encoders
-        for own, beside in forward:
+        for own, dummies in forward:
             if engine == "ddp":
-                assert encoder_kinds(own) | set(beside) == encoders | encoder_kinds(own), name
-                assert not encoder_kinds(own) & set(beside), name
+                assert encoder_kinds(own) | set(dummies) == encoders | encoder_kinds(own), name
+                assert not encoder_kinds(own) & set(dummies), name
             else:
                 # ZeRO-3 needs those that had a gradient before
                 needed = held | (used - encoder_kinds(held) if engine == "zero3" else set())
-                assert set(own) | set(beside) == needed, name
+                assert set(own) | set(dummies) == needed, name
 
 
 def encoder_kinds(media):
@@ -137,17 +137,17 @@ def norm(tensors):
     return torch.cat([torch.zeros(1), *(tensor.flatten() for tensor in tensors)]).norm().item()
 
 
-# Companions in one process
+# Dummy inputs in one process
 
 
-class Accompanied(Injected, MultimodalGRPOTrainer):
-    """Has companions of all kinds in each forward that is differentiated."""
+class WithDummies(Injected, MultimodalGRPOTrainer):
+    """Adds dummy inputs of all kinds to each differentiated forward."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._policy.processes.dummies = self._companions_of_all_kinds
+        self._policy.processes.dummies = self._dummies_of_all_kinds
 
-    def _companions_of_all_kinds(self, model, prompts, beside_others=False):
+    def _dummies_of_all_kinds(self, model, prompts, beside_others=False):
         kinds = [kind for kind in MODALITIES if kind in self._unwrapped(self.model).input_modalities]
         return [self._policy.processes._dummy(kind, model) for kind in kinds] if torch.is_grad_enabled() else []
 
@@ -183,7 +183,7 @@ def gradients(trainer_class, family, rows, dtype, **options):
     ],
     ids=str,
 )
-def test_companions_change_no_gradient(family, n_kinds, options):
+def test_dummy_inputs_change_no_gradient(family, n_kinds, options):
     """Without media in the first step, and with them in the second."""
     rows = list(text_rows(2)) + ([] if family == "qwen2_audio" else list(image_rows(1)))
     if "vl" not in family:
@@ -196,12 +196,12 @@ def test_companions_change_no_gradient(family, n_kinds, options):
     dtype, tolerance = (torch.float32, 1e-6) if moe else (torch.float64, 1e-7)
     plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
     with mock.patch.object(processes, "dummy_prompt", wraps=processes.dummy_prompt) as made:
-        accompanied = gradients(Accompanied, family, rows, dtype, **options)
+        with_dummies = gradients(WithDummies, family, rows, dtype, **options)
     assert made.call_count == n_kinds  # though there were two steps
-    assert len(plain) == len(accompanied) == 2
-    in_encoders = accompanied[0].keys() - plain[0].keys()
+    assert len(plain) == len(with_dummies) == 2
+    in_encoders = with_dummies[0].keys() - plain[0].keys()
     assert {name.split(".")[1] for name in in_encoders} & {"visual", "audio_tower"}
-    assert not any(accompanied[0][name].any() for name in in_encoders)
-    for without, beside in zip(plain, accompanied, strict=True):
-        difference = norm(beside[name] - without[name] for name in without)
+    assert not any(with_dummies[0][name].any() for name in in_encoders)
+    for without, added in zip(plain, with_dummies, strict=True):
+        difference = norm(added[name] - without[name] for name in without)
         assert difference <= tolerance * norm(without.values())

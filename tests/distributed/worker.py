@@ -25,7 +25,7 @@ def main():
     torch.set_num_threads(1)
     if ENGINE == "fsdp2" and ON_CPU:
         enable_fsdp2_on_cpu()
-    # A process that waits in vain fails after a minute, and says where
+    # A rank that hangs in a collective fails after a minute, with a traceback
     rank = start(timeout=timedelta(minutes=1)).process_index
     scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
     for name in SCENARIOS:

@@ -82,7 +82,7 @@ class Talking:
         return output
 
     def difference(self, row, prompt: EncodedPrompt, ids, said, sampled, media=None) -> torch.Tensor:
-        """Of what was said, with these media in the place of those that were shown."""
+        """Of the sampled tokens, with these media instead of those that were shown."""
         messages, place = [{"role": "user", "content": _blocks(row)}], 0
         for number, (was_said, group) in enumerate(itertools.groupby(said.tolist())):
             end = place + len(list(group))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the engine takes and what it is told: numbers of media, lengths, media mixed and missing, users' options."""
+"""What the engine takes and its settings: numbers of media, lengths, media mixed and missing, users' options."""
 
 import logging
 
@@ -73,7 +73,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
 
 def test_options_of_users(tmp_path):
     two = load("qwen2_audio")[1].tokenizer.decode([300, 300])
-    # Each beside the bias against placeholders
+    # Each with the bias against placeholders
     for options, drawn in (({}, [300] * 6), ({"stop": [two]}, [300] * 2)):
         options = {"generation_kwargs": {"logit_bias": {300: 100.0}, **options}, "max_steps": 1}
         trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)

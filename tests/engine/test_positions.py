@@ -87,7 +87,7 @@ def test_positions_are_those_of_vllm(family, omni):
         ]
         expected, offset = theirs.get_mrope_input_positions(rendered["prompt_token_ids"], features)
         assert torch.equal(prompt.position_ids[-3:, 0], expected.long()), name
-        # Where completions go on
+        # Where completions continue
         assert (prompt.position_ids[-3:, 0, -1] + 1 == len(prompt) + offset).all()
         assert torch.equal(prompt.position_ids[:-3], own.position_ids[:-3])
         if not torch.equal(own.position_ids, prompt.position_ids):

@@ -65,7 +65,7 @@ def test_images(tmp_path):
     assert [len(entry) for entry in trainer.differences] == [8, 8]
     # Two prompts, and seven results with media, of ten: each once, in however many turns it is looked at
     assert len(rendered) == 2 * (2 + 7)
-    assert any(output.num_cached_tokens > 0 for output in turns)  # what vLLM goes on from
+    assert any(output.num_cached_tokens > 0 for output in turns)  # what vLLM continues from
 
     *conversation, _ = trainer.conversations[-1]
     own, other = (trainer.difference(*conversation, 0.0, media) for media in (None, images(seed=50)))

@@ -114,9 +114,9 @@ def measure_class(name: str, class_name: str) -> Measurement:
     prompts, failed = [], {}
     for seed, media in enumerate(chats_of(kinds_of(model))):
         what, reason = " and ".join(kind for kind, _ in media) or "text", ""
-        for frames_apart in (False, True)[: 1 + any(kind == "video" for kind, _ in media)]:
+        for split_frames in (False, True)[: 1 + any(kind == "video" for kind, _ in media)]:
             try:
-                prompt = encode(model, media, seed, frames_apart)
+                prompt = encode(model, media, seed, split_frames)
                 with torch.no_grad():
                     _plain_logits(model, prompt, _completions(model, 1)[0][0])
                 prompts.append(prompt)

@@ -50,7 +50,7 @@ def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
 
 
 def encode(
-    model: PreTrainedModel, media: Sequence[Medium], seed: int = 0, frames_apart: bool = False
+    model: PreTrainedModel, media: Sequence[Medium], seed: int = 0, split_frames: bool = False
 ) -> EncodedPrompt:
     """Makes a prompt."""
     if model.config.model_type in _PROMPTS:
@@ -70,7 +70,7 @@ def encode(
         placeholder = placeholder_of(model, "image" if shares_token else kind)
         before, after = _around(model, kind)
         n = counts[kind, size]
-        frames = _FRAMES if kind == "video" and frames_apart else 1
+        frames = _FRAMES if kind == "video" and split_frames else 1
         for _ in range(frames):
             ids += [*before, *[placeholder] * (n // frames), *after, *_text(model, 2, generator)]
             kinds_of_tokens += [0] * len(before) + [_FIELD_VALUES[kind]] * (n // frames) + [0] * (len(after) + 2)
@@ -102,9 +102,7 @@ def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
 
 def has_placeholders(model: PreTrainedModel) -> bool:
     """
-    Whether its config tells which tokens stand for media, or it is known otherwise.
-
-    Returns whether a prompt can be made.
+    Whether a prompt can be made: the config, or a table here, names the tokens of media.
     """
     known = model.config.model_type in (*_PROMPTS, "molmo2")
     return known or any(placeholder_token_ids(model, None).values())
@@ -310,7 +308,7 @@ def _sam_pictures(model, sizes) -> Tensors:
 
 
 def _with_questions(model, sizes, frames: int | None = None) -> Tensors:
-    """Images, or frames, beside the text that a query transformer reads."""
+    """Images, or frames, with the text that a query transformer reads."""
     pixels = _pictures(model, sizes)["pixel_values"]
     if frames is not None:
         pixels = torch.stack([pixels + 0.1 * i for i in range(frames)], dim=1)
@@ -381,7 +379,7 @@ def _looked_at_last(model, media, seed: int) -> EncodedPrompt:
     """The same, each token looks at the last image before it."""
     generator = torch.Generator().manual_seed(seed)
     n, side = len(media), model.config.vision_config.image_size
-    token = VOCABULARY  # beside the vocabulary
+    token = VOCABULARY  # after the vocabulary
     ids = torch.tensor([*_text(model, 3, generator), *[token] * n, *_text(model, 4 + seed % 3, generator)])
     looks = (ids == token).cumsum(0)[:, None] == 1 + torch.arange(max(n, 1))
     pixels = torch.randn(1, n, 3, side, side, generator=generator) if n else torch.zeros(1, 1, 3, side, side)
@@ -566,7 +564,7 @@ _OWN: dict[str, dict[str, Callable]] = {
     },
 }
 
-# From a model and the tensors of a medium to its tokens, where a model doesn't tell
+# From a model and the tensors of a medium to its tokens, where the model has no function for it
 _COUNTS: dict[str, dict[str, Callable]] = {
     "blip-2": {"image": lambda model, tensors: model.config.num_query_tokens},
     "instructblip": {"image": lambda model, tensors: model.config.num_query_tokens},

@@ -341,7 +341,7 @@ def train(name: str) -> dict:
 def differences(stored, now, path: str = "", scale: float = 0.0) -> list[str]:
     """What two results differ in; a projection may differ by what its norm may."""
     if isinstance(stored, dict) and isinstance(now, dict):
-        changed = [f"{path} lacks {key}" for key in stored.keys() - now.keys()]
+        changed = [f"{path} has no {key}" for key in stored.keys() - now.keys()]
         changed += [f"{path} has {key}, which is new" for key in now.keys() - stored.keys()]
         return changed + [
             each for key in stored if key in now for each in differences(stored[key], now[key], f"{path}/{key}")

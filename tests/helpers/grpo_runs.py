@@ -1,13 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs of the GRPO trainer whose advantages and losses are computed again by hand."""
+"""Runs of the GRPO trainer whose advantages and losses are computed again."""
 
 import functools
-from statistics import fmean, pstdev, stdev
 
 import torch
 from torch.testing import assert_close
 
 from helpers.trainer_utils import Recorded, by_key, image_rows, keys, length_and_sum, run
+from trl_multimodal_rft.algorithms.advantages import estimate_advantages
 
 
 FAMILY = "qwen2_5_vl"
@@ -31,60 +31,33 @@ def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
     return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
 
 
-def advantages_by_hand(
-    estimator, rewards, prompts, penalty, *, weight="clip_filter_like", level="token", scale="group"
-):
-    """Advantages of each completion's tokens from its reward, its prompt and the KL penalty of its tokens."""
-    lengths = [len(row) for row in penalty]
-    scorable = [i for i, reward in enumerate(rewards) if reward is not None]
-    if estimator == "reinforce":
-        returns = {i: [rewards[i] - sum(penalty[i][t:]) for t in range(lengths[i])] for i in scorable}
-        every = [value for row in returns.values() for value in row]
-        mean, std = fmean(every), pstdev(every)
-        return [
-            [(value - mean) / std for value in returns[i]] if i in returns else [0.0] * n
-            for i, n in enumerate(lengths)
-        ]
-
-    rewards = {i: rewards[i] - sum(penalty[i]) for i in scorable}
-    groups = {i: [rewards[j] for j in scorable if prompts[j] == prompts[i]] for i in scorable}
-    live = {prompts[i] for i, group in groups.items() if max(group) - min(group) > 1e-6}
-    values = dict.fromkeys(range(len(lengths)), 0.0)
-    values |= {i: rewards[i] - fmean(groups[i]) if prompts[i] in live else 0.0 for i in scorable}
-    if estimator == "reinforce_baseline":
-        tokens = [values[i] for i in scorable for _ in range(lengths[i] if level == "token" else 1)]
-        values |= {i: (values[i] - fmean(tokens)) / pstdev(tokens) for i in scorable if prompts[i] in live}
-    for i in scorable:
-        if prompts[i] not in live:
-            continue
-        if estimator == "group_norm" and scale == "group":
-            values[i] /= stdev(groups[i]) + 1e-4
-        if estimator == "rloo":
-            values[i] = rewards[i] - (sum(groups[i]) - rewards[i]) / (len(groups[i]) - 1)
-        if estimator == "cpgd" and weight == "clip_filter_like":
-            values[i] *= min(len(set(prompts)) / len(live), 3)
-        if estimator == "cpgd" and weight == "std":
-            values[i] /= pstdev(groups[i]) + 1e-6
-    return [[values[i]] * n for i, n in enumerate(lengths)]
-
-
 def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
-    """Compares what reached the loss with what follows from one draw of completions."""
-    names = keys(drawn.batch)
+    """
+    Compares what reached the loss with what the estimator makes of the rewards of one draw of completions.
+
+    Returns the rewards, `None` for completions without one.
+    """
+    batch, names = drawn.batch, keys(drawn.batch)
     total = drawn.rewards.nansum(1).tolist()
     unscorable = drawn.rewards.isnan().all(1).tolist()
     rewards = [None if missing else shape(reward) for reward, missing in zip(total, unscorable, strict=True)]
-    prompts = [prompt for prompt, _ in names]
-    penalty = [[0.0] * len(tokens) for _, tokens in names]
-    if beta:
-        old, ref = by_key(moments, "old_per_token_logps"), by_key(moments, "ref_per_token_logps")
-        penalty = [(beta * (old[name] - ref[name])).tolist() for name in names]
-    expected = advantages_by_hand(estimator, rewards, prompts, penalty, **options)
-    reached = by_key(moments, "advantages")
+    prompts = list(dict.fromkeys(prompt for prompt, _ in names))
+    scored = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps"}
+    expected = estimate_advantages(
+        estimator,
+        rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards]),
+        rewards_per_func=drawn.rewards,
+        group_ids=torch.tensor([prompts.index(prompt) for prompt, _ in names]),
+        mask=batch["completion_mask"],
+        **{name: batch[field] if beta else None for name, field in scored.items()},
+        kl_coef=beta,
+        **options,
+    )
+    assert expected.any()
+    reached, masks = by_key(moments, "advantages"), batch["completion_mask"].bool()
     assert len(reached) == len(names)
-    for name, values in zip(names, expected, strict=True):
-        assert_close(reached[name], torch.tensor(values), rtol=1e-4, atol=1e-5)
-    assert any(value for row in expected for value in row)
+    for name, values, mask in zip(names, expected, masks, strict=True):
+        assert_close(reached[name], values.expand(len(mask))[mask], rtol=1e-4, atol=1e-5)
     return rewards
 
 

@@ -20,36 +20,17 @@ def released(family: str) -> hf.PreTrainedModel:
     if family == OMNI:
         model_class, config_class = hf.Qwen2_5OmniForConditionalGeneration, hf.Qwen2_5OmniConfig
         small = {**SPEAKER, "hidden_size": 32, "head_dim": 16}
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        encoder = {"channels": [8, 8, 8], "kernel_sizes": [3, 3, 3], "dilations": [1, 1, 1], "emb_dim": 8, "dim": 8}
+        encoder |= {"attention_channels": 4, "se_channels": 4}
+        dit = {**small, "ff_mult": 1, "emb_dim": 16, "num_embeds": 32, "mel_dim": 8}
+        vocoder = {"mel_dim": 8, "upsample_initial_channel": 32, "upsample_rates": [2], "upsample_kernel_sizes": [4]}
+        vocoder |= {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 1, 1]]}
         parts = {
-            "talker_config": {
-                **small,
-                "vocab_size": 64,
-                "embedding_size": 64,
-                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-            },
+            "talker_config": {**small, "vocab_size": 64, "embedding_size": 64, "rope_parameters": rope},
             "token2wav_config": {
-                "dit_config": {
-                    **small,
-                    "ff_mult": 1,
-                    "emb_dim": 16,
-                    "num_embeds": 32,
-                    "mel_dim": 8,
-                    "enc_emb_dim": 8,
-                    "enc_dim": 8,
-                    "enc_channels": [8, 8, 8],
-                    "enc_kernel_sizes": [3, 3, 3],
-                    "enc_dilations": [1, 1, 1],
-                    "enc_attention_channels": 4,
-                    "enc_se_channels": 4,
-                },
-                "bigvgan_config": {
-                    "mel_dim": 8,
-                    "upsample_initial_channel": 32,
-                    "resblock_kernel_sizes": [3],
-                    "resblock_dilation_sizes": [[1, 1, 1]],
-                    "upsample_rates": [2],
-                    "upsample_kernel_sizes": [4],
-                },
+                "dit_config": {**dit, **{f"enc_{name}": value for name, value in encoder.items()}},
+                "bigvgan_config": vocoder,
             },
         }
     else:

@@ -3,6 +3,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,3 +38,13 @@ def python_environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         **more,
     }
+
+
+def end(process: subprocess.Popen) -> None:
+    """Terminates a launcher: a kill would leave its workers behind, which are in other sessions."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -2,11 +2,17 @@
 """What tests of the reference interface share."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.lightrft.trainer.experience import Experience
+from trl_multimodal_rft.lightrft.trainer.experience_maker import NaiveExperienceMaker
+from trl_multimodal_rft.policy import PolicyForward
 
 
 def media_of(experience: Experience) -> dict[str, torch.Tensor]:
@@ -18,14 +24,33 @@ def media_of(experience: Experience) -> dict[str, torch.Tensor]:
     return {name: value for name, value in {**media, **extra}.items() if value is not None}
 
 
-def drawn_completions(prompts, config, pad_id: int, eos_id: int, drawn: Counter) -> torch.Tensor:
-    """Pseudo-random completions that depend on the prompt and how often it was sampled, most of which end."""
+def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]]]) -> AbstractContextManager:
+    """Within this, `complete` gives the completions of prompts, at most so many tokens each, without a model."""
+
+    def sample(forward, model, prompts, generation_config, pad_token_id, **options):
+        rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))
+        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_token_id)
+
+    return patch.object(PolicyForward, "sample", sample)
+
+
+def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, drawn: Counter) -> list[list[int]]:
+    """Completions that depend on the prompt and how often it was sampled, most of which end."""
     rows = []
     for prompt in prompts:
         generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
         drawn[prompt] += 1
-        ids = generator.integers(50, 300, generator.integers(2, config.max_new_tokens + 1)).tolist()
-        if len(ids) < config.max_new_tokens or generator.random() < 0.5:
+        ids = generator.integers(50, 300, generator.integers(2, longest + 1)).tolist()
+        if len(ids) < longest or generator.random() < 0.5:
             ids[-1] = eos_id
-        rows.append(torch.tensor(ids))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+        rows.append(ids)
+    return rows
+
+
+class Injected(NaiveExperienceMaker):
+    """Doesn't sample, see [`pseudo_random`]."""
+
+    def generate_samples(self, all_prompts, **generate_kwargs):
+        drawn, eos_id = self.__dict__.setdefault("drawn", Counter()), self.tokenizer.eos_token_id
+        with completing(lambda prompts, longest: pseudo_random(prompts, longest, eos_id, drawn)):
+            return super().generate_samples(all_prompts, **generate_kwargs)

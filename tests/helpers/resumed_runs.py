@@ -1,9 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs that are interrupted and go on: their options, and what must be the same."""
+"""Runs that are interrupted and resumed: their options, and what must be equal."""
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from helpers.trainer_utils import sound, text_rows, with_media
+from helpers.trainer_utils import make_trainer, sound, text_rows, with_media
 
 
 class Recording:
@@ -48,11 +53,51 @@ def few_live(prompts, trainer_state, **kwargs) -> list[float]:
     return [float(i % 2) if (number + step) % 5 >= dead else 1.0 for i, number in enumerate(numbers)]
 
 
+@dataclass
+class Case:
+    """A run to interrupt."""
+
+    trainer: type
+    family: str
+    rows: Callable
+    options: dict
+    stops: list[int]  # steps to resume from, and one chosen at random
+    moving: Collection[str] = ()  # metrics that must not stay 0
+    not_logged: Collection[str] = ()  # metrics that `Trainer` starts anew
+    n_rows: int = 5
+    supervised: Callable | None = None
+
+    def make(self, folder: Path, **options):
+        arguments = {**(REUSED if self.supervised is None else EVERYTHING), **self.options, **options}
+        objects = {} if self.supervised is None else {"ptx_dataset": self.supervised()}
+        objects |= arguments.pop("objects", {})
+        return make_trainer(self.trainer, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
+
+    def resume(self, folder: str | Path, output_dir: Path, **options):
+        """A new trainer that resumes from a checkpoint."""
+        trainer = self.make(output_dir, save_strategy="no", **options)
+        trainer.train(resume_from_checkpoint=str(folder))
+        assert trainer.state.global_step == trainer.args.max_steps
+        return trainer
+
+
+def straight_runs(cases: dict[str, Case], tmp_path_factory) -> Callable:
+    """Trainers that never stopped, by case, each with a checkpoint of every step."""
+
+    @functools.cache
+    def run(name: str):
+        trainer = cases[name].make(tmp_path_factory.mktemp("straight"))
+        trainer.train()
+        return trainer
+
+    return run
+
+
 def checkpoint(trainer, step: int) -> str:
     return f"{trainer.args.output_dir}/checkpoint-{step}"
 
 
-def logged(trainer, but: set[str]) -> list[dict]:
+def logged(trainer, but: Collection[str] = ()) -> list[dict]:
     """The log history without durations, and without the mean over the steps since the trainer started."""
     durations = ("time", "runtime", "per_second", "train_loss")
     return [

@@ -23,7 +23,7 @@ class Wrapped:
         self.inner.invalidate_weights()
 
     def __call__(self, model, prompts, **options):
-        """After results of tools, `room` is given, and `branches.asked` tells the places of the completions."""
+        """After tool results, `room` is given, and `branches.asked` holds the places of the completions."""
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:

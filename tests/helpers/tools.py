@@ -7,6 +7,7 @@ from trl.chat_template_utils import qwen3_template, qwen3_vl_chat_template
 
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import load
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 
 
 def look_up(word: str) -> str:
@@ -93,7 +94,23 @@ class Scripted(Wrapped):
             self.scripts[self.turn, i] = self.encoded(said)
         ids = [self.scripts[self.turn, i] for i in places]
         self.turn += 1
-        return ids or [self.encoded("Nothing")], None  # a rank may have no completion that goes on
+        return ids or [self.encoded("Nothing")], None  # a rank may have no completion to continue
+
+
+class KeepsInputs:
+    """Keeps the last micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        self.inputs = inputs
+        return super()._compute_loss(model, inputs)
+
+
+class GRPO(KeepsInputs, MultimodalGRPOTrainer):
+    pass
+
+
+class RLOO(KeepsInputs, MultimodalRLOOTrainer):
+    pass
 
 
 def shows(*media):

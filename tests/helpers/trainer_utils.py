@@ -127,8 +127,8 @@ def with_media(rows: Dataset, column: str, media: list) -> Dataset:
     return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
 
 
-def forget_apart(monkeypatch) -> None:
-    """Families whose media must not join to others' are as all others."""
+def forget_isolation(monkeypatch) -> None:
+    """Families that isolate prompts or media no longer do."""
     rows = tuple(replace(family, isolate=None) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", rows)
 
@@ -173,6 +173,10 @@ class RemembersPacking:
 
 
 class InjectedOurs(RemembersPacking, Injected, MultimodalGRPOTrainer):
+    pass
+
+
+class InjectedPPO(Injected, MultimodalPPOTrainer):
     pass
 
 
@@ -228,7 +232,7 @@ class Recorded(Recording, InjectedOurs):
 
 
 def keys(batch) -> list[tuple]:
-    """What tells the completions of a batch apart: the ids of prompt and completion."""
+    """What identifies each completion of a batch: the ids of prompt and completion."""
     completions = [
         ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     ]

@@ -1,10 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Advantage estimators, as functions of a whole batch: rewards with the group each belongs to, and masks of any shape.
+Advantage estimators: functions of a whole batch of rewards, group ids and masks.
 
 An estimator is one function under [`estimator`], whose docstring holds its formula and paper. Masks may be padded on
 either side and have gaps; results are exactly 0 outside them. A reward of `NaN` means that the completion can't be
-scored: it takes part in no statistic and gets the advantage 0. Statistics are computed in float64.
+scored: it enters no statistic and gets the advantage 0. Statistics are computed in float64.
 """
 
 import inspect
@@ -20,38 +20,22 @@ from .papers import Paper, paper_of
 from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
 
 
+# Added to standard deviations, in rewards, as in TRL
+_EPS = 1e-4
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """
-    A value of `advantage_estimator`.
-
-    Args:
-        name (`str`):
-            The value.
-        paper ([`~algorithms.papers.Paper`], *optional*):
-            Where it comes from.
-        function (`Callable`):
-            Takes those arguments of [`estimate_advantages`] that it names.
-        alias (`str`, *optional*):
-            Another name.
-        needs (`str`, *optional*):
-            What it needs beside the rewards: a `"group"` of completions for each prompt, or a `"critic"`.
-        per_token (`bool`, *optional*, defaults to `False`):
-            Whether it gives one advantage per token, and puts the KL penalty on each, instead of one per completion.
-        kl_in_reward (`bool`, *optional*, defaults to `False`):
-            Whether the KL divergence belongs to the rewards, unless it is told otherwise.
-        kl_in_loss (`str`, *optional*, defaults to `"k3"`):
-            Estimator of the KL divergence in the loss, unless it is told otherwise.
-    """
+    """A value of `advantage_estimator`, and what it implies."""
 
     name: str
     paper: Paper | None
-    function: Callable
+    function: Callable  # takes those arguments of `estimate_advantages` that it names
     alias: str | None = None
-    needs: Literal["group", "critic"] | None = None
-    per_token: bool = False
-    kl_in_reward: bool = False
-    kl_in_loss: Literal["k2", "k3"] = "k3"
+    needs: Literal["group", "critic"] | None = None  # several completions per prompt, or values, besides the rewards
+    per_token: bool = False  # one advantage, and KL penalty, per token instead of one per completion
+    kl_in_reward: bool = False  # default of the option
+    kl_in_loss: Literal["k2", "k3"] = "k3"  # default estimator of a KL term in the loss
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -60,16 +44,16 @@ ALIASES: dict[str, str] = {}
 
 def estimator(name: str, **facts) -> Callable:
     """
-    Makes a function the estimator of that name.
+    Decorator that registers a function as an estimator.
 
     Args:
         name (`str`):
             Value of `advantage_estimator`.
         facts:
-            Fields of its [`Estimator`].
+            Fields of its [`Estimator`]: `alias`, `needs`, `per_token`, `kl_in_reward`, `kl_in_loss`.
 
     Returns:
-        `Callable`: The decorator. It returns the function as it was.
+        `Callable`: The decorator, which returns the function unchanged.
     """
 
     def register(function):
@@ -82,79 +66,37 @@ def estimator(name: str, **facts) -> Callable:
 
 
 def described(*needs: str | None) -> str:
-    """
-    The estimators that need one of these, with their other names and papers, for the help of an option.
-
-    Args:
-        needs (`str` or `None`):
-            `"group"`, `"critic"` or `None`.
-
-    Returns:
-        `str`: For example `'group_norm' or 'grpo' (DeepSeekMath), 'rloo' (Back to Basics)`.
-    """
+    """Names and papers of the estimators that need one of these, for the help of an option."""
     parts = []
-    for own in ESTIMATORS.values():
-        if own.needs in needs:
-            names = " or ".join(repr(name) for name in (own.name, own.alias) if name)
-            parts.append(names if own.paper is None else f"{names} ({own.paper.title})")
+    for each in ESTIMATORS.values():
+        if each.needs in needs:
+            names = " or ".join(repr(name) for name in (each.name, each.alias) if name)
+            parts.append(names if each.paper is None else f"{names} ({each.paper.title})")
     return ", ".join(parts)
 
 
 @dataclass(eq=False)
 class GroupStatistics:
-    """
-    Rewards relative to their group.
+    """Rewards relative to their group, for `N` completions in `G` groups."""
 
-    Args:
-        index (`torch.Tensor`):
-            For each completion the position of its group, shape `(N,)`.
-        centred (`torch.Tensor`):
-            Reward minus the mean of its group; exactly 0 in a group without signal, and where unscorable; shape
-            `(N,)`, float64.
-        squares (`torch.Tensor`):
-            Sum of the squared centred rewards of each group, shape `(number of groups,)`, float64.
-        count (`torch.Tensor`):
-            Scorable completions of each group, shape `(number of groups,)`.
-        live (`torch.Tensor`):
-            Groups with at least two scorable completions whose rewards differ, shape `(number of groups,)`.
-    """
-
-    index: torch.Tensor
-    centred: torch.Tensor
-    squares: torch.Tensor
-    count: torch.Tensor
-    live: torch.Tensor
+    index: torch.Tensor  # position of each completion's group, `(N,)`
+    centred: torch.Tensor  # reward minus mean; exactly 0 where unscorable or without signal, `(N,)`, float64
+    squares: torch.Tensor  # sum of the squared centred rewards, `(G,)`, float64
+    count: torch.Tensor  # scorable completions, `(G,)`
+    live: torch.Tensor  # at least two scorable completions with different rewards, `(G,)`
 
     def std(self, correction: int) -> torch.Tensor:
-        """
-        Standard deviation within each group.
-
-        Args:
-            correction (`int`):
-                What to subtract from the number of rewards: 1 for the sample's, 0 for the population's.
-
-        Returns:
-            `torch.Tensor`: Shape `(number of groups,)`; 0 without signal.
-        """
+        """Standard deviation within each group, `(G,)`; 0 without signal."""
         return (self.squares / (self.count - correction).clamp(min=1)).sqrt()
 
 
 def group_statistics(rewards: torch.Tensor, group_ids: torch.Tensor) -> GroupStatistics:
     """
-    Centres rewards within groups.
+    Centres rewards `(N,)` within groups `(N,)`, on the CPU.
 
     A group whose rewards are equal has no signal, whatever the constant: rounding must not turn it into an advantage.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, `NaN` where unscorable, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each completion, any integers in any order, shape `(N,)`.
-
-    Returns:
-        [`GroupStatistics`]: The statistics, on the CPU.
     """
-    # On the CPU: they are few, and not every device has float64
+    # Not every device has float64
     rewards = rewards.cpu()
     index = group_ids.cpu().unique(return_inverse=True)[1]
     n_groups = int(index.max()) + 1
@@ -182,34 +124,21 @@ def group_norm(
     group_ids: torch.Tensor,
     *,
     scale: Literal["group", "batch", "none"] = "group",
-    eps: float = 1e-4,
 ) -> torch.Tensor:
     r"""
     GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
     see [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        group_ids (`torch.Tensor`):
-            Group of each completion, shape `(N,)`.
-        scale (`str`, *optional*, defaults to `"group"`):
-            Divide by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by nothing
-            (`"none"`).
-        eps (`float`, *optional*, defaults to `1e-4`):
-            Added to the standard deviation, in rewards.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
+    See [`estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     advantages = groups.centred
     if scale == "group":
-        advantages = advantages / (groups.std(correction=1) + eps)[groups.index]
+        advantages = advantages / (groups.std(correction=1) + _EPS)[groups.index]
     elif scale == "batch":
         scorable = rewards[~rewards.isnan()].cpu().double()
         std = scorable.std() if len(scorable) > 1 else scorable.new_zeros(())
-        advantages = advantages / (std + eps)
+        advantages = advantages / (std + _EPS)
     return advantages.to(rewards)
 
 
@@ -217,11 +146,10 @@ def group_norm(
 def rloo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     r"""
     Reward minus the mean of the *other* completions of the group, see
-    [Back to Basics](https://huggingface.co/papers/2402.14740).
+    [Back to Basics](https://huggingface.co/papers/2402.14740), where the reward contains the KL penalty of the whole
+    completion.
 
-    The paper's reward contains the KL penalty of the whole completion.
-
-    See [`group_norm`] for the arguments.
+    See [`estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     factor = groups.count / (groups.count - 1).clamp(min=1)
@@ -239,14 +167,10 @@ def reinforce(
 ) -> torch.Tensor:
     r"""
     REINFORCE++: the KL penalty of every token and the reward at the last one, summed from each token on ($\gamma = 1$)
-    and whitened over all tokens of the batch, see [REINFORCE++](https://huggingface.co/papers/2501.03262).
+    and whitened over all tokens of the batch, see [REINFORCE++](https://huggingface.co/papers/2501.03262). One
+    completion per prompt is enough.
 
-    Needs no groups, so one completion per prompt is enough.
-
-    See [`token_rewards`] for the arguments.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N, T)`.
+    See [`estimate_advantages`] for the arguments.
     """
     mask = mask.bool() & ~rewards.isnan()[:, None]
     returns = cumulative_returns(token_rewards(rewards, mask, old_logps, ref_logps, kl_coef=kl_coef), mask)
@@ -263,21 +187,10 @@ def reinforce_baseline(
 ) -> torch.Tensor:
     r"""
     REINFORCE++-baseline: reward minus the mean of its group, then whitened over the batch, see
-    [REINFORCE++](https://huggingface.co/papers/2501.03262).
+    [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal stay at exactly 0, although
+    whitening shifts by the mean of the batch.
 
-    Whitening shifts by the mean of the batch; groups without signal stay at exactly 0 nevertheless.
-
-    See [`group_norm`] for the others.
-
-    Args:
-        mask (`torch.Tensor`):
-            1 on completion tokens, shape `(N, T)`.
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            Whether every `"token"` counts once in mean and standard deviation, so that long completions count more, or
-            every `"sequence"`.
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
+    See [`estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
@@ -294,17 +207,10 @@ def cpgd(
     weight: Literal["none", "std", "clip_filter_like"] = "clip_filter_like",
 ) -> torch.Tensor:
     r"""
-    CPGD's advantage, $\omega \cdot (R - \mathrm{mean})$, see [CPGD](https://huggingface.co/papers/2505.12504).
+    CPGD's advantage, $\omega \cdot (R - \mathrm{mean})$ with a weight $\omega$ per group, see
+    [CPGD](https://huggingface.co/papers/2505.12504).
 
-    See [`group_norm`] for the others.
-
-    Args:
-        weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            The weight $\omega$ of a group: `"none"` is 1, `"std"` is 1 over the population standard deviation of the
-            group, `"clip_filter_like"` makes up for groups without signal, see [`clip_filter_like_weights`].
-
-    Returns:
-        `torch.Tensor`: Advantages, shape `(N,)`.
+    See [`estimate_advantages`] for the arguments.
     """
     groups = group_statistics(rewards, group_ids)
     if weight == "std":
@@ -318,18 +224,9 @@ def cpgd(
 
 def clip_filter_like_weights(live: torch.Tensor, clip: float = 3.0, dead_weight: float = 1.0) -> torch.Tensor:
     """
-    Weights that let groups with signal count for those without, as if these had been replaced by other prompts.
+    Weights `(G,)` that let groups with signal count for those without, as if other prompts had replaced these.
 
-    Args:
-        live (`torch.Tensor`):
-            Whether each group has signal, shape `(number of groups,)`.
-        clip (`float`, *optional*, defaults to `3.0`):
-            Largest weight.
-        dead_weight (`float`, *optional*, defaults to `1.0`):
-            Weight of groups without signal, where others have some.
-
-    Returns:
-        `torch.Tensor`: Weight of each group, float64; 1 if no group has signal.
+    Shapes: `live` `(G,)`, whether a group has signal; returns float64, 1 everywhere if no group has signal.
     """
     n_live = live.sum().double()
     if n_live == 0:
@@ -343,7 +240,7 @@ def dr_grpo(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     Dr. GRPO's advantage, $R - \mathrm{mean}$, which doesn't favour groups with little spread, see
     [Understanding R1-Zero-Like Training](https://huggingface.co/papers/2503.20783).
 
-    See [`group_norm`] for the arguments.
+    See [`estimate_advantages`] for the arguments.
     """
     return group_norm(rewards, group_ids, scale="none")
 
@@ -361,13 +258,12 @@ def gae(
     r"""
     Generalized advantage estimation, $\delta_t = r_t + \gamma V_{t+1} - V_t$ and
     $A_t = \delta_t + \gamma \lambda A_{t+1}$, see
-    [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438).
-
-    Tokens outside the mask are no steps: what lies before a gap continues after it.
+    [Generalized Advantage Estimation](https://huggingface.co/papers/1506.02438). Tokens outside the mask are no steps:
+    what precedes a gap continues after it.
 
     Args:
         rewards (`torch.Tensor`):
-            Reward of each token, shape `(N, T)`. Those outside the mask are dropped.
+            Reward of each token, shape `(N, T)`.
         values (`torch.Tensor`):
             Critic's value of the state *before* each token, shape `(N, T)`.
         mask (`torch.Tensor`):
@@ -377,12 +273,11 @@ def gae(
         lam (`float`, *optional*, defaults to `0.95`):
             GAE's $\lambda$.
         bootstrap (`torch.Tensor`, *optional*):
-            Value of the state after the last token, shape `(N,)`: 0 where a completion ended, the critic's value where
-            it was cut off. 0 everywhere by default.
+            Value of the state after the last token, shape `(N,)`: the critic's where a completion was truncated, 0
+            where it ended, which is the default everywhere.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Advantages, not whitened, and returns $A_t + V_t$, both of shape `(N, T)`
-        and 0 outside the mask.
+        `tuple[torch.Tensor, torch.Tensor]`: Advantages, not whitened, and returns $A_t + V_t$, shape `(N, T)`.
     """
     mask, width = mask.bool(), mask.size(1)
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
@@ -409,8 +304,8 @@ def estimate_advantages(
     norm_level: str = "token",
     weight: str = "clip_filter_like",
 ) -> torch.Tensor:
-    """
-    Advantages of a whole batch, by the estimator's name or by a function of the user.
+    r"""
+    Advantages of a whole batch, by the name of an estimator or by a user's function.
 
     Args:
         name (`str` or `Callable`):
@@ -421,7 +316,7 @@ def estimate_advantages(
         rewards_per_func (`torch.Tensor`):
             What each reward function returned, shape `(N, F)`.
         group_ids (`torch.Tensor`):
-            Group of each completion, shape `(N,)`.
+            Group of each completion, any integers in any order, shape `(N,)`.
         mask (`torch.Tensor`):
             1 on the tokens that are trained on, shape `(N, T)`.
         old_logps (`torch.Tensor`, *optional*):
@@ -432,17 +327,21 @@ def estimate_advantages(
             Coefficient of the k1 penalty in the reward: per token for estimators that are, else of the whole
             completion.
         scale (`str`, *optional*, defaults to `"group"`):
-            See [`group_norm`].
+            [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
+            nothing (`"none"`).
         norm_level (`str`, *optional*, defaults to `"token"`):
-            See [`reinforce_baseline`].
+            In mean and standard deviation of [`reinforce_baseline`], every `"token"` counts once, so that long
+            completions count more, or every `"sequence"`.
         weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            See [`cpgd`].
+            Weight of a group in [`cpgd`]: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or
+            `"clip_filter_like"`, which makes up for groups without signal: number of groups over groups with signal,
+            at most 3.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.
 
     Raises:
-        `ValueError`: If the function returns another shape or a value that isn't finite, or the name isn't known here.
+        `ValueError`: If the function returns another shape or a value that isn't finite, or the name is unknown.
     """
     tensors: dict[str, Any] = {
         "rewards": rewards,
@@ -454,27 +353,19 @@ def estimate_advantages(
     }
     if callable(name):
         return _checked(name(**tensors), name, rewards, mask)
-    own = ESTIMATORS.get(ALIASES.get(name, name))
-    if own is None or own.needs == "critic":
-        raise ValueError(f"No advantages from rewards alone for {name!r}.")
-    if kl_coef and not own.per_token:
+    chosen = ESTIMATORS.get(ALIASES.get(name, name))
+    if chosen is None or chosen.needs == "critic":
+        raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
+    if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
     known = {**tensors, "kl_coef": kl_coef, "scale": scale, "norm_level": norm_level, "weight": weight}
-    return own.function(**{key: known[key] for key in inspect.signature(own.function).parameters if key in known})
+    named = inspect.signature(chosen.function).parameters
+    return chosen.function(**{name: value for name, value in known.items() if name in named})
 
 
 def check_estimator(function: Callable) -> None:
-    """
-    Checks that a function of the user can be called by [`estimate_advantages`].
-
-    Args:
-        function (`Callable`):
-            The function.
-
-    Raises:
-        `ValueError`: If it doesn't take the arguments that it is called with.
-    """
+    """Raises a `ValueError` if [`estimate_advantages`] can't call a user's function with its arguments."""
     names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")
     try:
         signature = inspect.signature(function)

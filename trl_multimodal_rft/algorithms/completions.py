@@ -7,19 +7,8 @@ import torch
 
 
 def up_to_first_end(completions: torch.Tensor, eos_token_ids: Sequence[int]) -> torch.Tensor:
-    """
-    Tokens of completions up to the first end-of-sequence token, that token included.
-
-    Args:
-        completions (`torch.Tensor`):
-            Sampled ids, shape `(B, N)`.
-        eos_token_ids (`Sequence[int]`):
-            Ids that end a completion.
-
-    Returns:
-        `torch.Tensor`: Boolean mask, shape `(B, N)`.
-    """
-    is_eos = _are(completions, eos_token_ids).long()
+    """Mask `(B, N)` of completions up to their first end-of-sequence token, inclusive."""
+    is_eos = _is_any(completions, eos_token_ids).long()
     return is_eos.cumsum(1) - is_eos == 0
 
 
@@ -31,11 +20,11 @@ def mask_completions(
     prompt_attention_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Masks of sampled sequences: a completion goes up to its first end-of-sequence token, that token included.
+    Masks of sampled sequences: a completion ends with its first end-of-sequence token.
 
     Args:
         sequences (`torch.Tensor`):
-            Padded prompts and completions, shape `(B, S)`; left as they are.
+            Padded prompts and completions, shape `(B, S)`.
         input_len (`int`):
             Length of the padded prompts.
         eos_token_id (`int` or `Sequence[int]`, *optional*):
@@ -48,12 +37,12 @@ def mask_completions(
 
     Returns:
         `tuple`: A copy of the sequences with padding after the completions, their attention mask `(B, S)` (`int64`),
-        the action mask `(B, S - input_len)` (`bool`), and whether each completion was cut off, `(B,)`.
+        the action mask `(B, S - input_len)` (`bool`), and whether each completion was truncated, `(B,)`.
     """
     eos_ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     prompts, completions = sequences[:, :input_len], sequences[:, input_len:]
     actions = up_to_first_end(completions, eos_ids)
-    truncated = ~_are(completions, eos_ids).any(1)
+    truncated = ~_is_any(completions, eos_ids).any(1)
     if pad_token_id not in eos_ids:
         trailing = (completions == pad_token_id).long().flip(1).cumprod(1).flip(1).bool()
         actions = actions & ~trailing
@@ -65,5 +54,5 @@ def mask_completions(
     return sequences, attention_mask, actions, truncated
 
 
-def _are(ids: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
+def _is_any(ids: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
     return torch.isin(ids, torch.tensor(wanted, dtype=ids.dtype, device=ids.device))

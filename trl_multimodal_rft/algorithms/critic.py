@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses that PPO adds to the policy's: that of its critic and that of supervised completions."""
+"""Losses that PPO adds to the policy loss: of its critic, and of supervised completions."""
 
 import torch
 
@@ -20,16 +20,12 @@ def value_loss(
     $\frac{1}{2} \max((\mathrm{clip}(V, V_\mathrm{old} \pm \epsilon) - R)^2, (V - R)^2)$.
 
     Args:
-        values (`torch.Tensor`):
-            Current values, shape `(B, T)`.
-        old_values (`torch.Tensor`):
-            Values when the completions were sampled, shape `(B, T)`.
-        returns (`torch.Tensor`):
-            Returns, shape `(B, T)`.
+        values, old_values, returns (`torch.Tensor`):
+            Current values, those when the completions were sampled, and returns, shape `(B, T)`.
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         clip (`float`, *optional*):
-            How far values may move from the old ones to be rewarded for it. `None` doesn't clip.
+            The range $\epsilon$. `None` doesn't clip.
 
     Returns:
         [`LossOutput`]: Loss of each token, shape `(B, T)`, and metrics.
@@ -46,33 +42,18 @@ def value_loss(
 
 
 def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:
-    """
-    The negative log-likelihood of supervised completions.
-
-    Args:
-        logps (`torch.Tensor`):
-            Log-probabilities, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
-
-    Returns:
-        [`LossOutput`]: The mean over tokens, and its metric.
-    """
+    """The mean negative log-likelihood of supervised completions' tokens. Shapes: `logps`, `mask` `(B, T)`."""
     loss = -(logps * mask).sum() / mask.sum()
     return LossOutput(loss, {"ptx_loss": rank_mean(loss)})
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     r"""
-    How much of the returns the critic knows before: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
+    Share of the returns' variance that the critic predicts: $1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)$.
 
     Args:
-        values (`torch.Tensor`):
-            Values, shape `(B, T)`.
-        returns (`torch.Tensor`):
-            Returns, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
+        values, returns, mask (`torch.Tensor`):
+            Values, returns, and 1 on the tokens that count, shape `(B, T)`.
 
     Returns:
         `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or there are fewer than two.

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which tokens are worth training on, by the entropy of the policy where they were chosen, and its coefficient."""
+"""Selection of tokens by the entropy of the policy, and the coefficient of the entropy bonus."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def high_entropy_mask(
     Keeps the share of tokens with the highest entropy, see
     [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
 
-    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of equal ones, those that come first.
+    Of `N` valid tokens exactly $\lceil \mathrm{ratio} \cdot N \rceil$ are kept; of equal ones, the first.
 
     Args:
         entropies (`torch.Tensor`):
@@ -28,7 +28,7 @@ def high_entropy_mask(
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
         ratio (`float`):
-            Share to keep, above 0; 1 keeps all.
+            Share to keep, above 0.
         scope (`str`, *optional*, defaults to `"batch"`):
             Whether tokens compete within the whole `"batch"`, as in the paper, or within their `"sequence"`.
         renormalize (`bool`, *optional*, defaults to `False`):
@@ -42,8 +42,7 @@ def high_entropy_mask(
     rows = (1, -1) if scope == "batch" else mask.shape
     valid = mask.reshape(rows)
     ranked = torch.where(valid, entropies.detach().float().reshape(rows), -torch.inf)
-    # Rank of each token, the highest first
-    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # 0 for the highest
     counts = valid.sum(1).tolist()
     # `round` undoes what a float adds to a product that is whole, such as 0.7 * 10
     kept = [min(max(math.ceil(round(ratio * count, 6)), 1), count) for count in counts]
@@ -66,26 +65,10 @@ def high_entropy_weights(
     rank: int,
 ) -> torch.Tensor:
     """
-    [`high_entropy_mask`] over all ranks, which must hold equally many rows.
+    [`high_entropy_mask`] over all ranks, which hold equally many rows; every `scope` but `"sequence"` is all rows.
 
-    Args:
-        entropies (`torch.Tensor`):
-            Entropy at each token of this rank, shape `(N, T)`.
-        mask (`torch.Tensor`):
-            1 on valid tokens, shape `(N, T)`.
-        ratio (`float`):
-            Share to keep.
-        scope (`str`):
-            Whether tokens compete within their `"sequence"`, or with those of all rows that are passed.
-        renormalize (`bool`):
-            Whether kept tokens weigh valid over kept tokens.
-        gather (`Callable`):
-            From rows of this rank to rows of all ranks, padded on the right.
-        rank (`int`):
-            Which of these ranks this one is.
-
-    Returns:
-        `torch.Tensor`: Weight of each token of this rank, shape `(N, T)`.
+    `gather` turns rows of this rank into those of all ranks, padded on the right; `rank` is this one's index. Shapes:
+    `entropies`, `mask` `(N, T)`; returns weights `(N, T)` of this rank's tokens.
     """
     if scope == "sequence":
         return high_entropy_mask(entropies, mask, ratio, scope="sequence", renormalize=renormalize)
@@ -97,23 +80,7 @@ def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, step: float, smallest: float, largest: float
 ) -> float:
     """
-    TRL's rule for the coefficient of the entropy bonus: up while the entropy is at most its target, else down.
-
-    Args:
-        coef (`float`):
-            The coefficient.
-        entropy (`float`):
-            Mean entropy of the tokens that the optimizer step trained on, over all ranks, in nats.
-        target (`float`):
-            Entropy to hold.
-        step (`float`):
-            How much the coefficient changes.
-        smallest (`float`):
-            Its lower bound.
-        largest (`float`):
-            Its upper bound.
-
-    Returns:
-        `float`: The coefficient of the next optimizer step.
+    TRL's rule for the coefficient of the entropy bonus: it rises while the mean entropy of the tokens of an optimizer
+    step, in nats, is at most its target, and falls otherwise.
     """
     return min(coef + step, largest) if entropy <= target else max(coef - step, smallest)

@@ -6,10 +6,10 @@ import math
 import torch
 
 
-# A token that the reference finds likelier by more than this, in nats, counts as if it were this
+# Upper bound of log(reference / policy) in k3, in nats
 _LARGEST_LOG_RATIO = 20.0
 
-# A controller takes no more of its coefficient away at once, and leaves this much at least
+# An update multiplies the coefficient by no less than the first, and never takes it below the second
 _SMALLEST_FACTOR = 0.1
 _SMALLEST_VALUE = 1e-8
 
@@ -33,12 +33,7 @@ def _k3(d: torch.Tensor) -> torch.Tensor:
 KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
-def approx_kl(
-    logps: torch.Tensor,
-    ref_logps: torch.Tensor,
-    mask: torch.Tensor,
-    estimator: str,
-) -> torch.Tensor:
+def approx_kl(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, estimator: str) -> torch.Tensor:
     r"""
     Estimates $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$ at each token sampled from $\pi$, with
     $d = \log \pi - \log \pi_\mathrm{ref}$, see [Approximating KL divergence](http://joschu.net/blog/kl-approx.html).
@@ -47,10 +42,8 @@ def approx_kl(
     $\mathrm{KL}(\pi \| \pi_\mathrm{ref})$, and k3 that of $\mathrm{KL}(\pi_\mathrm{ref} \| \pi)$.
 
     Args:
-        logps (`torch.Tensor`):
-            Log-probabilities under the policy, shape `(B, T)`.
-        ref_logps (`torch.Tensor`):
-            Log-probabilities under the reference, shape `(B, T)`.
+        logps, ref_logps (`torch.Tensor`):
+            Log-probabilities under the policy and under the reference, shape `(B, T)`.
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`. Others may hold anything, infinities too.
         estimator (`str`):
@@ -66,7 +59,7 @@ def approx_kl(
 
 class FixedKLController:
     """
-    Keeps the KL coefficient.
+    A constant KL coefficient.
 
     Args:
         value (`float`):
@@ -78,11 +71,11 @@ class FixedKLController:
 
     def update(self, kl: float, n_samples: int) -> None:
         """
-        Changes nothing.
+        Called after each optimizer step. Does nothing here.
 
         Args:
             kl (`float`):
-                Mean divergence per token, in nats.
+                Mean divergence over all tokens of all processes, in nats.
             n_samples (`int`):
                 Completions since the last update, over all processes.
         """
@@ -93,7 +86,7 @@ class FixedKLController:
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Takes back what [`state_dict`] gave.
+        Restores what [`state_dict`] returned.
 
         Args:
             state (`dict`):
@@ -105,8 +98,7 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     r"""
     Raises the KL coefficient while the divergence is above its target and lowers it below, see
-    [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593).
-
+    [Fine-Tuning Language Models from Human Preferences](https://huggingface.co/papers/1909.08593):
     $\beta \leftarrow \beta (1 + \mathrm{clip}(\mathrm{KL} / \mathrm{target} - 1, \pm 0.2) \cdot n / h)$ with the
     horizon $h$, where the factor stays positive.
 
@@ -116,7 +108,7 @@ class AdaptiveKLController(FixedKLController):
         target (`float`):
             Divergence to hold, in nats per token, above 0.
         horizon (`int`):
-            Completions over which the coefficient adapts.
+            Completions over which the coefficient adapts, above 0.
 
     Raises:
         `ValueError`: If one of them isn't above 0.
@@ -131,15 +123,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, kl: float, n_samples: int) -> None:
-        """
-        Adapts the coefficient after an optimizer step.
-
-        Args:
-            kl (`float`):
-                Mean divergence over all tokens of all processes, in nats. If it isn't finite, nothing is changed.
-            n_samples (`int`):
-                Completions since the last update, over all processes.
-        """
+        """Adapts the coefficient, see [`FixedKLController.update`]; ignores a divergence that isn't finite."""
         if not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

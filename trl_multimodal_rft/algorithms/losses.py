@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Policy losses, TRL's among them: functions of tensors that return a loss, to be minimised, and its metrics.
+Policy losses, TRL's included: functions of tensors that return a loss, to be minimized, and its metrics.
 
 A policy loss is one function under [`policy_loss`], whose docstring holds its formula and paper.
 """
@@ -17,7 +17,7 @@ from .metrics import Metric, completion_means, largest, rank_mean, smallest, tok
 from .papers import Paper, paper_of
 
 
-# Beyond this, the exponential overflows sooner or later, and its gradient becomes NaN
+# Beyond this, an exponential may overflow, and its gradient become NaN
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -51,14 +51,14 @@ class LossInputs:
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         weights (`torch.Tensor` or `float`, *optional*, defaults to `1.0`):
-            Weight of each token in the policy gradient, shape `(B, T)`; 0 on tokens that aren't trained on.
+            Weight of each token in the policy gradient, shape `(B, T)`.
         sampling_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the engine that sampled, NaN where it has none, shape `(B, T)`. By default the old
-            ones.
+            Log-probabilities under the engine that sampled, `NaN` where it has none, shape `(B, T)`. By default
+            `old_logps`.
         sampling_ratio (`torch.Tensor`, *optional*):
             Importance ratio of the old policy to that engine, shape `(B, T)` or `(B, 1)`.
         ref_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the reference, shape `(B, T)`, for a KL term in the loss.
+            Log-probabilities under the reference, for a KL term in the loss, shape `(B, T)`.
         entropies (`torch.Tensor`, *optional*):
             Entropies of the policy, shape `(B, T)`.
         aux_loss (`torch.Tensor`, *optional*):
@@ -80,34 +80,28 @@ class LossInputs:
 @dataclass(frozen=True)
 class LossOptions:
     """
-    Options of policy losses; each loss reads what its formula names. Defaults are TRL's.
+    Options of policy losses; each loss reads those that its formula names. Defaults are TRL's.
 
     Args:
-        epsilon_low (`float`):
-            The ratio is clipped at `1 - epsilon_low`.
-        epsilon_high (`float`):
-            The ratio is clipped at `1 + epsilon_high`.
+        epsilon_low, epsilon_high (`float`):
+            The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`.
         delta (`float`, *optional*, defaults to `inf`):
             Upper bound of the ratio, above `1 + epsilon_high`: it bounds the loss of negative advantages.
         importance_sampling_level (`str`, *optional*, defaults to `"token"`):
             `"sequence"` takes one ratio per completion, the geometric mean of its tokens'.
         off_policy_threshold (`float`, *optional*):
-            Divergence from the engine that sampled, in nats per token, beyond which [`off_policy_mask`] drops
-            completions.
+            Completions with a negative advantage are dropped beyond this divergence from the engine that sampled, in
+            nats per token.
         kl_estimator (`str`, *optional*, defaults to `"k3"`):
             Estimator of the KL term, see [`~algorithms.kl.approx_kl`].
         kl_bias_correction (`bool`, *optional*, defaults to `True`):
             Whether k3 is multiplied by the ratio.
         sapo_temperature_pos, sapo_temperature_neg (`float`, *optional*, default to `1.0` and `1.05`):
             Temperatures of [`sapo_loss`] for advantages above 0, and for the others.
-        vespo_k_pos, vespo_lambda_pos (`float`, *optional*, default to `2.0` and `3.0`):
-            Shape of the weights of [`vespo_loss`] for advantages of at least 0.
-        vespo_k_neg, vespo_lambda_neg (`float`, *optional*, default to `3.0` and `2.0`):
-            The same for advantages below 0.
-        drift_coef (`float`, *optional*, defaults to `0.01`):
-            Coefficient of the [`policy_drift`].
-        drift_clamp (`float`, *optional*, defaults to `2.0`):
-            Largest weight of a token in the [`policy_drift`].
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg (`float`, *optional*):
+            Shape of the weights of [`vespo_loss`] for advantages of at least 0, and below.
+        drift_coef, drift_clamp (`float`, *optional*, default to `0.01` and `2.0`):
+            Coefficient of the [`policy_drift`], and largest weight of a token in it.
     """
 
     epsilon_low: float
@@ -129,40 +123,30 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """
-    What sums over a micro-batch are divided by; the loss type chooses, see [`LossType.average`].
+    """What sums over a micro-batch may be divided by, see [`LossType.average`]."""
 
-    Args:
-        accumulation (`int`):
-            Micro-batches of the optimizer step on this rank.
-        length_limit (`int`):
-            Tokens that a completion may have.
-        batch_tokens (`torch.Tensor` or `float`):
-            Tokens of the optimizer step, per rank.
-    """
-
-    accumulation: int
-    length_limit: int
-    batch_tokens: torch.Tensor | float
+    accumulation: int  # micro-batches of the optimizer step on this rank
+    length_limit: int  # tokens that a completion may have
+    batch_tokens: torch.Tensor | float  # tokens of the optimizer step, per rank
 
 
 @dataclass(frozen=True)
 class LossType:
-    r"""
+    """
     A value of `loss_type`.
 
     Args:
         name (`str`):
             The value.
         paper ([`~algorithms.papers.Paper`], *optional*):
-            Where it comes from.
+            Its source.
         function (`Callable`):
-            What [`LossType.__call__`] calls.
+            The loss, as [`LossType.__call__`] calls it.
         mode (`str`, *optional*, defaults to `"token-sum"`):
             How [`aggregate`] sums.
         over (`str`, *optional*, defaults to `"batch_tokens"`):
-            What the sum is divided by: the `"completions"` of the optimizer step, the `"length_limit"` of all of them,
-            the tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the
+            Denominator of the sum: the `"completions"` of the optimizer step, the `"length_limit"` of all of them, the
+            tokens of the micro-batch (`"micro_batch_tokens"`) times the accumulation steps, or the tokens of the
             optimizer step (`"batch_tokens"`).
         per_completion (`bool`, *optional*, defaults to `False`):
             Whether it has one ratio, and takes one advantage, per completion.
@@ -188,11 +172,11 @@ class LossType:
 
     def __call__(self, inputs: LossInputs, options: LossOptions) -> LossOutput:
         """
-        Calls the function.
+        Computes the loss of a micro-batch.
 
         Args:
             inputs ([`LossInputs`]):
-                Tensors of a micro-batch.
+                Its tensors.
             options ([`LossOptions`]):
                 Options of the loss.
 
@@ -204,7 +188,7 @@ class LossType:
 
     def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
-        A micro-batch's part of the loss of an optimizer step, with the denominator that TRL gives the loss type.
+        A micro-batch's part of the loss of an optimizer step, with TRL's denominator for the loss type.
 
         Args:
             values (`torch.Tensor`):
@@ -212,7 +196,7 @@ class LossType:
             mask (`torch.Tensor`):
                 1 on the tokens that count, shape `(B, T)`.
             normalizer ([`Normalizer`]):
-                What to divide by.
+                Possible denominators.
 
         Returns:
             `torch.Tensor`: A scalar.
@@ -235,7 +219,7 @@ LOSSES: dict[str, LossType] = {}
 
 def policy_loss(name: str, **facts) -> Callable:
     """
-    Makes a function the loss of that name. See [`LossType.__call__`] for what it takes and returns.
+    Decorator that registers a function as a policy loss. See [`LossType.__call__`] for what it takes and returns.
 
     Args:
         name (`str`):
@@ -244,7 +228,7 @@ def policy_loss(name: str, **facts) -> Callable:
             Fields of its [`LossType`]. The paper is by default that of the docstring.
 
     Returns:
-        `Callable`: The decorator. It returns the function as it was.
+        `Callable`: The decorator, which returns the function unchanged.
     """
 
     def register(function):
@@ -264,27 +248,10 @@ def grpo_loss(
     entropy_coef: float | None = None,
     aux_coef: float = 0.0,
 ) -> LossOutput:
-    r"""
-    The policy loss with the terms that GRPO adds: KL divergence, entropy bonus, load balancing.
-
-    Args:
-        kind ([`LossType`]):
-            The policy loss.
-        inputs ([`LossInputs`]):
-            Tensors of a micro-batch, with entropies.
-        options ([`LossOptions`]):
-            Options of the loss.
-        normalizer ([`Normalizer`]):
-            What sums are divided by.
-        kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the KL term, which there is where `inputs.ref_logps` are given.
-        entropy_coef (`float`, *optional*):
-            Coefficient of the mean entropy of the tokens that are trained on. `None` for no bonus.
-        aux_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of `inputs.aux_loss`, if given.
-
-    Returns:
-        [`LossOutput`]: The micro-batch's part of the loss of an optimizer step, a scalar, and its metrics.
+    """
+    A micro-batch's part of the loss of an optimizer step, a scalar: the policy loss with a KL term (where `inputs`
+    have `ref_logps`), an entropy bonus (unless `entropy_coef` is `None`), and load balancing (where they have an
+    `aux_loss`).
     """
     mask, accumulation = inputs.mask, normalizer.accumulation
     losses, metrics = kind(inputs, options)
@@ -308,41 +275,18 @@ def grpo_loss(
 
 
 def entropy_sums(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    The entropy of the tokens that are trained on.
-
-    Args:
-        inputs ([`LossInputs`]):
-            Tensors of a micro-batch, with entropies.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Its sum, and the sum of the weights of these tokens.
-    """
+    """Sum of the entropies of the tokens that are trained on, and of their weights."""
     weights = inputs.mask * inputs.weights
     return (inputs.entropies * weights).sum(), weights.sum()
 
 
 def log_ratios(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    The current minus the old log-probability of each token.
-
-    See [`LossInputs`] for the arguments.
-
-    Returns:
-        `torch.Tensor`: Log-ratios, shape `(B, T)`, 0 outside the mask.
-    """
+    """Current minus old log-probability of each token, `(B, T)`, 0 outside the mask."""
     return torch.where(mask.bool(), logps - old_logps, 0)
 
 
 def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
-    """
-    How much more likely tokens or completions are than when they were sampled.
-
-    See [`LossType.__call__`] for the arguments.
-
-    Returns:
-        `torch.Tensor`: Ratios, shape `(B, T)`, or `(B, 1)` with `importance_sampling_level="sequence"`.
-    """
+    """Ratios of the current to the old policy, `(B, T)`, or `(B, 1)` with `importance_sampling_level="sequence"`."""
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     if options.importance_sampling_level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
@@ -351,59 +295,15 @@ def importance_ratios(inputs: LossInputs, options: LossOptions) -> torch.Tensor:
 
 def off_policy_mask(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
     """
-    Drops completions with a negative advantage that the policy has moved away from, see
-    [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556).
-
-    See [`LossType.__call__`] for the arguments.
-
-    Returns:
-        `torch.Tensor` or `float`: 0 for what is dropped, else 1, shape `(B, 1)` or `(B, T)`; 1 without a threshold.
+    0 for completions with a negative advantage that the policy has moved away from, else 1, `(B, 1)` or `(B, T)`, see
+    [DeepSeek-V3.2](https://huggingface.co/papers/2512.02556); 1 without a threshold.
     """
     if options.off_policy_threshold is None:
         return 1.0
     sampled = inputs.old_logps if inputs.sampling_logps is None else inputs.sampling_logps
-    # A token that the engine didn't score says nothing
     divergence = log_ratios(sampled, inputs.logps.detach(), inputs.mask).nan_to_num(nan=0.0)
     divergence = divergence.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
     return ((_per_token(inputs.advantages) >= 0) | (divergence <= options.off_policy_threshold)).to(inputs.mask.dtype)
-
-
-def sequence_ratios(
-    logps: torch.Tensor,
-    sampled_logps: torch.Tensor,
-    mask: torch.Tensor,
-    mode: str = "sequence_mask",
-    low: float | None = None,
-    high: float | None = None,
-) -> torch.Tensor:
-    r"""
-    How much more likely completions are under the policy than under the engine that sampled them, within bounds.
-
-    $w_i = \exp \sum_t (\log \pi(o_{i,t}) - \log \mu(o_{i,t}))$, which corrects for the engine $\mu$.
-
-    Args:
-        logps (`torch.Tensor`):
-            Log-probabilities under the policy, shape `(B, T)`.
-        sampled_logps (`torch.Tensor`):
-            Those of the engine, NaN where it has none, which corrects nothing, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on sampled tokens, shape `(B, T)`.
-        mode (`str`, *optional*, defaults to `"sequence_mask"`):
-            What is done with a ratio out of bounds: `"sequence_mask"` makes it 0, `"sequence_truncate"` the bound.
-        low (`float`, *optional*):
-            Lower bound.
-        high (`float`, *optional*):
-            Upper bound.
-
-    Returns:
-        `torch.Tensor`: The ratios, shape `(B,)`.
-    """
-    differences = torch.where(mask.bool(), logps - sampled_logps, 0.0).nan_to_num(nan=0.0)
-    ratios = differences.sum(1).exp()
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    if mode == "sequence_truncate":
-        return ratios.clamp(low, high)
-    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:
@@ -411,13 +311,13 @@ def _per_token(advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _correction(inputs: LossInputs, options: LossOptions) -> torch.Tensor | float:
-    """Factor that corrects the policy gradient for the sampler: off-policy mask times importance ratio."""
+    """Off-policy mask times importance ratio to the engine that sampled."""
     ratio = 1.0 if inputs.sampling_ratio is None else inputs.sampling_ratio
     return off_policy_mask(inputs, options) * ratio
 
 
 def _clip_metrics(low: torch.Tensor, high: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """Shares of tokens or completions that are clipped; `low` and `high` are `(B, T)` or `(B, 1)`."""
+    """Shares of tokens or completions that are clipped. Shapes: `low`, `high` `(B, T)` or `(B, 1)`."""
     shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
     means = {f"clip_ratio/{name}_mean": token_mean(share, mask) for name, share in shares.items()}
     return {
@@ -439,11 +339,10 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> L
 
 _DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
 _MEAN = {"mode": "seq-mean-token-mean", "over": "completions"}
+_SUM = {"mode": "seq-mean-token-sum", "over": "completions"}
 
 
-@policy_loss(
-    "luspo", paper=Paper("LUSPO", "2602.05261"), **{**_MEAN, "mode": "seq-mean-token-sum"}, sequence_level=True
-)
+@policy_loss("luspo", paper=Paper("LUSPO", "2602.05261"), **_SUM, sequence_level=True)
 @policy_loss("dapo", paper=Paper("DAPO", "2503.14476"), sequence_level=True)
 @policy_loss("dr_grpo", paper=_DR_GRPO, over="length_limit", sequence_level=True)
 @policy_loss("bnpo", paper=None, over="micro_batch_tokens", sequence_level=True)
@@ -451,7 +350,7 @@ _MEAN = {"mode": "seq-mean-token-mean", "over": "completions"}
 def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss $-\min(r A, \mathrm{clip}(r, 1 - \epsilon_\mathrm{low}, 1 + \epsilon_\mathrm{high}) A)$ with $r$
-    of at most $\delta$. The loss types of this formula average in different ways.
+    of at most $\delta$. The loss types of this formula differ in their averages.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -476,7 +375,7 @@ def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("sapo", **_MEAN, sequence_level=True, clips=False)
 def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    A soft gate in the place of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
+    A soft gate instead of the clip, $-\frac{4}{\tau} \sigma(\tau (r - 1)) A$, see
     [Soft Adaptive Policy Optimization](https://huggingface.co/papers/2511.20347).
 
     See [`LossType.__call__`] for the arguments.
@@ -491,7 +390,7 @@ def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$ with the ratio $w$ of the
-    policy to the engine that sampled, over the whole completion, see [VESPO](https://huggingface.co/papers/2602.10693).
+    policy to the engine over the whole completion, see [VESPO](https://huggingface.co/papers/2602.10693).
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -512,12 +411,12 @@ def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
 @policy_loss("cpgd")
 def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
-    r"""
-    CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, with the
+    """
+    CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, plus the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
 
     The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage.
-    Like the KL divergence, the drift counts on all tokens.
+    The drift counts on all tokens, like a KL term.
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -534,16 +433,14 @@ def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
 def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> torch.Tensor:
     r"""
-    CPGD's pull back towards the policy that sampled, see [CPGD](https://huggingface.co/papers/2505.12504).
+    CPGD's pull back to the policy that sampled, see [CPGD](https://huggingface.co/papers/2505.12504).
 
-    Its gradient is that of the k3 estimate of $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, $(r - 1) \nabla \log \pi$, whose
-    weight is clamped so that no token dominates; its value means nothing.
+    Its gradient is that of the k3 estimate of $\mathrm{KL}(\pi_\mathrm{old} \| \pi)$, $(r - 1) \nabla \log \pi$, with
+    a clamped weight so that no token dominates; its value means nothing.
 
     Args:
-        logps (`torch.Tensor`):
-            Current log-probabilities, shape `(B, T)`.
-        old_logps (`torch.Tensor`):
-            Log-probabilities under the policy that sampled, shape `(B, T)`.
+        logps, old_logps (`torch.Tensor`):
+            Log-probabilities under the current policy and under the one that sampled, shape `(B, T)`.
         clamp (`float`):
             Largest weight $r - 1$.
 
@@ -555,12 +452,10 @@ def policy_drift(logps: torch.Tensor, old_logps: torch.Tensor, clamp: float) -> 
 
 @policy_loss("gmpo", **_MEAN, per_completion=True)
 def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
-    r"""
+    """
     The geometric mean of a completion's ratios times its advantage, see
-    [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673).
-
-    Log-ratios are clipped at `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is
-    positive; the paper uses 0.4.
+    [Geometric-Mean Policy Optimization](https://huggingface.co/papers/2507.20673). Log-ratios are clipped at
+    `-epsilon_low` where the advantage is negative and at `epsilon_high` where it is positive; the paper uses 0.4.
 
     See [`LossType.__call__`] for the arguments: one advantage per completion, and the `weights` in the geometric mean.
     """
@@ -580,10 +475,8 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 @policy_loss("dual_clip")
 def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
-    PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, see
-    [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
-
-    Without the bound, one token that became much likelier while its advantage is negative dominates the batch.
+    PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, so that no token that became much
+    likelier dominates the batch, see [Dual-clip PPO](https://huggingface.co/papers/1912.09729).
 
     See [`LossType.__call__`] for the arguments.
     """
@@ -592,15 +485,15 @@ def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
 
 def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
-    r"""
-    RLOO's loss with one clipped ratio of each whole completion, see
+    """
+    RLOO's loss with one clipped ratio per completion, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
     Args:
         inputs ([`LossInputs`]):
             Tensors of a micro-batch; the old log-probabilities are sums over completions, shape `(B,)`.
         options ([`LossOptions`]):
-            Hold the clip range.
+            The clip range.
 
     Returns:
         [`LossOutput`]: The mean over completions, and metrics.
@@ -612,16 +505,7 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
 
 
 def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:
-    """
-    How far the policy has moved since it sampled.
-
-    Args:
-        inputs ([`LossInputs`]):
-            Tensors of a micro-batch.
-
-    Returns:
-        `dict[str, Metric]`: Mean and largest ratio, and the k3 estimate of the divergence.
-    """
+    """Mean and largest ratio, and the k3 estimate of the divergence from the policy that sampled."""
     log_ratio = log_ratios(inputs.logps.detach(), inputs.old_logps, inputs.mask)
     ratio = log_ratio.exp()
     return {
@@ -638,9 +522,8 @@ def aggregate(
     denominator: torch.Tensor | float,
 ) -> torch.Tensor:
     r"""
-    Sums the losses of a micro-batch so that the sum over micro-batches and processes is the loss of the whole batch.
-
-    A denominator of the whole batch makes the result independent of how the batch is split.
+    Sums the losses of a micro-batch so that the sum over micro-batches and processes is the loss of the whole batch,
+    however it is split.
 
     Args:
         values (`torch.Tensor`):
@@ -648,8 +531,8 @@ def aggregate(
         mask (`torch.Tensor`):
             1 on the tokens that count, shape `(B, T)`.
         mode (`str`):
-            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ as in GRPO, with the number of completions
-            as denominator. `"seq-mean-token-sum"`: $\sum_i \sum_t x_{i,t}$ over the number of completions.
+            `"seq-mean-token-mean"`: $\sum_i \frac{1}{|o_i|} \sum_t x_{i,t}$ as in GRPO, over the number of
+            completions. `"seq-mean-token-sum"`: $\sum_i \sum_t x_{i,t}$ over the number of completions.
             `"token-sum"`: the same sum over the number of tokens as in DAPO, or over a constant as in Dr. GRPO.
         denominator (`torch.Tensor` or `float`):
             Completions, tokens or constant of the whole batch.

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a micro-batch: what each rank knows, and how ranks combine it, so that one gather serves all of them."""
+"""Metrics of a micro-batch: numbers of each rank and how to combine them, so that one gather serves all metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 class Metric:
     """One number over all ranks."""
 
-    numbers: torch.Tensor  # what this rank knows, `(K,)`
+    numbers: torch.Tensor  # of this rank, `(K,)`
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
     # How micro-batches combine until the next log; `None` for TRL's mean
     merge: Callable[[list[float]], float] | None = None
@@ -48,7 +48,7 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def log_metrics(metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
-    """Gathers metrics, which all ranks must pass alike, at once, and adds them to those that wait for the next log."""
+    """Gathers metrics at once and appends them to those of the next log. All ranks must pass the same names."""
     if not metrics:
         return
     numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
@@ -69,13 +69,13 @@ class Window:
         self._sums: torch.Tensor | None = None
 
     def add(self, *numbers: torch.Tensor | float) -> None:
-        """Adds those of a micro-batch."""
+        """Adds the numbers of a micro-batch."""
         tensors = [each for each in numbers if isinstance(each, torch.Tensor)]
         values = torch.stack([torch.as_tensor(each, device=tensors[0].device).detach().float() for each in numbers])
         self._sums = values if self._sums is None else self._sums + values
 
     def close(self, reduce: Callable) -> list[float]:
-        """Returns the sums over all ranks, none if nothing was added, and starts again."""
+        """Returns the sums over all ranks, an empty list if nothing was added, and starts again."""
         sums, self._sums = self._sums, None
         return [] if sums is None else reduce(sums, reduction="sum").tolist()
 

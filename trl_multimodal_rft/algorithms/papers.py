@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper."""
+    """A paper, or the method that is known by it."""
 
-    title: str  # its title, or the name of its method
-    number: str  # its number on arXiv
+    title: str
+    number: str  # on arXiv
 
     @property
     def link(self) -> str:
@@ -20,10 +20,6 @@ class Paper:
 
 
 def paper_of(function: Callable) -> Paper | None:
-    """
-    The first paper that a docstring links.
-
-    Returns the paper; `None` where there is none, as when Python strips docstrings (`-OO`).
-    """
+    """The first paper that a docstring links; `None` without one, as when Python strips docstrings (`-OO`)."""
     found = re.search(r"\[([^\]]+)\]\(https://huggingface\.co/papers/([\d.]+)\)", function.__doc__ or "")
     return None if found is None else Paper(*found.groups())

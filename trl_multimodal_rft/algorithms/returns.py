@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Functions of each token: rewards on them, sums of what follows, whitening.
+Per-token rewards, returns, and whitening.
 
 Masks may be padded on either side and have gaps; results are exactly 0 outside them.
 """
@@ -13,24 +13,12 @@ import torch
 from .kl import approx_kl
 
 
-# Numbers count as equal within this much, relative to their mean or 1: what float32 may differ by when the same reward
-# is computed in another order.
+# Numbers are equal up to this, relative to their mean or 1: float32 sums of the same rewards in another order
 TOLERANCE = 1e-6
 
 
 def place_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    Puts each completion's reward on its last valid token.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards, shape `(N,)`.
-        mask (`torch.Tensor`):
-            1 on valid tokens, shape `(N, T)`.
-
-    Returns:
-        `torch.Tensor`: Reward of each token, shape `(N, T)`; 0 all along a row without valid tokens.
-    """
+    """Puts each completion's reward `(N,)` on its last valid token `(N, T)`."""
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(last, rewards[:, None], 0)
@@ -45,17 +33,15 @@ def token_rewards(
     kl_coef: float = 0.0,
 ) -> torch.Tensor:
     """
-    Reward of each token: that of its completion on the last one, less the KL penalty (k1) of every token.
+    Reward of each token: that of its completion on the last one, minus the KL penalty (k1) of every token.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards, `NaN` where unscorable, which leaves the penalty alone, shape `(N,)`.
+            Rewards, shape `(N,)`; `NaN` where unscorable, which leaves the penalty alone.
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
-        old_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the policy that sampled, shape `(N, T)`.
-        ref_logps (`torch.Tensor`, *optional*):
-            Log-probabilities under the reference, shape `(N, T)`.
+        old_logps, ref_logps (`torch.Tensor`, *optional*):
+            Log-probabilities under the policy that sampled and under the reference, shape `(N, T)`.
         kl_coef (`float`, *optional*, defaults to `0.0`):
             Coefficient of the penalty.
 
@@ -72,7 +58,7 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
 
     Args:
         rewards (`torch.Tensor`):
-            Reward of each token, shape `(N, T)`. Those outside the mask are dropped.
+            Reward of each token, shape `(N, T)`.
         mask (`torch.Tensor`):
             1 on valid tokens, shape `(N, T)`.
         gamma (`float`, *optional*, defaults to `1.0`):
@@ -82,11 +68,11 @@ def cumulative_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
         `torch.Tensor`: Returns, shape `(N, T)`, 0 outside the mask.
     """
     mask, width = mask.bool(), mask.size(1)
-    # Valid tokens are moved together, in front; what isn't valid goes to a spare column
+    # Moves valid tokens to the front, the others to a spare column
     place = torch.where(mask, mask.cumsum(1) - 1, width)
     sums = rewards.new_zeros(len(rewards), width + 1).scatter(1, place, torch.where(mask, rewards, 0))[:, :width]
     window = 1
-    while window < width:  # sums over a window from each token on, which doubles
+    while window < width:  # sums over a window from each token on, whose size doubles
         sums[:, :-window] += gamma**window * sums[:, window:]
         window *= 2
     return torch.where(mask, sums.gather(1, place.clamp(max=width - 1)), 0)
@@ -102,14 +88,12 @@ def whiten(
     Shifts and scales values to mean 0 and population variance 1 over the whole mask.
 
     Args:
-        values (`torch.Tensor`):
-            Values, of any shape.
-        mask (`torch.Tensor`):
-            1 on the values that count, of the same shape. The others are 0.
+        values, mask (`torch.Tensor`):
+            Values, and 1 on those that count, of any shape.
         weights (`torch.Tensor`, *optional*):
             How often each value counts in mean and variance, of the same shape. The mask by default.
         reduce (`Callable`, *optional*):
-            Adds up a tensor of sums over processes, so that mean and variance are those of all.
+            Sums a tensor over processes, so that mean and variance are those of all of them.
 
     Returns:
         `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.
@@ -122,7 +106,7 @@ def whiten(
         total, count = reduce(torch.stack(sums))
         return total / count.clamp(min=1)
 
-    # First by the mean as the dtype has it, so that what is left loses nothing to the size of the mean
+    # Two passes: centred by the mean first, the variance doesn't cancel for means far from 0
     shift = mean(values)
     centred = values - shift.to(values.dtype)
     offset = mean(centred)

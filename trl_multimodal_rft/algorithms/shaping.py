@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What may happen to rewards between the reward functions and the advantage estimator."""
+"""Scaling of rewards before the advantage estimator."""
 
 import torch
 
@@ -9,9 +9,8 @@ from .returns import TOLERANCE
 class RunningScale:
     """
     Divides rewards by their standard deviation over the run so far, see
-    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729).
-
-    Moments are those of all rewards at once, however they are split into updates.
+    [Implementation Matters in Deep Policy Gradients](https://huggingface.co/papers/2005.12729), however they are split
+    into updates.
     """
 
     def __init__(self):
@@ -21,7 +20,7 @@ class RunningScale:
 
     def update(self, rewards: torch.Tensor) -> None:
         """
-        Takes rewards into the moments.
+        Adds rewards to the moments.
 
         Args:
             rewards (`torch.Tensor`):
@@ -48,7 +47,7 @@ class RunningScale:
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Takes back what [`state_dict`] gave.
+        Restores what [`state_dict`] returned.
 
         Args:
             state (`dict`):

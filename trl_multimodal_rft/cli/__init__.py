@@ -18,17 +18,17 @@ LAUNCHED = {
     "grpo": "train a model with GRPO",
     "rloo": "train a model with RLOO",
     "ppo": "train a model and its critic with PPO",
-    "sft": "train a model on answers, such as before GRPO or PPO",
-    "evaluate": "accuracy, pass@k and votes of a model on a dataset or benchmark",
-    "filter": "keep the rows of a dataset whose answers need their sound, image or video",
+    "sft": "train a model on completions, such as before GRPO or PPO",
+    "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
+    "filter": "keep the rows of a dataset whose answers need their audio, image or video",
 }
 COMMANDS = {
     **LAUNCHED,
-    "chat": "web page to talk to a trained model, and to compare it with its base",
-    "check": "which rows of a dataset would not train and why, and how long the others are",
-    "estimate": "does a training run fit into the memory of its GPUs, and what to change if not",
-    "families": "the models that see and hear, and what is particular to them",
-    "prepare": "a published dataset, or one in another tool's layout, as a folder of rows to train on",
+    "chat": "web UI to compare a trained model with its base",
+    "check": "find the rows of a dataset that would not train, and the lengths of the others",
+    "estimate": "estimate whether a training run fits into GPU memory, and what to change if not",
+    "families": "list the models with vision or audio, and their family-specific rules",
+    "prepare": "convert a published dataset, or one in another tool's layout, to a folder of rows",
 }
 _PROG = "trl-multimodal-rft"
 

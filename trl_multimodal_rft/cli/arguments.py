@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Options of the commands that aren't launched, without importing what these run."""
+"""Options of the commands that aren't launched, without importing what the commands run."""
 
 import argparse
 import json
@@ -24,12 +24,12 @@ LAYOUTS = (
     "ms-swift",
 )
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+_TRUST = "run code that comes with a model"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    text = "run config, or a recipe of this package by its name; keys that this command doesn't use are ignored"
-    parser.add_argument("--config", help=text)
+    parser.add_argument("--config", help="run config or built-in recipe; keys for other commands are ignored")
 
 
 def _add_rules(parser: argparse.ArgumentParser, *but: str) -> None:
@@ -47,14 +47,14 @@ def chat(parser: argparse.ArgumentParser) -> None:
     model = "folder of a trained model or adapter, or name on the Hub"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, help=model)
     add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
-    add("--base", help="model to compare with; for an adapter, by default the one it was trained on")
-    add("--system_prompt", help="system message; by default the one in the model card")
-    add("--max_completion_length", type=int, default=256, help="most tokens of an answer")
-    add("--temperature", type=float, default=0.0, help="temperature of sampling; 0 is greedy decoding")
-    add("--dtype", default="auto", help="precision of the weights, such as bfloat16; auto is as they are saved")
-    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets others on the network in")
-    add("--port", type=int, help="port to listen at; by default the first from 7860 on that is free")
+    add("--base", help="model to compare with; default for an adapter: the model it was trained on")
+    add("--system_prompt", help="system message (default: the one in the model card)")
+    add("--max_completion_length", type=int, default=256, help="maximum tokens of an answer")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy decoding")
+    add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
+    add("--trust_remote_code", action="store_true", help=_TRUST)
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
+    add("--port", type=int, help="port to listen on (default: the first free one from 7860)")
 
 
 def check(parser: argparse.ArgumentParser) -> None:
@@ -63,28 +63,27 @@ def check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset_name", required=True, help="name on the Hub, folder (also one of `save_to_disk`) or file")
     add("--dataset_config", help="configuration of the dataset")
-    add("--dataset_split", default="train", help="which rows")
-    add("--dataset_streaming", action="store_true", help="read rows without downloading all of them first")
-    add("--prompt", help="makes the column `prompt`, as in training: a text with the names of columns in braces")
-    add("--system_prompt", help="text of the system message that every prompt begins with")
-    add("--model_name_or_path", required=True, help="name on the Hub or folder, whose config and processor are read")
+    add("--dataset_split", default="train", help="split to check")
+    add("--dataset_streaming", action="store_true", help="stream rows instead of downloading them first")
+    add("--prompt", help="template of the column `prompt`, as in training: a text with names of columns in braces")
+    add("--system_prompt", help="system message at the start of every prompt")
+    add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
     add("--model_revision", help="branch, tag or commit of the model")
-    add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    add("--max_prompt_length", type=int, help="tokens of a prompt; by default what completions leave of the model's")
-    add("--max_completion_length", type=int, default=256, help="tokens of a completion")
+    add("--trust_remote_code", action="store_true", help=_TRUST)
+    add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
+    add("--max_completion_length", type=int, default=256, help="maximum tokens of a completion")
     add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
     add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
     _add_rules(parser)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--num_workers", type=int, default=cpus, help="processes that read and encode rows; 0 is this one alone")
-    add("--output", help="file for the report, in Markdown")
+    add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
+    add("--output", help="Markdown file for the report")
 
 
 def of_run_check(keys: dict[str, Key]) -> dict[str, Key]:
-    """Options of `check` for a run."""
-    splits = {"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {}
-    return {**keys, **splits}
+    """Options of `check` from a run config."""
+    return keys | ({"dataset_split": keys["dataset_train_split"]} if "dataset_train_split" in keys else {})
 
 
 def estimate(parser: argparse.ArgumentParser) -> None:
@@ -93,44 +92,41 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
-    add("--strategy", choices=STRATEGIES, default="single", help="how weights, gradients and optimizer are divided")
+    add("--strategy", choices=STRATEGIES, default="single", help="how weights, gradients and optimizer are sharded")
     add("--gpus", type=int, default=1, help="number of GPUs")
     add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
-    trainers = (
-        "RLOO takes what GRPO takes; PPO has a critic; supervised rows have a completion each, and nothing samples"
-    )
-    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help=trainers)
+    add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
     add("--shared_trunk", action="store_true", help="PPO's critic is a head on the policy")
-    add("--beta", type=float, default=0.0, help="above 0 a reference model scores, too")
-    add("--per_device_train_batch_size", type=int, default=8, help="completions of a micro-batch on each GPU")
-    add("--steps_per_generation", type=int, default=1, help="micro-batches that are sampled at once")
-    add("--num_generations", type=int, default=8, help="completions of a prompt")
-    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, those of its media included")
+    add("--beta", type=float, default=0.0, help="KL coefficient; above 0, a reference model is loaded")
+    add("--per_device_train_batch_size", type=int, default=8, help="completions per micro-batch on each GPU")
+    add("--steps_per_generation", type=int, default=1, help="micro-batches sampled at once")
+    add("--num_generations", type=int, default=8, help="completions per prompt")
+    add("--prompt_tokens", type=int, default=1152, help="tokens of a prompt, media included")
     add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
-    add("--images", type=int, help="images of a prompt; 1 by default if the model sees")
-    add("--image_size", type=int, default=448, help="pixels of an image's edges, before the processor resizes it")
-    add("--audio_seconds", type=float, help="sound of a prompt; 30 by default if the model hears and doesn't see")
-    add("--packing", choices=("prefix", "padded"), default="prefix", help="whether completions share their prompt")
-    add("--max_tokens_per_microbatch", type=int, help="tokens that are forwarded at once; all by default")
-    add("--gradient_checkpointing", action=yes_no, default=True, help="layers are computed again in the backward pass")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype that weights are loaded in")
-    add("--bf16", action=yes_no, default=True, help="whether products are computed in bfloat16")
+    add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
+    add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
+    add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
+    add("--packing", choices=("prefix", "padded"), default="prefix", help="prefix: completions share their prompt")
+    add("--max_tokens_per_microbatch", type=int, help="maximum tokens of a forward (default: no limit)")
+    add("--gradient_checkpointing", action=yes_no, default=True, help="recompute activations in the backward pass")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
+    add("--bf16", action=yes_no, default=True, help="compute in bfloat16 (autocast)")
     add("--optim", choices=OPTIMIZERS, default="adamw_torch_fused", help="optimizer")
     add("--use_peft", action="store_true", help="train LoRA adapters on all linear layers")
     add("--lora_r", type=int, default=16, help="rank of the adapters")
-    add("--load_in_4bit", action="store_true", help="hold frozen linear layers in 4 bits (QLoRA)")
+    add("--load_in_4bit", action="store_true", help="keep frozen linear layers in 4 bits (QLoRA)")
     add("--use_vllm", action="store_true", help="sample with vLLM")
-    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on these GPUs or on others")
-    add("--vllm_gpu_memory_utilization", type=float, default=0.3, help="share of each GPU that vLLM takes")
-    add("--vllm_tensor_parallel_size", type=int, default=1, help="GPUs that hold vLLM's weights together")
-    add("--vllm_enable_sleep_mode", action="store_true", help="vLLM gives its share back during updates")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels to count with")
+    add("--vllm_mode", choices=("colocate", "server"), default="colocate", help="on the training's GPUs or on others")
+    add("--vllm_gpu_memory_utilization", type=float, default=0.3, help="fraction of each GPU's memory for vLLM")
+    add("--vllm_tensor_parallel_size", type=int, default=1, help="GPUs that share vLLM's weights")
+    add("--vllm_enable_sleep_mode", action="store_true", help="vLLM frees its memory during updates")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="print the config of a run that fits, for `--config` of the trainer")
+    add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")
 
 
 def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
-    """Options of `estimate` for a run."""
+    """Options of `estimate` from a run config."""
     name = keys["accelerate_config"].value if "accelerate_config" in keys else "single_gpu"
     launch = {**read_config(shipped("accelerate_configs", name)), **keys}
     strategies = {"MULTI_GPU": "ddp", "FSDP": "fsdp2", "NO": "single"}
@@ -150,23 +146,22 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
 
 def families(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `families`."""
-    only = "leave out models of which nothing particular is known"
-    parser.add_argument("--only_known", action="store_true", help=only)
+    parser.add_argument("--only_known", action="store_true", help="list only models with family-specific rules")
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `prepare`."""
     add = parser.add_argument
-    add("layout", choices=LAYOUTS, help="how the dataset is laid out")
+    add("layout", choices=LAYOUTS, help="layout of the dataset")
     add("path", help="file or folder, or name of a dataset on the Hub")
-    add("--output_dir", required=True, help="folder to write, which `--dataset_name` then names")
-    add("--splits", nargs="+", help="splits of a dataset; a file is one, which gets the name that is given")
-    add("--media_dir", help="folder with the files of media; by default paths start from the folder of the file")
-    add("--template", help="prompt, with {question} and {choices}, {problem}, or {problem} and {options}")
-    add("--skip_missing", action="store_true", default=None, help="leave out rows whose sound isn't there")
+    add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
+    add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
+    add("--media_dir", help="folder with the media files (default: the folder of the file)")
+    add("--template", help="prompt template, with {question} and {choices}, {problem}, or {problem} and {options}")
+    add("--skip_missing", action="store_true", default=None, help="drop rows without an audio file")
     add("--task", choices=("sft", "rl"), help="whole conversations, or prompts with a solution")
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
-    add("--nframes", type=int, help="frames of each video that the model gets")
-    add("--max_pixels", type=int, help="most pixels of an image, and of a frame")
+    add("--nframes", type=int, help="frames per video")
+    add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     _add_rules(parser, "media_dir")

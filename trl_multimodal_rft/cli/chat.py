@@ -32,17 +32,17 @@ from ..reporting.model_card import conversation_of, in_text
 
 
 _MOST_UPLOADED = 2**28  # bytes of a request
-_STYLE = '[aria-label="Share"] { display: none; }'  # uploads media of a chat to the Hub
+_STYLE = '[aria-label="Share"] { display: none; }'  # a button that uploads media to the Hub
 _KEPT = 3600  # seconds until an upload is deleted
-_LONGEST = 2048  # tokens of an answer that the page lets choose, unless the command says more
+_LONGEST = 2048  # tokens of an answer that the slider allows, unless the command allows more
 
 
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
 ) -> Callable[..., str]:
-    """A model that continues one conversation at a time, as evaluations ask."""
+    """A function that continues a conversation with a model, sampling as evaluations do."""
     accelerator = Accelerator()
-    own_tokens = placeholder_tokens(model, processor)
+    placeholders = placeholder_tokens(model, processor)
 
     def unscored(completions, **columns):
         return [None] * len(completions)
@@ -51,9 +51,9 @@ def answerer(
         questions: list[tuple[str, dict[str, str]]], answers: list[str], system: str, config: EvaluationConfig
     ) -> str:
         messages = [{"role": "system", "content": system}] if system else []
-        for (text, media), said in zip_longest(questions, answers):
-            messages.append({"role": "user", "content": _content(text, media, own_tokens)})
-            messages += [] if said is None else [{"role": "assistant", "content": said}]
+        for (text, media), reply in zip_longest(questions, answers):
+            messages.append({"role": "user", "content": _content(text, media, placeholders)})
+            messages += [] if reply is None else [{"role": "assistant", "content": reply}]
         with nullcontext() if adapted else model.disable_adapter():
             result = evaluate(model, processor, [{"prompt": messages}], unscored, config, accelerator=accelerator)
         return result.rows[0]["completions"][0]
@@ -61,11 +61,11 @@ def answerer(
     return answer
 
 
-def _content(text: str, media: dict[str, str], own_tokens: list[str]) -> Any:
-    """The content of a user message: the media at the tags in the text, or else first, as of a row with columns."""
+def _content(text: str, media: dict[str, str], placeholders: list[str]) -> Any:
+    """The content of a user message: media at the tags in the text or else first, as in a row with columns."""
     if not media:
         return text
-    [row] = rows_to_messages([{"prompt": text, **media}], own_tokens=own_tokens)
+    [row] = rows_to_messages([{"prompt": text, **media}], own_tokens=placeholders)
     return [
         {key: value.source if isinstance(value, MediaRef) else value for key, value in block.items()}
         for block in row["prompt"][0]["content"]
@@ -73,7 +73,7 @@ def _content(text: str, media: dict[str, str], own_tokens: list[str]) -> Any:
 
 
 def example_of(name: str) -> tuple[str, str, dict[str, str]]:
-    """The question that a trained model's card asks, with media saved in the model's folder."""
+    """System prompt and question of a trained model's card, with media saved in the model's folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     messages = _messages_of(Path(card).read_text(encoding="utf-8")) if card else []
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
@@ -107,7 +107,7 @@ def page(
     system: str = "",
     example: tuple[str, dict[str, str]] | None = None,
 ) -> Any:
-    """The page, whose endpoints are `/ask`, `/clear` and `/example`, too."""
+    """The page, with the endpoints `/ask`, `/clear` and `/example`."""
     gradio = require_module("gradio", "chat")
 
     def ask(text: str, *given: Any) -> Any:
@@ -115,20 +115,20 @@ def page(
         if not (text or "").strip():
             raise gradio.Error("There is no question; write one.")
         question = text, {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
-        questions = [*(asked for asked, _ in turns), question]
+        questions = [*(earlier for earlier, _ in turns), question]
         try:
             sampling = replace(
                 config, temperature=temperature, max_completion_length=int(length), seed=secrets.randbits(31)
             )
             answers = [
-                answer(questions, [said[i] for _, said in turns], system, sampling)
+                answer(questions, [replies[i] for _, replies in turns], system, sampling)
                 for i, answer in enumerate(answerers.values())
             ]
-        except (ValueError, ImportError) as error:  # of media that can't be decoded, or can't be placed
+        except (ValueError, ImportError) as error:  # unreadable media, or missing packages
             raise gradio.Error(shown_error(error)) from error
         return *answers, [*turns, (question, answers)]
 
-    # What the endpoint's parameters are called, all of which its clients may leave out but the question
+    # Names of the endpoint's parameters; all but the question are optional
     defaults = {**dict.fromkeys(kinds), "system_prompt": system, "temperature": config.temperature}
     defaults |= {"max_completion_length": config.max_completion_length, "turns": None}
     parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[each]) for each in defaults]
@@ -136,7 +136,7 @@ def page(
     setattr(ask, "__signature__", Signature([question, *parameters]))  # noqa: B010
 
     def show(turns: list) -> Any:
-        """The conversation with each model, and empty inputs for the next question."""
+        """The conversations, and empty inputs for the next question."""
         shown = []
         for i in range(len(answerers)):
             messages = []
@@ -153,7 +153,7 @@ def page(
     ) as blocks:
         gradio.Markdown(f"# Ask {in_text(name)}")
         with gradio.Row():
-            # As plain text: pictures in Markdown would be fetched from elsewhere
+            # As plain text: Markdown could load remote images
             chats = [
                 gradio.Chatbot(label=name, height=300, render_markdown=False, buttons=["copy"]) for name in answerers
             ]
@@ -171,7 +171,7 @@ def page(
             length = gradio.Slider(
                 1, longest, config.max_completion_length, step=1, label="Maximum completion length", info="tokens"
             )
-        turns = gradio.State([])  # on the server, so that a client can't change the history
+        turns = gradio.State([])  # on the server, out of the client's reach
         answers = [gradio.Textbox(label=name, visible=False) for name in answerers]
         gradio.on(
             [ask_button.click, question.submit],
@@ -195,20 +195,20 @@ def page(
 
 
 def _input(gradio: Any, kind: str) -> Any:
-    """What takes a medium."""
-    options: dict[str, Any] = {"buttons": ["download"]}  # not the one that shares with the Hub
+    """The input of a medium."""
+    options: dict[str, Any] = {"buttons": ["download"]}  # without the one that uploads to the Hub
     if kind == "audio":
         return gradio.Audio(label="Sound", type="filepath", sources=["upload", "microphone"], **options)
     if kind == "video":
         return gradio.Video(label="Video", sources=["upload", "webcam"], **options)
-    # As it was sent: what converts it opens documents, too
+    # The file as uploaded: gradio's conversion would also open documents
     options |= {"type": "filepath", "image_mode": None, "sources": ["upload", "webcam", "clipboard"]}
     return gradio.Image(label="Image", **options)
 
 
 def shown_error(error: Exception) -> str:
-    """What the page says of an error, which others may read."""
-    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # there is no row but the conversation
+    """The message of an error without row, credentials and folders, for any visitor to read."""
+    text = re.sub(r"^row 0, column '[^']*'( \([^)]*\))?: ", "", str(error))  # the conversation
     text = re.sub(r"\b(hf|api_org)_\w+", r"\1_***", without_credentials(text))
     text = re.sub(r"(?<=['\"])/[^'\"]*/", "", text)  # quoted, and maybe with spaces
     return re.sub(r"(?<![\w.:/*])/(?:[^\s'\"]*/)?", "", text)
@@ -216,8 +216,8 @@ def shown_error(error: Exception) -> str:
 
 def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     """
-    Why a request isn't answered: because another site sent it, by its own scripts or under a name of its own that
-    leads here (DNS rebinding), or because it is too large.
+    The reason to refuse a request: it comes from another site, by a script or by a host name that resolves to this
+    server (DNS rebinding), or it is too large.
     """
     named, origin = headers.get("host", ""), headers.get("origin")
     try:
@@ -229,9 +229,9 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
     if not is_known:
         return 403, "Unknown host: open the page by its IP address, or pass its name as `--host`."
     if not is_ours:
-        return 403, "Only the page itself may ask."
+        return 403, "Only the page itself may send requests."
     if "transfer-encoding" in headers:
-        return 411, "The request must say how long it is."
+        return 411, "The request needs a Content-Length."
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > _MOST_UPLOADED:
         return 413, f"More than {_MOST_UPLOADED // 2**20} MiB; shorten the file."
@@ -239,7 +239,7 @@ def refusal(headers: Mapping[str, str], host: str) -> tuple[int, str] | None:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is no name, which somebody else's DNS could let lead here."""
+    """Whether it is an IP address; somebody else's DNS could resolve a name to this server."""
     try:
         return ipaddress.ip_address(name) is not None
     except ValueError:
@@ -247,7 +247,7 @@ def _is_address(name: str) -> bool:
 
 
 class _Guard:
-    """ASGI middleware that answers with a [`refusal`] where there is a reason."""
+    """ASGI middleware that refuses requests by [`refusal`]."""
 
     def __init__(self, app: Any, host: str):
         self.app, self.host = app, host
@@ -267,7 +267,7 @@ class _Guard:
 
 
 def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> Any:
-    """Serves the page to those who open it, and to no other site."""
+    """Serves the page, and refuses requests of other sites."""
     middleware = require_module("starlette.middleware", "chat").Middleware
     return blocks.launch(
         server_name=host,
@@ -295,12 +295,12 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple
 
 
 def _shown_name(name: str) -> str:
-    """Name of a model without the folders that it is in."""
+    """Name of a model without its parent folders."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def open_page(args: argparse.Namespace, **options: Any) -> Any:
-    """Loads the models, and serves the page."""
+    """Loads the models and serves the page."""
     config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
     system, text, media = example_of(args.model_name_or_path)
     answerers, kinds = load(args)
@@ -316,5 +316,5 @@ def open_page(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Loads the models, and serves the page until it is interrupted."""
+    """Loads the models and serves the page until it is interrupted."""
     open_page(args)

@@ -4,10 +4,13 @@
 import argparse
 import os
 import re
+from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
@@ -15,41 +18,59 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages, without_credentials
+from ..data.columns import MEDIA_COLUMNS, iter_refs, without_credentials
 from ..data.features import undecoded
 from ..data.named import load_rows
 from ..data.rows import DatasetRows, Row
 from ..data.rules import RULE_NAMES, MediaRules
 from ..data.unread import check_columns, check_has_prompt, check_ignored
-from ..encoding.control_tokens import checked_prompt
 from ..encoding.processors import load_processor
-from ..encoding.prompts import encode_prompt, placeholder_token_ids, placeholder_tokens
+from ..encoding.prompts import placeholder_token_ids
+from ..families import MODALITIES
 from ..models.pretrained import read_config
+from ..reporting.model_card import in_code
+from ..rollout.prompts import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
-from .check_report import CheckedRow, Report
+
+
+_LISTED = 20  # rows and columns of a cause
+
+
+@dataclass
+class CheckedRow:
+    """Findings about a row."""
+
+    index: int  # in the dataset
+    media: dict[str, int] = field(default_factory=dict)  # number of media, by kind
+    tokens: int | None = None  # of its prompt; `None` if it can't be encoded
+    media_tokens: dict[str, int] = field(default_factory=dict)  # those that stand for media, by kind
+    is_cut: bool = False  # whether it has audio longer than the model's window
+    error: str | None = None  # why it would not train
+    column: str | None = None  # of the error
 
 
 class RowChecker(torch.utils.data.Dataset):
-    """Rows by their place, encoded as trainers encode them."""
+    """Encodes rows as trainers do, by their index."""
 
     def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
-        self.model = model
-        self.processor = processor
-        self.ignored = args.ignored_media_columns or ()
-        self.template_kwargs = args.chat_template_kwargs
-        self.overlong = args.audio_overlong
-        self.rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
-        self.own_tokens = placeholder_tokens(model, processor)
+        self.raises_overlong = args.audio_overlong == "raise"
+        rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
+        self.encoder = PromptEncoder(
+            model,
+            processor,
+            args.chat_template_kwargs,
+            media_rules=rules,
+            ignored_media_columns=args.ignored_media_columns or (),
+        )
         self.token_ids = {
             kind: torch.tensor(sorted(ids)) for kind, ids in placeholder_token_ids(model, processor).items()
         }
 
-    def __getitem__(self, place: int | tuple[int, dict[str, Any]]) -> CheckedRow:
-        checked = CheckedRow(place if isinstance(place, int) else place[0])
+    def __getitem__(self, key: int | tuple[int, dict[str, Any]]) -> CheckedRow:
+        checked = CheckedRow(key if isinstance(key, int) else key[0])
         try:
-            row = self.rows[place] if isinstance(place, int) else Row(*place)
-            self._encode(row, checked)
+            self._encode(self.rows[key] if isinstance(key, int) else Row(*key), checked)
         except Exception as error:  # any of them would end a run
             text = without_credentials(str(error))
             where = re.match(r"(?:row [^,]*, )?column '([^']*)'(?: \(([^)]*)\))?: ", text)
@@ -62,24 +83,23 @@ class RowChecker(torch.utils.data.Dataset):
 
     def _encode(self, row: Row, checked: CheckedRow) -> None:
         check_has_prompt(row)
-        prompt = rows_to_messages([row], self.ignored, self.own_tokens, self.rules)[0]["prompt"]
-        if isinstance(prompt, str) and any(column in row and column not in self.ignored for column in MEDIA_COLUMNS):
+        (prompt,) = self.encoder.messages([row])
+        read = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
+        if isinstance(prompt, str) and any(column in row for column in read):
             prompt = [{"role": "user", "content": prompt}]  # as in a batch with media
-        prompt = checked_prompt(prompt, self.processor, None, row.number)
         for ref in iter_refs(prompt):
             checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
-        arguments: Any = {"template_kwargs": self.template_kwargs, "row": row.number}
         try:
-            encoded = encode_prompt(prompt, self.processor, self.model, **arguments)
+            encoded = self.encoder.encode(prompt, row.number)
         except ValueError as error:
             if "audio" not in checked.media:
                 raise
-            try:  # what is well when it is cut is overlong
-                encoded = encode_prompt(prompt, self.processor, self.model, audio_overlong="truncate", **arguments)
+            try:  # valid once it is cut: too long
+                encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.number)
             except ValueError:
                 raise error from None
             checked.is_cut = True
-            if self.overlong == "raise":
+            if self.raises_overlong:
                 raise
         checked.tokens = len(encoded)
         counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
@@ -95,10 +115,10 @@ def without_weights(config: PreTrainedConfig, model_class: type[PreTrainedModel]
 
 
 def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int) -> Iterator[CheckedRow]:
-    """Checks rows, in order, by several processes."""
-    # Rows of a stream are read here, in their order, and sent to the processes like their places otherwise
-    places: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
-    loader = DataLoader(checker, sampler=places, batch_size=None, num_workers=num_workers)
+    """Checks rows in worker processes, in order."""
+    # This process reads the rows of a stream and sends them to the workers, which otherwise get indices
+    keys: Iterable = range(len(rows)) if isinstance(rows, Dataset) else enumerate(undecoded(rows))
+    loader = DataLoader(checker, sampler=keys, batch_size=None, num_workers=num_workers)
     n_checked = 0
     try:
         for checked in tqdm(loader, total=len(rows) if isinstance(rows, Dataset) else None, unit="row", desc="check"):
@@ -106,13 +126,144 @@ def check(rows: Dataset | IterableDataset, checker: RowChecker, num_workers: int
             n_checked += 1
     except RuntimeError as error:  # rows have their own errors
         raise ValueError(
-            f"A process was killed while it read one of the rows from {n_checked} on, by a decoder that crashed or "
-            f"ran out of memory, of which fewer `--num_workers` need less ({error})."
+            f"A process was killed while it read one of the rows from {n_checked} on: a decoder crashed, or memory "
+            f"ran out, of which fewer `--num_workers` need less ({error})."
         ) from error
 
 
+@dataclass
+class Rows:
+    """Rows with a common cause."""
+
+    example: str = ""  # the error of the first one
+    count: int = 0
+    first: list[int] = field(default_factory=list)  # indices of the first ones
+    columns: dict[str, None] = field(default_factory=dict)  # columns, in order of appearance
+
+    def add(self, row: CheckedRow) -> None:
+        """Counts a row."""
+        self.count += 1
+        if len(self.first) < _LISTED:
+            self.first.append(row.index)
+        if row.column is not None and len(self.columns) < _LISTED:
+            self.columns[row.column] = None
+
+    @property
+    def listed(self) -> str:
+        """Their indices."""
+        return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
+
+
+class Report:
+    """The findings in Markdown. Memory grows by numbers per row alone, not with texts or media."""
+
+    def __init__(self, dataset: str, split: str, model: str, limit: int | None, cuts: bool = False):
+        self.dataset, self.split, self.model, self.limit, self.cuts = dataset, split, model, limit, cuts
+        self.warnings: list[str] = []
+        self.is_refused = False
+        self.rows = 0
+        self.causes: dict[tuple[str, str], Rows] = {}
+        self.overlong, self.cut = Rows(), Rows()
+        self.tokens = {name: array("q") for name in ("prompt", "text", *MODALITIES)}
+        self.media = {kind: array("q") for kind in MODALITIES}
+
+    @property
+    def failed(self) -> int:
+        """How many rows would not train."""
+        if self.is_refused:
+            return self.rows
+        return sum(cause.count for cause in self.causes.values()) + self.overlong.count
+
+    def add(self, row: CheckedRow) -> None:
+        """Counts a row."""
+        self.rows += 1
+        for kind, number in row.media.items():
+            self.media[kind].append(number)
+        if row.is_cut:
+            self.cut.add(row)
+        if row.error is not None:
+            # Errors of one cause differ in the names, numbers and objects that they quote
+            key = re.sub(r"'[^']*'|\"[^\"]*\"|<[^>]*>|[\d.]*\d", "-", row.error)
+            column = re.sub(r"\[\d+\]", "[]", row.column or "")
+            self.causes.setdefault((column, key), Rows(row.error)).add(row)
+        if row.tokens is None:
+            return
+        self.tokens["prompt"].append(row.tokens)
+        self.tokens["text"].append(row.tokens - sum(row.media_tokens.values()))
+        for kind, number in row.media_tokens.items():
+            self.tokens[kind].append(number)
+        if self.limit is not None and row.tokens > self.limit:
+            self.overlong.add(row)
+
+    def text(self) -> str:
+        """Writes the report."""
+        if not self.rows:
+            raise ValueError(f"{self.dataset!r} has no rows.")
+        verdict = f"All {self.rows} rows would train."
+        if self.failed:
+            verdict = f"{self._share(self.failed)} would not train."
+        parts = [
+            f"# Check of {in_code(self.dataset)} ({in_code(self.split)}) with {in_code(self.model)}",
+            verdict,
+            *(f"    {' '.join(warning.split())}" for warning in self.warnings),
+            *self._causes(),
+            *self._lengths(),
+            *self._media(),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def _share(self, count: int) -> str:
+        return f"{count} of {self.rows} rows ({100 * count / self.rows:.3g} %)"
+
+    def _causes(self) -> list[str]:
+        parts = ["## What would fail"] if self.causes else []
+        for cause in sorted(self.causes.values(), key=lambda cause: -cause.count):
+            columns = f" in {', '.join(map(in_code, cause.columns))}" if cause.columns else ""
+            parts += [
+                f"### {self._share(cause.count)}{columns}",
+                f"    {' '.join(cause.example.split())}",
+                f"Rows: {cause.listed}",
+            ]
+        return parts
+
+    def _lengths(self) -> list[str]:
+        if not self.tokens["prompt"]:
+            return []
+        total = sum(self.tokens["prompt"])
+        rows = []
+        for name, numbers in self.tokens.items():
+            if numbers:
+                points = np.percentile(numbers, (0, 50, 90, 99, 100), method="higher")
+                rows.append([name, len(numbers), *map(int, points), f"{100 * sum(numbers) / total:.3g} %"])
+        parts = ["## Lengths", _table(["tokens of", "rows", "min", "median", "p90", "p99", "max", "share"], rows)]
+        if self.limit is not None:
+            parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
+        return parts
+
+    def _media(self) -> list[str]:
+        rows = [
+            [kind, len(numbers), min(numbers), int(np.median(numbers)), max(numbers), sum(numbers)]
+            for kind, numbers in self.media.items()
+            if numbers
+        ]
+        if not rows:
+            return []
+        parts = ["## Media of a row", _table(["kind", "rows", "min", "median", "max", "all"], rows)]
+        if self.media["audio"]:
+            parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
+        return parts
+
+    def _listed(self, found: Rows) -> str:
+        return self._share(found.count) + f". Rows: {found.listed}" * bool(found.count)
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
 def run(args: argparse.Namespace) -> None:
-    """Checks a dataset, and prints what it found."""
+    """Checks a dataset and prints the report."""
     check_ignored(args.ignored_media_columns)
     source: dict[str, Any] = {} if args.model_revision is None else {"revision": args.model_revision}
     source |= {"trust_remote_code": True} if args.trust_remote_code else {}

@@ -9,19 +9,21 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from ..trainers.base import MultimodalTrainer
-from .evaluator import EvaluationConfig, EvaluationResult, _check_trainer, _named, evaluate_trainer
+from .config import EvaluationConfig
+from .evaluator import _check_trainer, _named, evaluate_trainer
+from .result import EvaluationResult
 
 
 class GenerationEvalCallback(TrainerCallback):
     """
-    A [`~transformers.TrainerCallback`] that lets the model complete held-out prompts and logs what is right.
+    A [`~transformers.TrainerCallback`] that samples completions of held-out prompts and logs their accuracy.
 
-    A trainer's own evaluation samples as in training, `num_generations` completions at the training temperature, and
-    logs mean rewards. This one decodes greedily unless told otherwise, counts each row once, and logs `eval_accuracy`,
-    `eval_accuracy_low`, `eval_accuracy_high`, `eval_pass@k` and the other metrics of [`EvaluationResult`]. The last
-    weights are always evaluated, when training ends.
+    The trainer's evaluation samples as in training, `num_generations` completions at the training temperature, and
+    logs mean rewards. The callback decodes greedily by default, counts each row once, and logs `eval_accuracy`,
+    `eval_accuracy_low`, `eval_accuracy_high`, `eval_pass@k` and the other metrics of [`EvaluationResult`]. When
+    training ends, it always evaluates the last weights.
 
-    Training goes on exactly as without the callback, with DDP, FSDP2 and DeepSpeed too.
+    The callback doesn't change training, with DDP, FSDP2 and DeepSpeed either.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`], [`MultimodalRLOOTrainer`] or [`MultimodalPPOTrainer`]):
@@ -29,17 +31,15 @@ class GenerationEvalCallback(TrainerCallback):
         eval_dataset ([`~datasets.Dataset`] or `Sequence[dict]`, *optional*):
             Rows with the prompts. By default the trainer's `eval_dataset`.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Reward functions; the first tells what is correct. By default those of the trainer.
+            Reward functions; the first decides what is correct. By default those of the trainer.
         args ([`EvaluationConfig`], *optional*):
             How to sample and count, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
-            Number of steps between evaluations, or after each epoch. By default after each evaluation of the trainer,
-            as its `eval_strategy` says; the metrics then also count for `metric_for_best_model` and for
-            [`~transformers.EarlyStoppingCallback`].
-            With `freq`, the trainer's evaluations have the metrics of their step, too, where `metric_for_best_model`
-            names one.
+            Number of steps between evaluations, or `"epoch"`. By default each evaluation of the trainer
+            (`eval_strategy`); the metrics then also count for `metric_for_best_model` and for
+            [`~transformers.EarlyStoppingCallback`]. With `freq`, they do if `metric_for_best_model` names one.
         output_dir (`str`, *optional*):
-            Folder for the results, each in a folder `step-<number>`, see [`EvaluationResult.save`].
+            Folder for the results, in folders `step-<number>`, see [`EvaluationResult.save`].
 
     Raises:
         `ValueError`: If there is no dataset.
@@ -63,7 +63,7 @@ class GenerationEvalCallback(TrainerCallback):
     ):
         _check_trainer(trainer)
         if eval_dataset is None and not isinstance(trainer.eval_dataset, Dataset):
-            raise ValueError("There is no dataset to evaluate on; pass it as `eval_dataset`.")
+            raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
         _named(reward_funcs or list(trainer.reward_funcs))
@@ -74,13 +74,13 @@ class GenerationEvalCallback(TrainerCallback):
         self.freq = freq
         self.output_dir = output_dir
         self.result: EvaluationResult | None = None  # the latest
-        self._logged: dict[str, float] = {}  # of it
+        self._logged: dict[str, float] = {}  # its metrics
         self._last_step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_step = -1
-        # Callbacks are called in this order: one that stops early has to find the metrics. A new list, as the old one
-        # is being gone through
+        # Early stopping reads the metrics, so it has to run after this callback. The handler is iterating over the old
+        # list
         handler = self.trainer.callback_handler
         stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
@@ -103,14 +103,14 @@ class GenerationEvalCallback(TrainerCallback):
             metrics.update(self._logged)
 
     def _chooses(self, args, metrics: dict[str, float] | None) -> bool:
-        """Whether the best weights are those with the best value of a metric of ours."""
+        """Whether one of these metrics selects the best weights."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False
         return self.result is None or name in self._logged
 
     def on_train_end(self, args, state, control, **kwargs):
-        # The best weights may have been loaded since
+        # The trainer may have loaded the best weights since
         if state.global_step != self._last_step or args.load_best_model_at_end:
             self._evaluate(state, control)
 
@@ -120,8 +120,8 @@ class GenerationEvalCallback(TrainerCallback):
         if self.output_dir is not None:
             self.result.save(Path(self.output_dir, f"step-{state.global_step}"))
         self._logged = {f"eval_{name}": value for name, value in self.result.metrics.items() if value is not None}
-        # A log of the steps so far may be due, which logging here would take for done
+        # This log must not replace a due log of the steps so far
         due = control.should_log
-        # TRL's `log` adds the training metrics since its last call, and would leave them out of the next
+        # TRL's `log` would add the training metrics since its last call, which the next log then misses
         Trainer.log(self.trainer, dict(self._logged))
         control.should_log = due

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What completions say about a model, and how sure one can be. Arrays in, arrays out."""
+"""Estimates from correct and wrong completions, and their confidence intervals. Arrays in, arrays out."""
 
 import math
 from collections import Counter
@@ -54,9 +54,8 @@ def majority_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[Seque
     How often the answer that most of `k` completions agree on is right, see
     [Self-Consistency](https://huggingface.co/papers/2203.11171).
 
-    Each row's completions are cut into blocks of `k` in their order, which vote apart; what is left over doesn't vote.
-    Of answers with equally many votes the one given first wins, so that the result depends on nothing but the
-    completions.
+    Each row's completions form consecutive blocks of `k`, which vote separately; a remainder doesn't vote. Of answers
+    with equally many votes the first one wins, so that the result is deterministic.
 
     Args:
         answers (`Sequence[Sequence[Hashable]]`):
@@ -140,9 +139,9 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, f
     Confidence interval of a mean over rows, by the standard error of the rows, see
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
-    Questions are what is drawn at random, so a value is what a row gives, such as its pass@k, and not one of its
-    completions: those of one question resemble each other, and counting them one by one would make the interval too
-    narrow. The interval is normal, for dozens of rows and more.
+    Questions are the random sample, so a value is a row's, such as its pass@k, and not a completion's: completions of
+    one question are correlated, and counting them one by one would make the interval too narrow. The interval is
+    normal, for dozens of rows and more.
 
     Args:
         values (`ArrayLike`):
@@ -171,8 +170,8 @@ def paired_interval(differences: ArrayLike, confidence: float = 0.95) -> tuple[f
     Confidence interval of a mean difference of two measurements of the same rows, see
     [Adding Error Bars to Evals](https://huggingface.co/papers/2411.00640).
 
-    What is common to both measurements of a row, such as how hard it is, drops out of its difference, which is between
-    -1 and 1. Of $n$ differences $d_i$ and two more, $d_{n+1} = 1$ and $d_{n+2} = -1$, it is the normal interval
+    Effects on both measurements of a row, such as its difficulty, cancel in its difference, which is between -1 and 1.
+    Of $n$ differences $d_i$ and two more, $d_{n+1} = 1$ and $d_{n+2} = -1$, it is the normal interval
 
     $$\tilde{d} \pm z \sqrt{\frac{1}{(n + 2)^2} \sum_{i=1}^{n+2} (d_i - \tilde{d})^2},
     \qquad \tilde{d} = \frac{1}{n + 2} \sum_{i=1}^{n+2} d_i$$

@@ -306,6 +306,7 @@ class MediaLogCallback(TrainerCallback):
         self.folder = Path(trainer.args.output_dir, PRIVATE)
         self._writer: Any = None  # TensorBoard's, for what isn't published with its scalars
         self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
+        self._evaluating = False
         if trainer.accelerator.is_main_process:
             tables = self.folder / "completions"
             tables.mkdir(parents=True, exist_ok=True)
@@ -321,12 +322,14 @@ class MediaLogCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args, state, control, **kwargs):
-        if self.log.num_processes == 1:
-            self.log.gather()
-        if self.log.is_gathered:
+        if not self._evaluating:  # else the metrics are logged before the media are gathered
             self._write(state.global_step)
 
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._evaluating = True
+
     def on_evaluate(self, args, state, control, **kwargs):
+        self._evaluating = False
         self.log.gather()
         self._write(state.global_step)
 

@@ -1,13 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows to prompts, and lists of ids to completions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from ..data.columns import iter_refs
+from ..encoding.ablation import Ablation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from .environments import Environments
@@ -30,10 +31,11 @@ def collect(
     group_size: int,
     pad_token_id: int,
     accelerator: Accelerator,
+    ablations: Mapping[int, Ablation] | None = None,
 ) -> Rollout:
     """
     Rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`, the user's
-    `rollout_func` tokenizes rows of text.
+    `rollout_func` tokenizes rows of text. `ablations` replace media, by the row's number.
     """
     columns, numbers = [row.row for row in rows], [row.number for row in rows]
     messages, environments = [row.messages for row in rows], None
@@ -50,7 +52,9 @@ def collect(
             elif same_group and same_prompt(messages[i], messages[i - 1]):
                 prompts.append(prompts[-1])
             else:
-                prompts.append(encoder.encode(messages[i], row.number, **template_tools(toolbox, environments, i)))
+                ablation = None if ablations is None else ablations[row.number]
+                tools = template_tools(toolbox, environments, i)
+                prompts.append(encoder.encode(messages[i], row.number, ablation, **tools))
     return Rollout(
         prompts,
         group_ids.to(accelerator.device),

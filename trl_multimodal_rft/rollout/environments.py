@@ -28,9 +28,9 @@ class Environments:
         tools (`Sequence[Callable]`):
             Tools of all completions.
         factory (`Callable` or `dict[str, Callable]`, *optional*):
-            Makes environments. Of several, the column `environment` of a row names its own.
+            Makes environments. Of several, the column `environment` of a row names one.
         media_rules ([`~data.rules.MediaRules`], *optional*):
-            From where media that environments show may come.
+            Restrictions on the media that environments return.
 
     Raises:
         `ValueError`: If an environment has no method `reset`.
@@ -59,7 +59,7 @@ class Environments:
 
     @property
     def tools(self) -> list[Callable]:
-        """All tools that there may be, without duplicates."""
+        """Tools of all completions and environments, without duplicates."""
         found = list(self.standalone)
         for environment, *_ in self.pool.values():
             found += [method for method in tools_of(environment).values() if method not in found]
@@ -127,9 +127,9 @@ class Environments:
 
 def rows_for_environments(factory: Any, args: Any) -> Dataset:
     """
-    Rows to which an environment gives their prompts, as many as a generation batch has.
+    Rows whose prompts an environment makes, as many as a generation batch has.
 
-    Raises `ValueError` if nothing says how long to train, or which environment a row has.
+    Raises `ValueError` without `max_steps`, or with several environments.
     """
     if factory is None:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` has the data.")
@@ -138,7 +138,7 @@ def rows_for_environments(factory: Any, args: Any) -> Dataset:
             "With multiple environments, `train_dataset` is required: its column `environment` names that of each row."
         )
     if args.max_steps <= 0:
-        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else tells when to stop.")
+        raise ValueError("Without a `train_dataset`, `max_steps` must be set: nothing else ends the run.")
     n_rows = args.generation_batch_size // args.num_generations
     return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
 
@@ -156,7 +156,7 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 
 def reward_of(kind: type) -> Callable:
-    """A reward function that asks the environments of a class, plain or async, and returns `None` for others."""
+    """A reward function from `get_reward` of a class, plain or async; `None` for other environments."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
         async def reward(environments, **kwargs):

@@ -25,7 +25,7 @@ class PromptEncoder:
     media_rules: MediaRules = DEFAULT_RULES
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
-    for_engine: bool = False  # whether vLLM samples, which takes decoded media and has positions of its own
+    for_engine: bool = False  # whether vLLM samples, which takes decoded media and computes positions itself
 
     def __post_init__(self):
         self._placeholders = placeholder_tokens(self.model, self.processor)

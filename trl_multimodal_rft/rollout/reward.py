@@ -43,6 +43,18 @@ def checked_functions(
     }
 
 
+def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of reward functions, as TRL passes them; media are as the dataset has them."""
+    rows = [
+        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
+        for i, row in enumerate(rollout.rows)
+    ]
+    if rollout.environments is not None:
+        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
+    prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
+    return {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **given}
+
+
 def reward_rollout(
     rollout: Rollout,
     functions: Mapping[str, Callable],
@@ -51,18 +63,11 @@ def reward_rollout(
     profile: Callable[[str], Any],
 ) -> torch.Tensor:
     """
-    Calls reward functions as TRL does, with what is `given` to all of them; media are as the dataset has them.
+    Calls reward functions as TRL does, with the keyword arguments `given`; media are as in the dataset.
 
     Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
     """
-    rows = [
-        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
-        for i, row in enumerate(rollout.rows)
-    ]
-    if rollout.environments is not None:
-        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
-    prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
-    arguments = {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **given}
+    arguments = rollout_arguments(rollout, given)
     found = call_rewards(functions, arguments, loop, profile)
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in found.values()]).T
     warn_of_unscorable(rewards, arguments)

@@ -116,6 +116,10 @@ class Rollout:
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
 
+    def keys(self) -> list[str]:
+        """Names of the fields that are written, so that a loss may copy its inputs as `{**inputs}`."""
+        return [each.name for each in fields(self) if each.name in self]
+
     def select(self, indices: Sequence[int]) -> "Rollout":
         """Some of the completions, in this order."""
         indices, n = list(indices), len(self)

@@ -52,10 +52,10 @@ class EncodedRow:
 
 class RowStream:
     """
-    Gives a trainer its rows with encoded prompts, in training with others in the place of those that can't be read.
+    Reads and encodes a trainer's rows. In training, it replaces rows that can't be read.
 
-    `encode` makes the prompt of a row by itself, `None` where environments or `rollout_func` make prompts. `messages`
-    makes the messages of rows of a batch, which come out alike. `columns` are those to keep, by default all.
+    `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
+    converts the rows of a batch to messages. `columns` are those to keep, by default all.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class RowStream:
 
     def draw(self, start: int, n: int) -> RowBatch:
         """
-        This rank's `n` rows for more completions, after the `start` that all ranks drew before, in an endless order
-        that has nothing to do with the batches.
+        This rank's next `n` rows for additional completions, after the `start` that all ranks drew before. Their
+        endless order is independent of the batches.
         """
         assert self._extra is not None
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
@@ -175,8 +175,8 @@ class RowStream:
     def _check_whole_groups(self, shape: BatchShape) -> None:
         if self._args.on_media_error == "skip" and shape.size % shape.completions != 0:
             raise ValueError(
-                "With `on_media_error='skip'` and a stream, a process takes an earlier row of its own in the place of "
-                f"one that can't be read, so it must have whole groups: make `per_device_train_batch_size` * "
+                "With `on_media_error='skip'` and a stream, a rank replaces a row that can't be read by one of its "
+                f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
                 f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions})."
             )
 
@@ -195,7 +195,7 @@ class RowStream:
     def _read(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
     ) -> list[EncodedRow]:
-        """Reads the row of each group once. In training, others take the place of rows that can't be read."""
+        """Reads the row of each group once. In training, replaces rows that can't be read."""
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
@@ -351,7 +351,7 @@ def warn_of_positions(prompts: Sequence[EncodedPrompt], numbers: Sequence[int], 
 
 
 def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int:
-    """The row that takes the place of another, the same on all ranks that skip the same rows."""
+    """The replacement of a row, the same on all ranks that skip the same rows."""
     if row not in skipped:
         return row
     if len(skipped) >= n_rows:

@@ -26,7 +26,7 @@ class TokenFilter:
 
     @property
     def is_trls(self) -> bool:
-        """Whether TRL's own mask is the one that is asked for."""
+        """Whether TRL's mask is used."""
         args = self.args
         return (args.entropy_scope, args.entropy_source) == ("micro_batch", "current") and not args.entropy_renormalize
 

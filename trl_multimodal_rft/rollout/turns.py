@@ -36,7 +36,7 @@ class Trajectory:
 
     prompt: EncodedPrompt  # its prompt
     ids: list[int]  # its ids
-    messages: list[dict[str, Any]]  # what was said and returned in it
+    messages: list[dict[str, Any]]  # the assistant's message, calls included, and the tools' results
     history: list[dict[str, Any]]  # the conversation, as the chat template is to write it
     logps: list[float | None] | None  # log-probabilities of an engine
     mask: list[int]  # 0 on what tools returned
@@ -57,7 +57,7 @@ class Trajectory:
         return [turn for _, turn in self.turns if turn.media]
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
-        """Goes on."""
+        """Extends the completion."""
         self.ids = self.ids + ids
         self.mask = self.mask + [int(sampled)] * len(ids)
         if self.logps is not None:
@@ -70,8 +70,8 @@ class ToolLoop:
 
     model: PreTrainedModel  # unwrapped model
     processor: ProcessorMixin | PreTrainedTokenizerBase  # what encodes prompts
-    # Gives the ids of what follows prompts, and their log-probabilities if it has any: called with the prompts, for
-    # each the place of its completion and what was returned last, and how many tokens each has room for
+    # Samples what follows prompts: takes the prompts, for each the index of its completion and the last result, and
+    # the tokens left for each; returns ids and log-probabilities, if any
     complete: Callable[
         [list[EncodedPrompt], list[tuple[int, EncodedPrompt]], list[int]],
         tuple[list[list[int]], list[list[float | None]] | None],
@@ -86,24 +86,23 @@ class ToolLoop:
     media_rules: MediaRules  # from where media may come, and how large they may be
     # What happens to control tokens in results: `"allow"`, `"raise"`, which makes the call fail, or `"strip"`
     special_tokens_in_text: Literal["allow", "raise", "strip"] = "raise"
-    isolate: str | None = None  # which prompts get forwards of their own, see [`~policy.Fallbacks`]
-    # Where vLLM samples, tokens of a prompt and its completion that it takes at most. It is given media as they are
-    # decoded, and positions are its own
+    isolate: str | None = None  # which prompts are forwarded separately, see [`~policy.Fallbacks`]
+    # Longest prompt and completion of vLLM, if it samples; it takes decoded media and computes positions itself
     engine_length: int | None = None
-    # Whether something is so on any process, for those that must complete equally often
+    # Whether a condition holds on any rank, where ranks must sample equally often
     anyone: Callable[[bool], bool] = bool
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        """Goes on with completions that end with calls."""
+        """Continues completions that end with calls."""
         calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
-            going_on = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
-            if not self.anyone(bool(going_on)):
+            continuing = [i for i, trajectory in calling.items() if self._answer(i, trajectory)]
+            if not self.anyone(bool(continuing)):
                 return
-            self._continue([trajectories[i] for i in going_on], trajectories[0].prompt, going_on)
-            calling = {i: trajectories[i] for i in going_on if trajectories[i].calls}
+            self._continue([trajectories[i] for i in continuing], trajectories[0].prompt, continuing)
+            calling = {i: trajectories[i] for i in continuing if trajectories[i].calls}
             n_turns += 1
         for trajectory in calling.values():
             trajectory.counts["turns"] += 1
@@ -174,7 +173,7 @@ class ToolLoop:
         return messages
 
     def _failure(self, error: MediaError) -> str:
-        """What the model is told of a result that it can't be shown, without the tokens that the result held."""
+        """The error message for a result that can't be encoded, without the result's control tokens."""
         logger.warning_once(f"Tool result could not be encoded; the model received an error message instead: {error}")
         reason = str(error).encode(errors="replace").decode()
         for token in placeholder_tokens(self.model, self.processor):
@@ -218,7 +217,7 @@ class ToolLoop:
                     )
 
     def _continue(self, trajectories: list[Trajectory], idle: EncodedPrompt, indices: list[int]) -> None:
-        """Samples what follows the results; a process without any samples for the sake of the others."""
+        """Samples what follows the results; a rank without any samples once, for the collectives of the others."""
         wholes = [trajectory.whole or trajectory.prompt for trajectory in trajectories] or [idle]
         asked = [(place, trajectory.turns[-1][1]) for place, trajectory in zip(indices, trajectories, strict=True)]
         room = [self.max_length - len(trajectory.ids) for trajectory in trajectories]
@@ -233,7 +232,7 @@ class ToolLoop:
 def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """A turn of the model's as a message."""
+    """A sampled turn as a message."""
     callables: Any = list(tools.values())
     return parse_response(tokenizer, ids, prefix=before, tools=callables)
 
@@ -263,6 +262,25 @@ def turn_metrics(
     return {**metrics, "tools/failure_frequency": failures / calls if calls else 0.0}
 
 
+def run_turns(
+    rollout: Rollout,
+    ids: list[list[int]],
+    logps: list[list[float | None]] | None,
+    first: list[dict[str, Any]],
+    loop: ToolLoop,
+) -> list[Trajectory]:
+    """Continues completions, whose `first` turns are given as messages, until none ends with a call."""
+    every = [None] * len(ids) if logps is None else logps
+    trajectories = [
+        Trajectory(prompt, sampled, [message], list(history), each_logps, [1] * len(sampled))
+        for prompt, sampled, message, history, each_logps in zip(
+            rollout.prompts, ids, first, rollout.messages, every, strict=True
+        )
+    ]
+    loop.run(trajectories)
+    return trajectories
+
+
 def take_turns(
     rollout: Rollout,
     ids: list[list[int]],
@@ -271,19 +289,11 @@ def take_turns(
     loop: ToolLoop,
 ) -> tuple[list[list[int]], list[list[float | None]] | None, list[list[int]], Counter[str]]:
     """
-    Continues completions, whose `first` turns are given as messages, until none ends with a call. The rollout gets the
-    messages, and prompts that hold the media of results.
+    Continues completions as [`run_turns`]. The rollout gets the messages, and prompts that hold the media of results.
 
     Returns ids, log-probabilities, masks that are 0 on results, and how many calls, failures and ends there were.
     """
-    every = [None] * len(ids) if logps is None else logps
-    trajectories = [
-        Trajectory(prompt, own, [message], list(history), own_logps, [1] * len(own))
-        for prompt, own, message, history, own_logps in zip(
-            rollout.prompts, ids, first, rollout.messages, every, strict=True
-        )
-    ]
-    loop.run(trajectories)
+    trajectories = run_turns(rollout, ids, logps, first, loop)
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.model, trajectories)

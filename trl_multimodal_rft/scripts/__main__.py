@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What `accelerate launch` starts: a script by its name, with its arguments."""
+"""The entry point of `accelerate launch`: a script by its name, with its arguments."""
 
 import importlib
 import sys

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments of the scripts that are in neither a config nor [`~trl.ModelConfig`], and how they are parsed."""
+"""Arguments of the scripts beyond configs and [`~trl.ModelConfig`], and their parser."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,11 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
     prompt: str | None = field(
         default=None,
         metadata={
-            "help": "Makes the column `prompt`: a text in which `{column}` is what that column of the row holds. "
-            "Other braces stay, and `{{word}}` is `{word}`."
+            "help": "Template of the column `prompt`: `{column}` stands for the row's value of that column. Other "
+            "braces stay, and `{{word}}` is `{word}`."
         },
     )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "Text of the system message that every prompt begins with."}
-    )
+    system_prompt: str | None = field(default=None, metadata={"help": "System message at the start of every prompt."})
 
 
 @dataclass
@@ -39,27 +37,27 @@ class RunArguments:
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "Build everything, take one step, show it and stop without saving anything."},
+        metadata={"help": "Build everything, take one step and log it, and save nothing."},
     )
-    # Of the command line and its config file: what the user set, and what starts the run
+    # What the user set, on the command line and in its config, and the command that starts the run
     given: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str | None = field(default=None, init=False, repr=False)
 
 
 @dataclass
 class RFTScriptArguments(PromptArguments):
-    """Script arguments of what samples completions."""
+    """Arguments of scripts that sample completions."""
 
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths. By default, if "
-            "there is no reward model either, `accuracy_reward` and `format_reward`, whose tags prompts must ask for."
+            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths. By default, "
+            "without a reward model, `accuracy_reward` and `format_reward`, whose tags prompts must request."
         },
     )
     reward_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "A sequence classifier, on the Hub or in a folder, whose score is the first reward."},
+        metadata={"help": "Sequence classifier, on the Hub or in a folder, whose score is the first reward."},
     )
 
     def __post_init__(self):
@@ -70,27 +68,27 @@ class RFTScriptArguments(PromptArguments):
 
 @dataclass
 class RLScriptArguments(RunArguments, RFTScriptArguments):
-    """Script arguments of training with rewards."""
+    """Arguments of scripts that train with rewards."""
 
 
 @dataclass
 class SFTScriptArguments(RunArguments, PromptArguments):
-    """Script arguments of supervised training."""
+    """Arguments of supervised training."""
 
     completion: str | None = field(
-        default=None, metadata={"help": "Makes the column `completion`, as `prompt` makes its own."}
+        default=None, metadata={"help": "Template of the column `completion`, as `--prompt`."}
     )
 
 
 @dataclass
 class PPOScriptArguments(RLScriptArguments):
-    """Script arguments of PPO."""
+    """Arguments of PPO."""
 
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Critic: a saved critic, a reward model or a backbone, of the policy's family. By default a copy "
-            "of the policy, or a head on it with `shared_trunk`."
+            "help": "Critic: a saved critic, a reward model or a backbone of the policy's family. By default a copy "
+            "of the policy; with `shared_trunk`, a value head on the policy."
         },
     )
     ptx_dataset_name: str | None = field(

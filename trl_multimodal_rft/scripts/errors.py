@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Errors of input, which a command shows in one line."""
+"""Input errors, which a command shows in one line."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-# Names the folder into which launched processes write errors of input, for the command to show one of them
+# Environment variable with the folder into which launched processes write input errors, one of which is shown
 FOLDER = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
@@ -16,15 +16,12 @@ def one_line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
-# Packages whose errors say what is wrong with what they were given
+# Packages whose errors explain wrong input
 _CAREFUL = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
 
 
 def input_error(error: BaseException) -> str | None:
-    """
-    The message of an error of input, in one line. `None` of others, and of those in others' code, such as a reward
-    function.
-    """
+    """The message of an input error, in one line; `None` for others, such as those in the user's reward function."""
     if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
         return None
     raised, frame = "", error.__traceback__
@@ -36,7 +33,7 @@ def input_error(error: BaseException) -> str | None:
 
 
 def leave(error: BaseException) -> None:
-    """Leaves an error of input of a launched process to the command that launched it."""
+    """Passes an input error of a launched process to the command that launched it."""
     text, folder = input_error(error), os.environ.get(FOLDER)
     if text is None or folder is None:
         raise error

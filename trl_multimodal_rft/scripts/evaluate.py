@@ -12,7 +12,7 @@ from trl import ModelConfig, get_quantization_config
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
-from ..evaluation.report import summary
+from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from ..rewards.named import load_reward_funcs
 from .arguments import RFTScriptArguments
@@ -28,7 +28,7 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 
 @dataclass
 class EvaluationArguments:
-    """What to evaluate on, and where the results go."""
+    """Rows to evaluate, and the folder for the results."""
 
     benchmark: str | None = field(
         default=None, metadata={"help": "Layout of `dataset_name`.", "choices": [*BENCHMARKS]}
@@ -36,26 +36,26 @@ class EvaluationArguments:
     audio_dir: str | None = field(default=None, metadata={"help": "Folder with the audio files of a benchmark."})
     media_dir: str | None = field(
         default=None,
-        metadata={"help": "Folder that relative paths of media in rows start from. By default the working directory."},
+        metadata={"help": "Base folder of relative media paths in rows. By default the working directory."},
     )
-    max_rows: int | None = field(default=None, metadata={"help": "Number of rows, from the first on."})
+    max_rows: int | None = field(default=None, metadata={"help": "Evaluate only the first rows, this many."})
     audio_overlong: Literal["raise", "truncate"] = field(
         default="raise", metadata={"help": "What happens to audio longer than the model's window."}
     )
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = field(
-        default=None, metadata={"help": "What happens to control tokens in texts of messages; by default a warning."}
+        default=None, metadata={"help": "What happens to control tokens in texts of messages (by default a warning)."}
     )
     output_dir: str = field(default="outputs/evaluate", metadata={"help": "Folder for the results."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Whether code that comes with a model is run."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model."})
 
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
     """The rows to answer."""
     name, benchmark = script_args.dataset_name, evaluation_args.benchmark
     if name is None:
-        raise ValueError("There is nothing to evaluate on; set `--dataset_name`.")
+        raise ValueError("No dataset to evaluate on; set `--dataset_name`.")
     if script_args.dataset_streaming:
-        raise ValueError("An evaluation counts its rows; leave out `--dataset_streaming`, and set `--max_rows`.")
+        raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
     audio: dict[str, Any] = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
     if audio and benchmark not in ("mmau", "avqa"):
         raise ValueError("`--audio_dir` is for `--benchmark mmau` and `avqa`; leave it out.")
@@ -77,14 +77,14 @@ def evaluate_by_name(
     """Evaluates a model on a dataset, both by their names."""
     name = model_args.model_name_or_path
     if name is None:
-        raise ValueError("There is nothing to evaluate; set `--model_name_or_path`.")
+        raise ValueError("No model to evaluate; set `--model_name_or_path`.")
     if model_args.use_peft:
         raise ValueError(
             "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."
         )
     if script_args.reward_model_name_or_path is not None:
         raise ValueError(
-            "`--reward_model_name_or_path` gives a score, which doesn't tell what is correct; leave it out."
+            "`--reward_model_name_or_path` gives a score, which can't say which answers are correct; leave it out."
         )
     benchmark = evaluation_args.benchmark
     default = ["accuracy_reward", "format_reward"] if benchmark is None else BENCHMARKS[benchmark][1]
@@ -125,7 +125,7 @@ def main(
     config: EvaluationConfig,
     model_args: ModelConfig,
 ) -> None:
-    """Evaluates a model, prints the metrics with some answers and writes them, with all rows."""
+    """Evaluates a model, prints metrics and some answers, and saves metrics and all rows."""
     accelerator = Accelerator()
     arguments = script_args, evaluation_args, config, model_args
     _, result = evaluate_by_name(*arguments, script_args.dataset_test_split, accelerator)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The rows of a dataset whose answers need their medium, see `trl-multimodal-rft filter --help`."""
+"""Keeps the rows of a dataset whose answers need their medium, see `trl-multimodal-rft filter --help`."""
 
 import json
 from collections import Counter
@@ -24,16 +24,16 @@ REPORT = "filter.json"
 
 @dataclass
 class FilterArguments(EvaluationArguments):
-    """Which rows are kept."""
+    """Which rows to keep."""
 
     min_accuracy_with: float = field(
-        default=0.5, metadata={"help": "Share of a row's answers with the medium that must be correct."}
+        default=0.5, metadata={"help": "Minimum share of correct answers with the medium."}
     )
     max_accuracy_without: float = field(
-        default=0.25, metadata={"help": "Share of its answers without the medium that may be correct."}
+        default=0.25, metadata={"help": "Maximum share of correct answers without the medium."}
     )
     output_dir: str = field(
-        default="outputs/filter", metadata={"help": "Empty folder for the rows that are kept, and the report."}
+        default="outputs/filter", metadata={"help": "Empty folder for the kept rows and the report."}
     )
 
 
@@ -111,13 +111,10 @@ def main(
     config: EvaluationConfig,
     model_args: ModelConfig,
 ) -> None:
-    """
-    Answers the training split of a dataset with and without a medium, writes the rows whose answers need it, and says
-    why others don't.
-    """
+    """Answers the training split with and without a medium, and saves the rows that need it with a report."""
     medium = config.ablate
     if medium is None:
-        raise ValueError("Name the medium that answers are to need: set `--ablate` to audio, image or video.")
+        raise ValueError("Name the medium that answers need: set `--ablate` to audio, image or video.")
     check_empty(filter_args.output_dir)
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
@@ -129,7 +126,7 @@ def main(
     report = _report(result, dropped, filter_args)
     accelerator.print(_text(report))
     if not report["kept"]:
-        raise ValueError("No row is left, so nothing is written; change the thresholds, or let another model answer.")
+        raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")
     if accelerator.is_main_process:
         kept = [index for index in range(len(dataset)) if index not in dropped]
         write_folder(dataset.select(kept), filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))

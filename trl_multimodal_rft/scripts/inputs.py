@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What scripts load by the names among their arguments."""
+"""Datasets, models and reward functions that the arguments of scripts name."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,20 +21,20 @@ logger = get_logger(__name__)
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
-    """Rows with the prompts that arguments ask for."""
+    """Rows with the prompts that the arguments make."""
     completion = getattr(script_args, "completion", None)
     rows = with_texts(rows, {"prompt": script_args.prompt, "completion": completion})
     return with_system_message(rows, script_args.system_prompt)
 
 
 def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
-    """Rows of the dataset that the arguments name, or of several together, with their prompts."""
+    """Rows of the dataset that the arguments name, or of a mixture, with their prompts."""
     if script_args.datasets:
         if script_args.dataset_name is not None:
-            logger.warning("Rows are those of `datasets`, as in TRL; `dataset_name` is ignored.")
+            logger.warning("`datasets` takes precedence, as in TRL; `dataset_name` is ignored.")
         rows = _mixture(script_args, split)
     elif script_args.dataset_name is None:
-        raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
+        raise ValueError("The run has no dataset; set `--dataset_name` to a name on the Hub, a folder or a file.")
     else:
         rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
     return with_prompts(rows, script_args)
@@ -46,8 +46,8 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
         splits: Any = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
         if script_args.streaming:
-            raise ValueError("A stream can't be divided; leave out `streaming` or `test_split_size`.")
-        # TRL divides by a number that differs between processes, and after a resume
+            raise ValueError("A stream can't be split; leave out `streaming` or `test_split_size`.")
+        # TRL splits with a seed that differs between processes, and after a resume
         splits = splits["train"].train_test_split(test_size=size, seed=0)
     if split not in splits:
         raise ValueError(f"`datasets` have no split {split!r}; set `test_split_size`, or leave evaluation out.")
@@ -55,16 +55,16 @@ def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableData
 
 
 def _located(part: DatasetConfig) -> DatasetConfig:
-    """A part of a mixture as `load_dataset` takes it, which knows no path of a file and no `~`."""
+    """A part of a mixture as `load_dataset` takes it, which supports neither paths of files nor `~`."""
     if part.data_files is not None or part.data_dir is not None:
         return part
     return replace(part, **load_arguments(part.path, part.split))
 
 
 def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
-    """Arguments of a trainer, of what script arguments name."""
+    """Arguments of a trainer, from those of a script."""
     if model_args.model_name_or_path is None:
-        raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
+        raise ValueError("The run has no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
@@ -85,7 +85,7 @@ def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args:
 
 
 def _refuse_same_rows(script_args: PromptArguments) -> None:
-    """A file is one split, which has any name."""
+    """Refuses one file for training and evaluation: it is one split under any name."""
     name, splits = script_args.dataset_name, (script_args.dataset_train_split, script_args.dataset_test_split)
     path = None if name is None else local_path(name)
     if path is not None and path.is_file() and not any("[" in split for split in splits):
@@ -96,7 +96,7 @@ def _refuse_same_rows(script_args: PromptArguments) -> None:
 
 
 def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
-    """How a model by name is loaded."""
+    """Arguments of `from_pretrained`."""
     return {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -105,7 +105,7 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
-    """Arguments of a trainer about adapter and quantization."""
+    """Adapter and quantization, as a trainer takes them."""
     if model_args.use_peft:
         require_module("peft", "peft")
     return {

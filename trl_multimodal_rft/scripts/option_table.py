@@ -19,7 +19,7 @@ from ..rewards.named import REWARD_NAMES
 
 FILE = Path(__file__).with_name("options.json")
 SCRIPTS = ("grpo", "rloo", "ppo", "sft", "evaluate", "filter")
-# Arguments of `accelerate launch` that the command itself sets
+# Arguments of `accelerate launch` that the command sets
 _NOT_TAKEN = {"help", "quiet", "module", "no_python", "debug", "training_script", "training_script_args"}
 
 
@@ -43,7 +43,7 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
     groups = {each.name: _group(cls, each.name) for cls in classes for each in fields(cls) if each.init}
     actions = {}
     for action in TrlParser(classes)._actions:
-        actions.setdefault(action.dest, action)  # what turns a switch off comes after it
+        actions.setdefault(action.dest, action)  # `--no_...` comes second
     return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
 
 
@@ -65,7 +65,7 @@ def _option(action: Any, group: str, optional: bool) -> dict[str, Any]:
 
 
 def _group(owner: type, name: str) -> str:
-    """Group of a field: for configs of trainers by who defines it last."""
+    """Group of a field: for configs of trainers by the package that defines it last."""
     if issubclass(owner, TrainingArguments):
         defined = next(each for each in owner.__mro__ if name in vars(each).get("__annotations__", ()))
         return {"trl_multimodal_rft": "multimodal"}.get(package := defined.__module__.split(".")[0], package)
@@ -75,7 +75,7 @@ def _group(owner: type, name: str) -> str:
 
 
 def _launch_options() -> list[dict[str, Any]]:
-    """Those of `accelerate launch`, whose values are passed on as words."""
+    """Options of `accelerate launch`, whose values stay words."""
     found = []
     for action in launch_command_parser()._actions:
         if action.dest in _NOT_TAKEN or not action.option_strings:

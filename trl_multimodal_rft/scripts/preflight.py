@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What can be checked of a command line before anything heavy is imported."""
+"""Checks of a command line before heavy imports."""
 
 import argparse
 import ast
@@ -15,15 +15,13 @@ from .options import NAMES, table
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
-    """
-    Checks the arguments of a launched command: what it can't do without, and names of models, datasets and rewards.
-    """
+    """Checks the arguments of a launched command: those it needs, and names of models, datasets and rewards."""
     if getattr(args, "model_name_or_path", None) is None:
-        raise ValueError("There is no model; set `--model_name_or_path` to a name on the Hub or a folder.")
+        raise ValueError("The run has no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     if getattr(args, "dataset_name", None) is None and not getattr(args, "datasets", None):
-        raise ValueError("There are no rows; set `--dataset_name` to a name on the Hub, a folder or a file.")
+        raise ValueError("The run has no dataset; set `--dataset_name` to a name on the Hub, a folder or a file.")
     if command == "filter" and getattr(args, "ablate", None) is None:
-        raise ValueError("Name the medium that answers are to need: set `--ablate` to audio, image or video.")
+        raise ValueError("Name the medium that answers need: set `--ablate` to audio, image or video.")
     check_names(args)
     check_rewards(getattr(args, "reward_funcs", None) or ())
 
@@ -40,10 +38,10 @@ def check_rewards(names: Sequence[str]) -> None:
     """Checks the names of reward functions, without importing their modules."""
     for name in names:
         module, _, function = name.rpartition(".")
-        own = table()["rewards"]
-        if not module and name not in own:
-            near = did_you_mean(name, own)
-            raise ValueError(f"There is no reward function {name!r}; name one of {own}, or a dotted path.{near}")
+        built_in = table()["rewards"]
+        if not module and name not in built_in:
+            near = did_you_mean(name, built_in)
+            raise ValueError(f"There is no reward function {name!r}; name one of {built_in}, or a dotted path.{near}")
         source = module and _source(module, name)
         if source:
             defined = _defined(source)
@@ -53,12 +51,12 @@ def check_rewards(names: Sequence[str]) -> None:
 
 
 def _source(module: str, name: str) -> Path | None:
-    """Source of a module. `None` if there is one that can't be found without importing it."""
+    """The source file of a module; `None` if only an import could find it."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)  # which knows editable installations
     if spec is None:
         raise ValueError(
-            f"There is no reward function {name!r}: no module {first!r} in {os.getcwd()} or among the installed."
+            f"There is no reward function {name!r}: no module {first!r} in {os.getcwd()} or among the installed ones."
         )
     path, folders = Path(spec.origin or ""), [Path(each) for each in spec.submodule_search_locations or ()]
     for each in rest:
@@ -69,11 +67,8 @@ def _source(module: str, name: str) -> Path | None:
             if file.exists()
         ]
         if not found:
-            if (
-                folders
-                and all(folder.is_dir() for folder in folders)
-                and not any([*folder.glob(f"{each}.*")] for folder in folders)
-            ):
+            compiled = any([*folder.glob(f"{each}.*")] for folder in folders)
+            if folders and not compiled and all(folder.is_dir() for folder in folders):
                 raise ValueError(f"There is no reward function {name!r}: {path.parent} has no module {each!r}.")
             return None
         path, folders = found[0], [found[0].parent if found[0].name == "__init__.py" else found[0]]
@@ -81,7 +76,7 @@ def _source(module: str, name: str) -> Path | None:
 
 
 def _defined(source: Path) -> set[str]:
-    """Names that a module may define, wherever in it."""
+    """Names that a module may define, at any level."""
     try:
         nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
     except SyntaxError as error:

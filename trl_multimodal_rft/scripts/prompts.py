@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Columns of text for datasets that lack them, such as prompts."""
+"""Columns of text from templates, such as prompts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,10 +24,7 @@ _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str | None]) -> Dataset | IterableDataset:
-    """
-    Adds columns of text to a dataset, or replaces those that it has. Media stay where they are stored,
-    neither read nor copied.
-    """
+    """Adds columns of text to a dataset, or replaces them. Media are neither read nor copied."""
     texts = {name: template for name, template in templates.items() if template is not None}
     named = {name: option for option, text in texts.items() for _, name in _NAMES.findall(text) if name}
     columns, features = dataset.column_names, dataset.features or {}
@@ -39,7 +36,7 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
             )
         if _holds_media(features.get(name)):
             raise ValueError(
-                f"The column {name!r} has media, which no text can hold; in `--{option}`, write `<image>`, `<audio>` "
+                f"The column {name!r} has media, not text; in `--{option}`, write `<image>`, `<audio>` "
                 "or `<video>` where a medium goes."
             )
 
@@ -61,7 +58,7 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
         )
     if _holds_media(feature):
         raise ValueError(
-            "The column 'prompt' has media among its messages, to which `--system_prompt` adds nothing; write the "
+            "The column 'prompt' has media among its messages, which `--system_prompt` doesn't support; write the "
             "system message into the column."
         )
     if feature is None or isinstance(feature, Value):
@@ -101,7 +98,7 @@ def _filled(template: str, row: Mapping[str, Any], place: int, option: str) -> s
             return f"{{{literal}}}"
         if not isinstance(row.get(name), (str, int, float)):
             raise ValueError(
-                f"row {place}, column {name!r}: it is {type(row.get(name)).__name__}, and `--{option}` takes text and "
+                f"row {place}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text and "
                 "numbers; name another column, or add one with the text."
             )
         return str(row[name])

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`run.yaml` in the output folder of a run: what its user set, for `--config` to start the same run."""
+"""`run.yaml` in the output folder of a run: the user's options, for `--config` to start the same run."""
 
 import json
 import re
@@ -13,14 +13,14 @@ import yaml
 NAME = "run.yaml"
 
 _FIRST = ("model_name_or_path", "dataset_name", "output_dir")
-# Of one start, not of the run
+# Options of one launch, not of the run
 _NOT_KEPT = {"config", "resume_from_checkpoint", "dry_run", "launch"}
 _SECRET = re.compile(r"(^|_)(hub_token|auth_token|access_token|api_?key|secret|password)$|^token$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
-    """Writes what the user of a run set."""
+    """Writes the options that the user of a run set."""
     keys = {**given, **launch_keys(given.get("launch") or ())}
     if keys.get("debug") in (True, "", []):  # tracebacks
         del keys["debug"]
@@ -46,7 +46,7 @@ def launch_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
-    """Values without tokens, keys and passwords, also of dictionaries that are written as JSON."""
+    """Values without tokens, keys and passwords, also within dictionaries as JSON."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             parsed = json.loads(value)
@@ -67,7 +67,7 @@ def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Of types that YAML has."""
+    """The same in types that YAML has."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

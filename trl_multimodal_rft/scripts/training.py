@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What scripts do with a trainer."""
+"""The life of a trainer in a script: build, train, save, publish."""
 
 import shlex
 import sys
@@ -44,7 +44,7 @@ def run(
 
 @contextmanager
 def output_folder(script_args: RunArguments, training_args: Any) -> Iterator[None]:
-    """Sends what a dry run writes into a folder that is thrown away."""
+    """Redirects the files of a dry run to a temporary folder."""
     if not script_args.dry_run:
         yield
         return
@@ -68,7 +68,7 @@ class _OneStep(TrainerCallback):
 
 
 def curves() -> list[TrainerCallback]:
-    """Curves of a run, where there is something to draw them with."""
+    """Curves of a run, if matplotlib is installed."""
     if is_matplotlib_available():
         return [TrainingCurvesCallback()]
     logger.warning('No curves are drawn; `pip install "trl-multimodal-rft[plots]"`.')
@@ -77,8 +77,8 @@ def curves() -> list[TrainerCallback]:
 
 def train(trainer: Any, script_args: Any) -> None:
     """
-    Trains, or resumes if the config says so, and saves the model and its card. What the user set goes into `run.yaml`
-    of the output folder before. A dry run takes one step and saves nothing.
+    Writes the user's options to `run.yaml`, trains, or resumes if the config says so, and saves the model and its
+    card. A dry run takes one step and saves nothing.
     """
     if not script_args.disable_compact_log:
         trainer.add_callback(CompactLogCallback(trainer))
@@ -102,9 +102,7 @@ def train(trainer: Any, script_args: Any) -> None:
 
 
 def finish(trainer: Any, script_args: Any) -> None:
-    """
-    Pushes to the Hub if the config says so, prints what can be done with the model, and ends trackers and processes.
-    """
+    """Pushes to the Hub if the config says so, prints the next commands, and ends trackers and processes."""
     if trainer.args.push_to_hub and not script_args.dry_run:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     if not script_args.dry_run and not script_args.disable_compact_log:
@@ -113,7 +111,7 @@ def finish(trainer: Any, script_args: Any) -> None:
 
 
 def next_lines(trainer: Any, script_args: Any) -> list[str]:
-    """What can be done with a trained model."""
+    """The next commands for a trained model."""
     args, folder = trainer.args, trainer.args.output_dir
     model = ["--model_name_or_path", folder]
     system = ["--system_prompt", script_args.system_prompt] if script_args.system_prompt else []
@@ -138,7 +136,7 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
 
 
 def _how_to_resume(trainer: Any, script_args: Any, prefix: str = "Resume with: ") -> str:
-    """The command that resumes a run; one that is done needs more steps."""
+    """The command that resumes a run; a finished one needs more steps."""
     folder, state = trainer.args.output_dir, trainer.state
     config = [] if script_args.given is None else ["--config", str(Path(folder, NAME))]
     again = f"{script_args.command} {shlex.join(config)}".strip()

@@ -261,7 +261,7 @@ class MultimodalTrainer(CheckpointMixin):
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
             self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
         if self.args.self_check and self.model.training and prompts:
-            if self.args.special_tokens_in_text == "strip":  # what is encoded again must be the same
+            if self.args.special_tokens_in_text == "strip":  # the check encodes the messages again
                 messages = [self.prompts.checked(each, number) for each, number in zip(messages, numbers, strict=True)]
             self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
         return rollout

@@ -105,7 +105,7 @@ class CheckpointMixin(Trainer):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint to resume from; `True` takes the newest in `output_dir` that is whole.
+                Folder of a checkpoint to resume from; `True` takes the newest complete one in `output_dir`.
             args:
                 Further arguments of [`~transformers.Trainer.train`].
             kwargs:
@@ -212,7 +212,7 @@ class CheckpointMixin(Trainer):
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
             load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
-        # A process that the run before hadn't takes what is the same for all from the first
+        # A rank that the previous run didn't have restores what all ranks share from rank 0
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
         if state is None:
@@ -264,7 +264,7 @@ class CheckpointMixin(Trainer):
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        """Restores what is the same on all processes, and a process's own completions if they still fit."""
+        """Restores what all ranks share, and this rank's completions if batches still have the same shape."""
         if state["batches"] == self._batches():
             self._step = state["step"]
             self._metrics["train"].update(state["metrics"])
@@ -304,7 +304,7 @@ class CheckpointMixin(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
-        """Saves what belongs to the model beside the policy's own files. All processes have to call this."""
+        """Saves what belongs to the model in addition to the policy's files. All ranks have to call this."""
 
     def _save_checkpoint(self, model, trial):
         """
@@ -406,7 +406,7 @@ class CheckpointMixin(Trainer):
         return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
 
     def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        """What the card says about the folders beside the model."""
+        """What the card says about further folders of the model."""
         return []
 
     # Finite updates
@@ -434,7 +434,7 @@ class CheckpointMixin(Trainer):
                     f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
                     "ZeRO-1, 2 or 3, which skip such steps."
                 )
-            self.optimizer.optimizer.overflow = False  # so that the schedule goes on, as without DeepSpeed
+            self.optimizer.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
         self._n_skipped += 1
         if self._n_skipped > self.args.max_skipped_updates:
             raise FloatingPointError(

@@ -50,7 +50,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         soft_overlong_cache (`int`, *optional*):
             Number of tokens below `max_completion_length` from which on a completion is penalized for its length, up
-            to -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a reward function of its own.
+            to -1, see [DAPO](https://huggingface.co/papers/2503.14476). Logged as a separate reward function.
         reward_running_scale (`bool`, *optional*, defaults to `False`):
             Whether to divide rewards by their standard deviation over the run so far.
         reward_clip_range (`list[float]`, *optional*):
@@ -230,8 +230,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             shaped = self.reward_running_scale or self.reward_clip_range is not None
             if self.advantage_estimator != "group_norm" or shaped or self.kl_in_reward:
                 raise ValueError(
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function by itself, so "
-                    "it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
+                    "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
                     "`reward_clip_range` and `kl_in_reward`."
                 )
 
@@ -275,7 +275,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{self.advantage_estimator!r}` gives one per token. Use another estimator, such as "
                 "'reinforce_baseline'."
             )
-        # Without a critic, only the penalty tells the tokens of a completion apart
+        # Without a critic, only the penalty differs between the tokens of a completion
         has_critic = self._estimator.needs == "critic"
         if sequence_level and token_level and (has_critic or self.kl_in_reward):
             penalized = "" if has_critic else " with the KL divergence in the reward"
@@ -329,7 +329,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 continue
             if self.num_generations < 2:
                 raise ValueError(
-                    f"`{name}` tells prompts by whether their completions differ in reward, so `num_generations` must "
+                    f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must "
                     "be at least 2."
                 )
             completions = self.per_device_train_batch_size * self.steps_per_generation
@@ -341,7 +341,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
 
     def loss_options(self) -> LossOptions:
-        """Options of the policy loss and of the KL term beside it."""
+        """Options of the policy loss and of the KL term."""
         return LossOptions(
             epsilon_low=self.epsilon,
             epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,

@@ -44,8 +44,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     Trainer for Group Relative Policy Optimization (GRPO) of models that see and hear, see
     [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    [`~trl.GRPOTrainer`] with audio and video beside images: losses, metrics and options are TRL's own, and the config
-    adds some. Each prompt's media is decoded, encoded, prefilled and forwarded once for all its completions.
+    [`~trl.GRPOTrainer`] with audio and video in addition to images: losses, metrics and options are TRL's, and the
+    config adds some. Each prompt's media is decoded, encoded, prefilled and forwarded once for all its completions.
 
     Example:
 
@@ -106,7 +106,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
         `ValueError`: If the processing class pads audio on the wrong side, if something is to be loaded by the
-            name of a model that has none, or if groups are to be exchanged that can't be.
+            name of a model that has none, or if the prompts' groups can't be exchanged.
     """
 
     _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
@@ -178,7 +178,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             )
         if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
             raise ValueError(
-                "`dynamic_sampling` draws prompts in an order of its own, which an iterable dataset doesn't allow; "
+                "`dynamic_sampling` draws prompts in another order, which an iterable dataset doesn't allow; "
                 "pass a `Dataset`."
             )
         self._token_filter: Any = TokenFilter(args, self._gather_rows, self.accelerator.process_index)

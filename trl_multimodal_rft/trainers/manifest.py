@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a checkpoint holds, written down beside it: a file that is missing or has changed is told before it is used."""
+"""The manifest of a checkpoint: a missing or changed file is found before a run resumes from it."""
 
 import json
 import zlib
@@ -52,8 +52,8 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
     """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
-    lack = missing_resume_state(checkpoint)
-    warnings = [] if lack is None else [f"{checkpoint} {lack}."]
+    missing = missing_resume_state(checkpoint)
+    warnings = [] if missing is None else [f"{checkpoint} {missing}."]
     saved = saved_fingerprints(checkpoint)
     for name in saved.keys() & fingerprints.keys():
         found = differences(saved[name], fingerprints[name])
@@ -73,7 +73,7 @@ def missing_resume_state(checkpoint: str | Path) -> str | None:
     """
     manifest = _read(Path(checkpoint))
     if manifest is None:
-        return f"has no {_MANIFEST}, so nobody can tell whether its files are those that were saved"
+        return f"has no {_MANIFEST}, so its files can't be verified"
     if manifest.model_only:
         return "holds the model only (`save_only_model`), so optimizer, schedule and random numbers start anew"
     return None

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class MediaArguments(KnownKeywords):
     r"""
-    Arguments about media, and about runs that go on, for a TRL config to inherit.
+    Arguments about media and checkpoints, for a TRL config to inherit.
 
     Parameters:
         > Parameters that control the packing
@@ -48,10 +48,10 @@ class MediaArguments(KnownKeywords):
             into prompts. Other columns with media that nothing reads are an error where no row has media that are
             read, and a warning otherwise.
         special_tokens_in_text (`str`, *optional*):
-            What happens to control tokens of the tokenizer, such as `<|im_end|>`, in texts of messages and in what
-            tools return: `"allow"` keeps them, `"raise"` refuses the row, or tells the model that the call failed, and
-            `"strip"` removes them before the text is encoded. By default rows get a warning, once per token, and
-            results of tools `"raise"`. Plain-text prompts, which no chat template wraps, keep theirs.
+            How to treat the tokenizer's control tokens, such as `<|im_end|>`, in texts of messages and in results of
+            tools: `"allow"` keeps them, `"strip"` removes them before the text is encoded, and `"raise"` refuses the
+            row, or reports a tool call as failed to the model. By default rows get one warning per token, and results
+            of tools `"raise"`. Plain-text prompts, which no chat template wraps, keep theirs.
         media_prefetch (`int`, *optional*, defaults to `1`):
             How many generation batches ahead, in supervised training optimizer steps, the media of training rows are
             fetched, decoded and run through the processor, by `dataloader_num_workers` processes, at least one, while
@@ -97,8 +97,8 @@ class MediaArguments(KnownKeywords):
         > Parameters that control the checkpoints
 
         checkpoint_manifest (`bool`, *optional*, defaults to `True`):
-            Whether checkpoints list sizes and checksums of their files, and are compared with the list before a run
-            goes on from them. Costs reading them once more.
+            Whether checkpoints list sizes and checksums of their files, which are verified before a run resumes from
+            them. Costs reading the files once more.
 
     Raises:
         ValueError: If arguments are out of range. The message names them and the remedy.
@@ -174,7 +174,7 @@ class MediaArguments(KnownKeywords):
 @dataclass
 class MultimodalArguments(MediaArguments):
     r"""
-    Arguments about media and packing, for a TRL config to inherit, beside those of [`MediaArguments`].
+    Arguments about media and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
 
     Parameters:
         > Parameters that control the packing
@@ -205,13 +205,13 @@ class MultimodalArguments(MediaArguments):
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
-            Arguments for `vllm.LLM` beside those that TRL sets, over which they win; on a command line as JSON. A
-            server has its own. `max_model_len` and `vllm_max_model_length` exclude each other.
+            Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
+            separately. `max_model_len` and `vllm_max_model_length` exclude each other.
         vllm_sync_adapter (`bool`, *optional*):
-            Whether vLLM gets the LoRA adapter by itself at each sync, rather than all weights with the adapter merged
-            into them. `None` does so where the weights have 4 bits. With either, vLLM then holds what they stand for,
-            unquantized, and nothing is rounded to 4 bits. A server loads the adapter from a folder within
-            `output_dir`, which it must see under the same path.
+            Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
+            into them. `None` does so for weights of 4 bits. In both cases, vLLM holds the dequantized weights, and
+            nothing is rounded to 4 bits. A server loads the adapter from a folder within `output_dir`, which it must
+            see under the same path.
 
         > Parameters that control the logging
 

@@ -18,8 +18,8 @@ def split_groups(
     """
     Marks the parameter groups of policy and critic by a `part`.
 
-    With `regroup` the weights of the critic get groups of their own, with their learning rate. Returns which groups
-    are the critic's.
+    With `regroup` the weights of the critic get separate groups with their learning rate. Returns which groups are the
+    critic's.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -38,7 +38,7 @@ def split_groups(
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
-            "The optimizer must hold the critic's weights in parameter groups of their own. Make the critic first, "
+            "The optimizer must hold the critic's weights in separate parameter groups. Make the critic first, "
             "and pass it as `value_model`."
         )
     of_critic = tuple(owner == {True} for owner in owners)
@@ -107,7 +107,7 @@ def check_two_schedules(scheduler: Any) -> None:
     """Refuses a scheduler that was passed, or that DeepSpeed made, with one schedule for all groups."""
     if not isinstance(scheduler, LambdaLR):
         raise ValueError(
-            f"A {type(scheduler).__name__} can't give policy and critic schedules of their own; remove the "
+            f"A {type(scheduler).__name__} can't give policy and critic different schedules; remove the "
             "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
         )
 
@@ -117,7 +117,7 @@ def _schedule(args: Any, name: str, warmup_steps: float, n_steps: int, rate: flo
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
         name,
-        torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate of their own
+        torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate above 0
         num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
         num_training_steps=n_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs if name == args.lr_scheduler_type else None,

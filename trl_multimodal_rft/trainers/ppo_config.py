@@ -36,9 +36,9 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         > Parameters that control the critic
 
         shared_trunk (`bool`, *optional*, defaults to `False`):
-            Whether the critic is only a head on the policy's last hidden states, without a backbone of its own.
+            Whether the critic is only a head on the policy's last hidden states, without its own backbone.
         vf_coef (`float`, *optional*, defaults to `0.1`):
-            Weight of the value loss beside the policy loss. Both share one gradient norm to clip.
+            Weight of the value loss, added to the policy loss. Both share one gradient norm to clip.
         cliprange_value (`float`, *optional*, defaults to `0.2`):
             How far a value may move from the one at sampling and still be rewarded for it. `None` doesn't clip.
         value_learning_rate (`float`, *optional*):
@@ -58,12 +58,12 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             Number of times each batch of completions is trained on, in another order each time.
         ema_decay (`float`, *optional*):
             Decay of an exponential moving average of the policy's weights, per optimizer step, such as 0.992. It is
-            saved in the folder `ema` beside the model. `None` keeps none.
+            saved in the model's folder `ema`. `None` keeps none.
         ptx_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the supervised loss on `ptx_dataset`, see
             [InstructGPT](https://huggingface.co/papers/2203.02155).
         per_device_ptx_batch_size (`int`, *optional*, defaults to `1`):
-            Number of supervised rows beside each micro-batch.
+            Number of supervised rows added to each micro-batch.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""PPO: a critic beside the policy, in one module, one forward and one backward."""
+"""PPO: policy and critic in one module, one forward and one backward."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-# Folders beside the policy, in a checkpoint and in what is saved at the end
+# Folders in addition to the policy's files, in a checkpoint and in the final model
 _CRITIC = "critic"
 _AVERAGE = "ema"
 
@@ -68,7 +68,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     [`MultimodalGRPOTrainer`] with a critic: advantages come from [GAE](https://huggingface.co/papers/1506.02438)
     instead of comparing the completions of a prompt, of which one is enough. The critic forwards each prompt and its
     media once for all its completions, as the policy does. It is a submodule of the policy, so that one engine and one
-    optimizer (with their own learning rates and schedules) train both in one backward; it is saved beside the policy,
+    optimizer (with their own learning rates and schedules) train both in one backward; it is saved with the policy,
     in the folder `critic`, and the policy alone is a plain Hugging Face model.
 
     Example:
@@ -106,7 +106,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to customize the training loop.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
-            Optimizer and scheduler to use. An optimizer must hold the critic's weights in groups of their own, so pass
+            Optimizer and scheduler to use. An optimizer must hold the critic's weights in separate groups, so pass
             the critic as `value_model`.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Quantization of a policy given by name.
@@ -175,7 +175,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
         if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
-            raise ValueError(f"`value_model` was passed, which `{option}` has no use for; change one of them.")
+            raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
         if (ptx_dataset is not None) != (args.ptx_coef > 0):
             raise ValueError(
                 f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {'set' if ptx_dataset else 'pass'} both."

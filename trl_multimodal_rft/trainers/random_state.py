@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Random numbers apart from those of training."""
+"""Random numbers that leave those of training unchanged."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Whatever is drawn or seeded within the context, what is drawn after it is what would have been without."""
+    """Restores the random state on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     try:

@@ -34,7 +34,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     Trainer for REINFORCE Leave-One-Out (RLOO) of models that see and hear, see
     [Back to Basics](https://huggingface.co/papers/2402.14740).
 
-    [`~trl.RLOOTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Each prompt's
+    [`~trl.RLOOTrainer`] with audio and video in addition to images: loss, metrics and options are TRL's. Each prompt's
     media is decoded, encoded, prefilled and forwarded once for all its completions. What vLLM samples is weighed as
     in TRL's GRPO.
 

@@ -102,13 +102,13 @@ _LACKS = "The model was passed as an instance without a name (its config's `_nam
 
 
 def check_processor_name(model, processing_class) -> None:
-    """An instance that was built in memory has no name to load a processor by."""
+    """Refuses an instance without a name where its processor would be loaded by that name."""
     if processing_class is None and not get_config_model_id(model.config):
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
 def check_name(model, args, ref_model, peft_config) -> None:
-    """An instance that was built in memory has no name to load anything else by."""
+    """Refuses an instance without a name where something else would be loaded by that name."""
     if get_config_model_id(model.config):
         return
     if args.use_vllm:
@@ -124,14 +124,14 @@ def check_name(model, args, ref_model, peft_config) -> None:
 
 
 def check_family(model, processing_class, max_completion_length: int | None) -> None:
-    """A few families can't be trained at all, which the user is to know before anything is loaded or sampled."""
+    """Refuses the families that can't be trained, before anything is sampled."""
     reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
 def check_engine_format(processing_class) -> None:
-    """vLLM knows some models in the format of their makers alone, with tokens and names of weights of their own."""
+    """vLLM supports some models only in their makers' format, whose tokens and names of weights differ."""
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
             f"vLLM doesn't take prompts of {type(processing_class).__name__}: it knows this model with Mistral's own "
@@ -207,16 +207,14 @@ def modalities(model: Any, args) -> Collection[str]:
 
 def has_unread_rows(dataset) -> bool:
     """
-    Whether there is something to learn of the first rows that isn't known before they are read, see [`columns_known`].
-
-    Returns whether one of them streams, or has unknown columns.
+    Whether one of the datasets streams or has unknown columns, see [`columns_known`].
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
 
 
 def check_first_rows(trainer: Any, rows: list[Any]) -> None:
-    """Refuses rows without a prompt, and columns that nothing reads, of which streams tell with their first rows."""
+    """Refuses rows without a prompt, and columns that nothing reads, which streams show with their first rows."""
     if not all(isinstance(each, nn.Module) for each in trainer.reward_funcs):
         check_reward_columns(rows[0], 0)
     if not trainer.toolbox:
@@ -241,8 +239,8 @@ def media_limits(args, *datasets) -> dict[str, int]:
 
 def refuse_several_runs(args) -> None:
     """
-    Accelerate doesn't say when it takes processes that were launched together for runs of one process each, nor when
-    it launches one in the place of several, nor `Trainer` when it takes several GPUs for one process.
+    Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
+    one process instead of several, and several GPUs in one process.
     """
     refuse_separate_runs(
         args.world_size,
@@ -250,11 +248,11 @@ def refuse_several_runs(args) -> None:
         "`ACCELERATE_USE_CPU=true` in the environment, or with DeepSpeed `ddp_backend='gloo'` in the config; to train "
         "on GPUs, make them visible and start the script with `accelerate launch`.",
     )
-    # What `accelerate launch` tells a process that it starts by itself; to several it gives an address as well
+    # What `accelerate launch` sets for a single process; several get an address as well
     alone = "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and args.world_size == 1
     if alone and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
-            "`accelerate launch` was asked for several processes, of which a config with `distributed_type: 'NO'`, "
+            "`accelerate launch` was to start several processes, of which a config with `distributed_type: 'NO'`, "
             "such as `cpu.yaml` and `single_gpu.yaml`, starts one. Launch several with `multi_gpu.yaml`, on the CPU "
             "with `ACCELERATE_USE_CPU=true` in the environment, or one with `--num_processes 1` and without "
             "`MASTER_ADDR`."
@@ -269,7 +267,7 @@ def refuse_several_runs(args) -> None:
 
 def refuse_unchecked_steps(args) -> None:
     """
-    DeepSpeed steps before anybody else has seen the gradient, so that only its own checks can leave out an update.
+    Refuses DeepSpeed configs without overflow checks: DeepSpeed steps by itself, so only these can skip an update.
     """
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
@@ -425,13 +423,13 @@ def load_parts(
         ref_model = load_reference(model, args, peft_config, quantization_config)
     elif args.beta == 0 or args.sync_ref_model:
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
-        raise ValueError(f"`ref_model` was passed, which `{option}` has no use for; change one of them.")
+        raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
 
 
 @contextmanager
 def around_trl_constructor(args: Any, loaded: Loaded, placeholders: set[int]):
-    """What TRL's constructor needs to be told, because it has no argument for it."""
+    """Sets what TRL's constructor has no argument for."""
     # The trainer starts engines, and listens to signals, itself; a given reference needs no second one, nor a callback
     others = {"use_vllm": False, "enable_jit_checkpoint": False}
     if loaded.ref_model is not None:

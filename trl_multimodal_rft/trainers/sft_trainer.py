@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-# Columns of rows, beside that of plain text, with `remove_unused_columns`
+# Columns of rows, in addition to that of plain text, with `remove_unused_columns`
 _COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
 _COLUMNS += ("input_ids", "labels", "completion_mask", "assistant_masks")
 
@@ -77,8 +77,8 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
     """
     Trainer for supervised fine-tuning (SFT) of models that see and hear.
 
-    [`~trl.SFTTrainer`] with audio and video beside images: loss, metrics and options are TRL's own. Rows have the
-    columns of reinforcement training, and are encoded as there, so that what is trained here goes on in
+    [`~trl.SFTTrainer`] with audio and video in addition to images: loss, metrics and options are TRL's. Rows have the
+    columns of reinforcement training, and are encoded as there, so that the trained model continues in
     [`MultimodalGRPOTrainer`] and [`MultimodalPPOTrainer`] with the same tokens and features.
 
     Args:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that is asked to end saves a checkpoint first, and is asked to when its launcher is gone."""
+"""A run that receives a signal to end saves a checkpoint first; it also ends when its launcher is gone."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ class EndOnSignal(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self._ends, self._saved = self._any_process(self._asked), False
         if self._ends:
-            logger.warning(f"The run was asked to end, and does after step {state.global_step} of {state.max_steps}.")
+            logger.warning(f"The run received a signal and ends after step {state.global_step} of {state.max_steps}.")
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args, state, control, **kwargs):
@@ -96,7 +96,7 @@ class EndOnSignal(TrainerCallback):
 def end_with_launcher() -> None:
     """
     Lets this process get SIGTERM when a launcher that started it has ended, however it has. Where a launcher is
-    killed, nobody else tells the processes, and they would train on. Has an effect on Linux only.
+    killed, nothing else stops the processes, and they would continue. Has an effect on Linux only.
     """
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()

@@ -1,87 +1,62 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What a rollout leaves behind: [`Samples`], completions as they were sampled, and [`Experience`], the same with what an
-update needs.
+[`Samples`], completions as they were sampled, and [`Experience`], completions with what an update needs.
 
-An experience is padded or packed. Padded, `sequences` is `(B, S)` and what belongs to actions is `(B, A)`: the last
-`A` columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0.
-Packed, each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media are the same in both: tensors whose
-rows belong to one sample after the other.
+An experience is padded or packed. Padded, `sequences` is `(B, S)` and fields of actions are `(B, A)`: the last `A`
+columns of `sequences` are the action columns of every row, and where a row has fewer actions the mask is 0. Packed,
+each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media are the same in both: tensors with the rows
+of one sample after those of another.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 
 from ...algorithms.advantages import clip_filter_like_weights, group_statistics
 
 
-Tokens = Any  # a tensor, or one for each row where rows are packed
+Tokens = Any  # a tensor, or one per row where rows are packed
 
 
 def to(tensor: Any, device: torch.device | str) -> Any:
     """
-    Moves tensors to a device, however deep they lie.
+    Moves tensors to a device, however deeply nested.
 
     Args:
         tensor (`Any`):
             A tensor, or lists, tuples and dicts that hold tensors.
         device (`torch.device` or `str`):
-            Where the tensors go.
+            Target device.
 
     Returns:
-        `Any`: New containers of moved tensors. Everything else is passed on as it is.
+        `Any`: New containers of moved tensors. Everything else stays as it is.
     """
-    return map_tensors(lambda each: each.to(device), tensor)
+    return recursively_apply(lambda each: each.to(device), tensor)
 
 
 def pin_memory(tensor: Any) -> Any:
     """
-    Pins tensors on the CPU, however deep they lie, so that they get to a GPU faster.
+    Pins CPU tensors, however deeply nested, so that they move to a GPU faster.
 
     Args:
         tensor (`Any`):
             A tensor, or lists, tuples and dicts that hold tensors.
 
     Returns:
-        `Any`: New containers of pinned tensors; the argument itself where there is no CUDA.
+        `Any`: New containers of pinned tensors; the argument itself without CUDA.
     """
     if not torch.cuda.is_available():
         return tensor
-    return map_tensors(lambda each: each.pin_memory() if each.device.type == "cpu" else each, tensor)
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """
-    Applies a function to tensors, however deep they lie.
-
-    Args:
-        function (`Callable`):
-            Takes and returns a tensor.
-        value (`Any`):
-            A tensor, or lists, tuples and dicts that hold tensors.
-
-    Returns:
-        `Any`: New containers of results. Everything else is passed on as it is.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [map_tensors(function, v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(map_tensors(function, v) for v in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, v) for key, v in value.items()}
-    return value
+    return recursively_apply(lambda each: each.pin_memory() if each.device.type == "cpu" else each, tensor)
 
 
 def clip_filter_like_weight_func(
     rewards: torch.Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
     """
-    Weights of samples that let groups with signal count for those without, see [`clip_filter_like_weights`].
+    Weights of samples that let groups with signal make up for those without, see [`clip_filter_like_weights`].
 
     Args:
         rewards (`torch.Tensor`):
@@ -89,7 +64,7 @@ def clip_filter_like_weight_func(
         clip_filter_like_weight_clip_eps (`float`, *optional*, defaults to `3.0`):
             Largest weight of a group with signal.
         lamda (`float`, *optional*, defaults to `1.0`):
-            Weight of groups whose rewards are all equal, where others have signal.
+            Weight of groups without signal, where others have some.
 
     Returns:
         `torch.Tensor`: Weights, shape `(G, n)`; 1 if no group has signal.
@@ -105,7 +80,7 @@ def clip_filter_like_weight_func(
 @dataclass(eq=False)
 class Record:
     """
-    Something with sequences, all of whose tensors move together.
+    Sequences whose tensors all move together.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
@@ -117,11 +92,7 @@ class Record:
     @torch.no_grad()
     def to_device(self, device: torch.device | str) -> "Record":
         """
-        Moves every tensor, in place.
-
-        Args:
-            device (`torch.device` or `str`):
-                Where the tensors go.
+        Moves every tensor, in place, see [`to`].
 
         Returns:
             [`Record`]: Itself.
@@ -148,16 +119,12 @@ class VisionRecord(Record):
     Images and videos.
 
     Args:
-        pixel_values (`torch.Tensor`, *optional*):
-            Images: flattened patches, or `(N, 3, H, W)`, or however else the model takes them.
-        image_grid_thws (`torch.Tensor`, *optional*):
-            Patches of each image along time, height and width, shape `(N, 3)`, where `pixel_values` holds patches.
-        pixel_values_videos (`torch.Tensor`, *optional*):
-            Videos, likewise.
-        video_grid_thws (`torch.Tensor`, *optional*):
-            Patches of each video, shape `(N, 3)`.
+        pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
+            Images and videos as the model takes them, such as flattened patches or `(N, 3, H, W)`.
+        image_grid_thws, video_grid_thws (`torch.Tensor`, *optional*):
+            Where the pixels are patches, their number along time, height and width, shape `(N, 3)`.
         raw_images (`list`, *optional*):
-            Images before processing: of one sample a list of images, of a batch such a list, or `None`, for each
+            Images before processing: a list of images for one sample, and for a batch such a list, or `None`, per
             sample.
     """
 
@@ -191,32 +158,29 @@ AUDIO_FIELDS = ("audio_values", "audio_attention_mask")
 @dataclass(eq=False)
 class Experience(Record):
     """
-    A batch of completions with what an update needs, padded (shapes below) or packed (lists of 1-D tensors).
+    A batch of completions with what an update needs. Shapes are those of padded ones; packed, fields are lists.
 
     Args:
         sequences (`torch.Tensor` or `list[torch.Tensor]`):
             Ids of prompt and completion, shape `(B, S)`.
-        action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
-            Log-probabilities of the actions under the policy that sampled, shape `(B, A)`.
-        base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
-            Log-probabilities under the reference, shape `(B, A)`; `None` without one.
+        action_log_probs, base_action_log_probs (`torch.Tensor` or `list[torch.Tensor]`):
+            Log-probabilities of the actions under the policy that sampled and under the reference, shape `(B, A)`;
+            the latter `None` without a reference.
         values (`torch.Tensor` or `list[torch.Tensor]`):
             Values of the critic, shape `(B, A)`; `None` without one.
-        returns (`torch.Tensor` or `list[torch.Tensor]`):
-            Returns, shape `(B, A)`.
-        advantages (`torch.Tensor` or `list[torch.Tensor]`):
-            Advantages, shape `(B, A)`.
+        returns, advantages (`torch.Tensor` or `list[torch.Tensor]`):
+            Shape `(B, A)`.
         attention_mask (`torch.Tensor` or `list[torch.Tensor]`):
             1 on tokens, 0 on padding, shape `(B, S)`.
         action_mask (`torch.Tensor` or `list[torch.Tensor]`):
             1 on actions, shape `(B, A)`.
         info (`dict`):
-            What else is known, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
-            dicts hold more of the kind, anything else is about the whole batch.
+            Everything else, such as rewards: tensors `(B, ...)` and lists of length `B` have one entry per sample,
+            dicts hold more of the kind, any other value is about the whole batch.
         kl (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
             KL divergence from the reference, shape `(B, A)`.
         action_entropy (`torch.Tensor` or `list[torch.Tensor]`, *optional*):
-            Entropy of the policy at each action, for training on tokens of high entropy only, shape `(B, A)`. See
+            Entropy of the policy at each action, to train on tokens of high entropy only, shape `(B, A)`. See
             [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
     """
 
@@ -232,11 +196,10 @@ class Experience(Record):
     action_entropy: Any = None
 
 
-# A dataclass takes the fields of its last base first: sequences, media, the rest.
-
-
 @dataclass(eq=False)
-class _MediaExperience(Experience):
+class OptionalFields:
+    """Defaults of fields that follow those of media, see [`Experience`]."""
+
     action_log_probs: Any = None
     base_action_log_probs: Any = None
     values: Any = None
@@ -245,6 +208,13 @@ class _MediaExperience(Experience):
     attention_mask: Any = None
     action_mask: Any = None
     info: Any = None
+
+
+# A dataclass takes the fields of its last base first: sequences, media, the rest
+
+
+@dataclass(eq=False)
+class _MediaExperience(OptionalFields, Experience):
     extra_media: Any = None
     media_rows: Any = None
 
@@ -252,7 +222,7 @@ class _MediaExperience(Experience):
 @dataclass(eq=False)
 class ExperienceVL(_MediaExperience, VisionRecord):
     """
-    An experience with images and videos, see [`Experience`] and see [`VisionRecord`]. Give its fields by name.
+    An experience with images and videos, see [`Experience`] and see [`VisionRecord`]. Pass its fields by name.
 
     Args:
         extra_media (`dict[str, torch.Tensor]`, *optional*):
@@ -264,13 +234,7 @@ class ExperienceVL(_MediaExperience, VisionRecord):
 
 @dataclass(eq=False)
 class ExperienceAL(_MediaExperience, AudioRecord):
-    """
-    An experience with audio, see [`Experience`] and see [`AudioRecord`]. Give its fields by name.
-
-    Args:
-        extra_media, media_rows (`dict`, *optional*):
-            As in [`ExperienceVL`].
-    """
+    """An experience with audio, see [`ExperienceVL`] and see [`AudioRecord`]. Pass its fields by name."""
 
 
 @dataclass(eq=False)
@@ -294,14 +258,10 @@ class Samples:
             Columns of the actions, or, packed, actions of each sample, shape `(B,)`.
         packed_seq_lens (`torch.Tensor`):
             Tokens of each packed sample, shape `(B,)`; `None` if padded.
-        response_length (`torch.Tensor`):
-            Actions of each sample, shape `(B,)`.
-        total_length (`torch.Tensor`):
-            Tokens of each sample, shape `(B,)`.
-        prompts (`list`):
-            Prompt of each sample.
-        labels (`list`, *optional*):
-            Ground truth of each sample.
+        response_length, total_length (`torch.Tensor`):
+            Actions and tokens of each sample, shape `(B,)`.
+        prompts, labels (`list`):
+            Prompt and ground truth of each sample.
         pad_len (`int`, *optional*):
             Tokens of padding at the end of a packed row.
         encoded_prompts (`list[EncodedPrompt]`, *optional*):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media of experiences: what their tensors are called, and which rows belong to which sample."""
+"""Media of experiences: names of their tensors, and which rows belong to which sample."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -12,7 +12,7 @@ from ...encoding.prompts import EncodedPrompt
 from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience
 
 
-# Names of media tensors of models in experiences, where they aren't the same
+# Names in experiences of models' media tensors, where they differ
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
@@ -22,8 +22,8 @@ MEDIA_FIELDS = {
     "input_features_mask": "audio_attention_mask",
 }
 
-# Of each modality the key under which `info` counts its media per sample, the tensor that has a row per medium
-# whatever the model, and those whose rows depend on the model.
+# Of each modality the key of `info` with the number of media per sample, the tensor that has a row per medium for
+# every model, and those whose rows depend on the model
 MEDIA_COUNTS = (
     ("image_num", "image_grid_thws", ("pixel_values",)),
     ("video_num", "video_grid_thws", ("pixel_values_videos",)),
@@ -33,16 +33,14 @@ MEDIA_COUNTS = (
 
 def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]) -> dict[str, Any]:
     """Media of prompts as fields of an experience, `media_rows` among them."""
-    own = set(experience_type.__dataclass_fields__)
+    known = {field.name for field in fields(experience_type)}
     result: dict[str, Any] = {"extra_media": {}, "media_rows": {}}
     for name, value in join_media(prompts).items():
         field = MEDIA_FIELDS.get(name, name)
-        target = result if field in own else result["extra_media"]
-        target[field if field in own else name] = value
-        result["media_rows"][field if field in own else name] = [
-            len(prompt.media[name]) if name in prompt.media else 0 for prompt in prompts
-        ]
-    if "raw_images" in own:
+        target, key = (result, field) if field in known else (result["extra_media"], name)
+        target[key] = value
+        result["media_rows"][key] = [len(prompt.media.get(name, ())) for prompt in prompts]
+    if "raw_images" in known:
         images = [next((each.media.get("image") for _, each in prompt.decoded), None) for prompt in prompts]
         result["raw_images"] = images if any(images) else None
     result["extra_media"] = result["extra_media"] or None
@@ -51,42 +49,34 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
 
 def media_tensors(record: Any) -> dict[str, torch.Tensor]:
     """All media of a batch or sample, by the names of experiences."""
-    names = {field.name for field in fields(record)}
-    own = {name: getattr(record, name) for name in VISION_FIELDS + AUDIO_FIELDS if name in names}
-    own = {name: tensor for name, tensor in own.items() if tensor is not None}
-    extra = (record.extra_media or {}) if "extra_media" in names else {}
-    if twice := own.keys() & extra.keys():
-        raise ValueError(f"`extra_media` gives {sorted(twice)} a second time.")
-    return own | extra
+    media = {name: getattr(record, name, None) for name in VISION_FIELDS + AUDIO_FIELDS}
+    media = {name: tensor for name, tensor in media.items() if tensor is not None}
+    extra = getattr(record, "extra_media", None) or {}
+    if duplicates := media.keys() & extra.keys():
+        raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time.")
+    return media | extra
 
 
 def share_media(previous: Any, items: Sequence[Any]) -> None:
-    """Gives samples the media tensors of the one before them where they are equal, in place."""
-    names = [name for name in (*VISION_FIELDS, *AUDIO_FIELDS) if hasattr(previous, name) and hasattr(items[0], name)]
-    for name in names:
-        known, new = getattr(previous, name), getattr(items[0], name)
-        if known is not None and new is not None and torch.equal(known, new):
-            for item in items:
-                if getattr(item, name) is new:
-                    setattr(item, name, known)
-    known_extra = getattr(previous, "extra_media", None) or {}
-    for name, new in (getattr(items[0], "extra_media", None) or {}).items():
-        if name in known_extra and torch.equal(known_extra[name], new):
-            for item in items:
-                if item.extra_media and item.extra_media.get(name) is new:
-                    item.extra_media = {**item.extra_media, name: known_extra[name]}
+    """Gives samples the media tensors of the sample before them where they are equal, in place."""
+    known = media_tensors(previous)
+    for name, new in media_tensors(items[0]).items():
+        if name not in known or not torch.equal(known[name], new):
+            continue
+        for item in items:
+            if getattr(item, name, None) is new:
+                setattr(item, name, known[name])
+            elif (getattr(item, "extra_media", None) or {}).get(name) is new:
+                item.extra_media = {**item.extra_media, name: known[name]}
 
 
 def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:
-    """Copies of each sample's rows, `None` without any. Equal neighbours become one tensor."""
+    """Copies of each sample's rows, `None` without any. Equal adjacent ones become one tensor."""
     parts: list[torch.Tensor | None] = []
     for part in tensor.split(rows):
-        if len(part) == 0:
-            parts.append(None)
-        elif parts and parts[-1] is not None and torch.equal(parts[-1], part):
-            parts.append(parts[-1])
-        else:
-            parts.append(part.clone())
+        previous = parts[-1] if parts else None
+        is_equal = previous is not None and torch.equal(previous, part)
+        parts.append(None if len(part) == 0 else previous if is_equal else part.clone())
     return parts
 
 
@@ -98,7 +88,7 @@ def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, lis
     rows = dict(experience.media_rows or {})
     for name, numbers in rows.items():
         if name not in media:
-            raise ValueError(f"`media_rows` tells of `{name}`, but the experience has {sorted(media)}.")
+            raise ValueError(f"`media_rows` has `{name}`, but the experience has {sorted(media)}.")
         if len(numbers) != size or sum(numbers) != len(media[name]) or min(numbers) < 0:
             raise ValueError(
                 f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
@@ -127,7 +117,7 @@ def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, lis
 
 
 def _numbers(key: str, value: Any, size: int) -> list[int]:
-    """Numbers of media per sample, from whatever kind of numbers `info` holds."""
+    """Numbers of media per sample, from any kind of numbers in `info`."""
     numbers = torch.as_tensor(value, dtype=torch.float64)
     numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
     if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):
@@ -153,8 +143,8 @@ def _tensor_rows(
     if patches is not None:
         if sum(patches) != len(tensor):
             raise ValueError(
-                f"`{name}` has {len(tensor)} rows, but its grid tells of {sum(patches)} patches; if its rows aren't "
-                f"patches, say with `media_rows['{name}']` how many belong to each sample."
+                f"`{name}` has {len(tensor)} rows, but its grid has {sum(patches)} patches; if its rows aren't "
+                f"patches, pass how many belong to each sample in `media_rows['{name}']`."
             )
         return patches
     numbers = numbers or [1] * size
@@ -167,6 +157,6 @@ def _tensor_rows(
 
 def _unclear(name: str, tensor: torch.Tensor, size: int) -> ValueError:
     return ValueError(
-        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; say with "
-        f"`media_rows['{name}']` how many belong to each."
+        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; pass how many "
+        f"belong to each in `media_rows['{name}']`."
     )

@@ -143,6 +143,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if checkpoint is not None and is_unsharded(self.accelerator):
             self._load_from_checkpoint(checkpoint)
         self._prepare_for_training(max(max_steps, 1), None, checkpoint)
+        if checkpoint is not None:
+            self._load_state(Path(checkpoint))
         self.is_prepared = True
         self.model_wrapped.zero_grad()
         if checkpoint is not None:

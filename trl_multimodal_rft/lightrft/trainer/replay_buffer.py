@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samples of experiences, kept without padding until they are trained on."""
+"""Samples of experiences, stored without padding until the update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,21 +24,21 @@ from .replay_buffer_utils import (
 )
 
 
-# Classes in what [`ReplayBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
+# Classes in [`ReplayBuffer.state_dict`], for `torch.serialization.safe_globals`
 SAVED_CLASSES = (BufferItem, BufferItemVL, BufferItemAL, BufferItemOmni)
 
 
 class ReplayBuffer:
     """
-    The newest samples of experiences, in the order in which they came.
+    The newest samples of experiences, in the order in which they were added.
 
     Args:
         limit (`int`, *optional*, defaults to `0`):
-            Number of samples kept at most; the oldest go first. 0 keeps all.
+            Most samples; the oldest are dropped first. 0 keeps all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of all random choices.
         cpu_offload (`bool`, *optional*, defaults to `True`):
-            Whether to keep everything on the CPU, rather than where it came from.
+            Whether to keep tensors on the CPU, rather than on their device.
     """
 
     def __init__(self, limit: int = 0, seed: int = 0, cpu_offload: bool = True):
@@ -56,49 +56,42 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """
-        Takes in copies, which share no memory with the batch they come from.
+        Adds copies of samples, which share no memory with their batch.
 
         Args:
             experience ([`Experience`]):
-                A batch, which is taken apart into samples without padding.
+                A batch, which is split into samples without padding.
 
         Raises:
-            `RuntimeError`: If what is there has been normalized, and what comes has not.
+            `RuntimeError`: If the samples in the buffer have been normalized.
         """
         if self._normalized and self._items:
-            raise RuntimeError(
-                f"{sorted(self._normalized)} have been normalized; call `clear` before you add to them."
-            )
+            raise RuntimeError(f"{sorted(self._normalized)} have been normalized; call `clear` before `append`.")
         self._normalized = set()
         batch: Any = replace(experience)
-        kept = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
+        items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
-            kept = remove_padding_in_sequences(kept)
-        if len(self) > 0 and kept:
-            share_media(self[-1], kept)  # a group may be spread over batches
-        self._items = (self._items + kept)[-self.limit :]
+            items = remove_padding_in_sequences(items)
+        if self._items and items:
+            share_media(self._items[-1], items)  # a group may be spread over batches
+        self._items = (self._items + items)[-self.limit :]
 
     def sample(self, n: int) -> list[BufferItem]:
         """
-        Chooses different samples at random.
+        Draws different samples at random.
 
         Args:
             n (`int`):
-                Number of samples wanted.
+                Number of samples.
 
         Returns:
             `list[BufferItem]`: At most `n` samples, which stay in the buffer.
         """
-        order = torch.randperm(len(self._items), generator=self._generator)[:n]
-        return [self._items[i] for i in order.tolist()]
+        return self._shuffled(self._items)[:n]
 
     def take(self, n: int) -> list[BufferItem]:
         """
-        Takes the oldest samples out.
-
-        Args:
-            n (`int`):
-                Number of samples wanted.
+        Removes the oldest samples, see [`sample`].
 
         Returns:
             `list[BufferItem]`: At most `n` samples, the oldest first.
@@ -118,18 +111,16 @@ class ReplayBuffer:
         All samples, once each, as experiences.
 
         Args:
-            packing_samples (`bool`, *optional*, defaults to `False`):
-                Whether experiences are packed rather than padded.
+            packing_samples, pad_token_id (*optional*):
+                See [`make_experience_batch`].
             max_tokens (`int`, *optional*):
-                Fills each experience up to this many tokens, padding counted in, by first-fit decreasing. A longer
-                sample gets an experience of its own.
+                Most tokens of an experience, padding included, which is filled by first-fit decreasing. A longer
+                sample is alone in its experience.
             batch_size (`int`, *optional*):
-                Puts this many samples into each experience; the last may have fewer. Give this or `max_tokens`.
+                Samples of an experience; the last may have fewer. Pass this or `max_tokens`.
             shuffle (`bool`, *optional*, defaults to `True`):
-                Whether the order is random. With `max_tokens` this is about the order of experiences, and which of
-                equally long samples go together.
-            pad_token_id (`int`, *optional*, defaults to `0`):
-                Id written on padding.
+                Whether the order is random: with `max_tokens`, that of experiences, and which of equally long samples
+                share one.
 
         Returns:
             `Iterator[Experience]`: The experiences, made one at a time.
@@ -138,10 +129,8 @@ class ReplayBuffer:
             `ValueError`: If not exactly one of `max_tokens` and `batch_size` is given.
         """
         if (max_tokens is None) == (batch_size is None):
-            raise ValueError("Give either `max_tokens` or `batch_size`.")
-        items = self._items
-        if shuffle:
-            items = [items[i] for i in torch.randperm(len(items), generator=self._generator).tolist()]
+            raise ValueError("Pass either `max_tokens` or `batch_size`.")
+        items = self._shuffled(self._items) if shuffle else self._items
         if batch_size is not None:
             parts = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
         else:
@@ -149,12 +138,15 @@ class ReplayBuffer:
             lengths = [len(item.sequences) for item in items]
 
             def size(part: list[int]) -> int:
-                return sum(map(lengths.__getitem__, part)) if packing_samples else len(part) * lengths[part[0]]
+                return sum(lengths[i] for i in part) if packing_samples else len(part) * lengths[part[0]]
 
             parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, capacity)]
             if shuffle:
-                parts = [parts[i] for i in torch.randperm(len(parts), generator=self._generator).tolist()]
+                parts = self._shuffled(parts)
         return (make_experience_batch(part, packing_samples, pad_token_id) for part in parts)
+
+    def _shuffled(self, values: list) -> list:
+        return [values[i] for i in torch.randperm(len(values), generator=self._generator).tolist()]
 
     def normalize(self, attribute: str = "advantages", accelerator: Accelerator | None = None) -> None:
         """
@@ -164,50 +156,49 @@ class ReplayBuffer:
             attribute (`str`, *optional*, defaults to `"advantages"`):
                 A field with one value per action.
             accelerator ([`~accelerate.Accelerator`], *optional*):
-                Takes the mean and the variance over all its processes, which then all have to call this.
+                Mean and variance are those of all its ranks, which then all have to call this.
 
         Raises:
-            `RuntimeError`: If it has been normalized before.
-            `ValueError`: If a sample lacks the field.
+            `RuntimeError`: If the field has been normalized before.
+            `ValueError`: If a sample doesn't have the field.
         """
         if attribute in self._normalized:
-            raise RuntimeError(f"`{attribute}` has been normalized before; doing it twice changes what it means.")
-        items = self._items
-        for index, item in enumerate(items):
-            if getattr(item, attribute) is None:
+            raise RuntimeError(f"`{attribute}` has been normalized before; call `clear` and append experiences first.")
+        columns = [getattr(item, attribute) for item in self._items]
+        for index, column in enumerate(columns):
+            if column is None:
                 raise ValueError(f"`{attribute}` of item {index} is None and can't be normalized.")
+        masks = [
+            torch.ones_like(column) if item.action_mask is None else item.action_mask
+            for item, column in zip(self._items, columns, strict=True)
+        ]
 
-        def over_processes(sums: torch.Tensor) -> torch.Tensor:
+        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
 
-        values = torch.cat([getattr(item, attribute) for item in items] or [torch.zeros(0)])
-        valid = torch.cat([_valid(item, attribute) for item in items] or [torch.zeros(0)])
-        whitened = whiten(values.double(), valid, reduce=over_processes).to(values.dtype)
-        parts = whitened.split([len(getattr(item, attribute)) for item in items])
-        self._items = [replace(item, **{attribute: part.clone()}) for item, part in zip(items, parts, strict=True)]
+        values, mask = (torch.cat(each or [torch.zeros(0)]) for each in (columns, masks))
+        whitened = whiten(values.double(), mask.bool(), reduce=over_ranks).to(values.dtype)
+        parts = whitened.split([len(column) for column in columns])
+        self._items = [replace(i, **{attribute: part.clone()}) for i, part in zip(self._items, parts, strict=True)]
         self._normalized.add(attribute)
 
     def clear(self) -> None:
-        """Forgets everything but the state of the random choices."""
+        """Removes all samples, but keeps the state of the random choices."""
         self._items = []
         self._normalized = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: `SAVED_CLASSES`, and what `info` holds. Raw images are left out."""
-        entries = [replace(e, raw_images=None) if isinstance(e, VisionRecord) else e for e in self._items]
-        return {
-            "items": entries,
-            "normalized": sorted(self._normalized),
-            "generator": self._generator.get_state(),
-        }
+        """State for a checkpoint: `SAVED_CLASSES`, and the values of `info`. Raw images are left out."""
+        items = [replace(each, raw_images=None) if isinstance(each, VisionRecord) else each for each in self._items]
+        return {"items": items, "normalized": sorted(self._normalized), "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
-        Takes back what [`state_dict`] gave.
+        Restores a state.
 
         Args:
             state (`dict`):
-                That dictionary.
+                From [`state_dict`].
         """
         self._items = state["items"][-self.limit :]
         self._normalized = set(state["normalized"])
@@ -216,15 +207,11 @@ class ReplayBuffer:
 
 class NaiveReplayBuffer(ReplayBuffer):
     """
-    A [`ReplayBuffer`] with the interface of LightRFT's, for all modalities.
+    A buffer with the interface of LightRFT's, for all modalities, see [`ReplayBuffer`].
 
     Args:
         sample_batch_size (`int`):
-            Number of samples in what [`sample`] returns.
-        limit (`int`, *optional*, defaults to `0`):
-            Number of samples kept at most; the oldest go first. 0 keeps all.
-        cpu_offload (`bool`, *optional*, defaults to `True`):
-            Whether to keep everything on the CPU, rather than where it came from.
+            Samples of an experience that [`sample`] returns.
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether experiences are packed rather than padded.
     """
@@ -238,7 +225,7 @@ class NaiveReplayBuffer(ReplayBuffer):
 
     def sample(self) -> Experience:  # pyrefly: ignore[bad-override]  LightRFT's takes no number
         """
-        Chooses different samples at random.
+        Draws different samples at random.
 
         Returns:
             [`Experience`]: At most `sample_batch_size` samples, which stay in the buffer.
@@ -247,7 +234,7 @@ class NaiveReplayBuffer(ReplayBuffer):
 
     def collate_fn(self, batch: list[BufferItem]) -> Experience:
         """
-        Makes an experience of samples, for a [`~torch.utils.data.DataLoader`] over the buffer.
+        Batches samples, for a [`~torch.utils.data.DataLoader`] over the buffer.
 
         Args:
             batch (`list[BufferItem]`):
@@ -260,18 +247,10 @@ class NaiveReplayBuffer(ReplayBuffer):
 
     def normalize(self, attribute: str = "advantages", strategy: ExperienceConfig | None = None) -> None:
         """
-        Shifts and scales a field to mean 0 and variance 1, see [`ReplayBuffer.normalize`].
+        Normalizes a field over the ranks of a strategy, see [`ReplayBuffer.normalize`].
 
         Args:
-            attribute (`str`, *optional*, defaults to `"advantages"`):
-                A field with one value per action.
             strategy ([`ExperienceConfig`], *optional*):
-                Takes the mean and the variance over all processes of its accelerator.
+                Has the accelerator.
         """
         super().normalize(attribute, None if strategy is None else strategy.accelerator)
-
-
-def _valid(item: BufferItem, attribute: str) -> torch.Tensor:
-    if item.action_mask is None:
-        return torch.ones_like(getattr(item, attribute), dtype=torch.bool)
-    return item.action_mask.bool()

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Experiences taken apart into samples and put together again, media and all.
+Experiences split into samples and batched again, with their media.
 
 [`split_experience_batch`] and [`make_experience_batch`] are inverse to each other, up to padding and to `info`, where
-what was about a whole batch comes back once per sample.
+values of a whole batch come back once per sample.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import PIL.Image
 import torch
-import torch.nn.functional as F
+from accelerate.utils import recursively_apply
 from torch.nn.utils.rnn import pad_sequence
 
 from ...encoding.join import cat_padded
@@ -24,9 +24,9 @@ from .experience import (
     ExperienceAL,
     ExperienceOmni,
     ExperienceVL,
+    OptionalFields,
     Record,
     VisionRecord,
-    map_tensors,
 )
 from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_rows
 
@@ -51,26 +51,18 @@ class BufferItem(Record):
 
 
 @dataclass(eq=False)
-class _MediaItem(BufferItem):
-    action_log_probs: Any = None
-    base_action_log_probs: Any = None
-    values: Any = None
-    returns: Any = None
-    advantages: Any = None
-    attention_mask: Any = None
-    action_mask: Any = None
-    info: Any = None
+class _MediaItem(OptionalFields, BufferItem):
     extra_media: Any = None
 
 
 @dataclass(eq=False)
 class BufferItemVL(_MediaItem, VisionRecord):
-    """One sample of an experience, see [`ExperienceVL`]; media it has none of are `None`."""
+    """One sample of an experience, see [`ExperienceVL`]; media may be `None`."""
 
 
 @dataclass(eq=False)
 class BufferItemAL(_MediaItem, AudioRecord):
-    """One sample of an experience, see [`ExperienceAL`]; media it has none of are `None`."""
+    """One sample of an experience, see [`ExperienceVL`] and see [`AudioRecord`]; media may be `None`."""
 
 
 @dataclass(eq=False)
@@ -78,7 +70,7 @@ class BufferItemOmni(BufferItemAL, BufferItemVL):
     """One sample of an [`ExperienceOmni`]. Its fields are those of [`BufferItemVL`] and [`BufferItemAL`]."""
 
 
-# By whether there is room for images and videos, and for audio
+# By whether they hold images and videos, and audio
 _TYPES = {
     (False, False): (Experience, BufferItem),
     (True, False): (ExperienceVL, BufferItemVL),
@@ -86,7 +78,7 @@ _TYPES = {
     (True, True): (ExperienceOmni, BufferItemOmni),
 }
 
-# What has a column for each token of the sequence, and for each action
+# Fields with a column per token of the sequence, and per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = (
     "action_log_probs",
@@ -106,10 +98,10 @@ def is_vl_experience(experience: Record) -> bool:
 
     Args:
         experience ([`Experience`] or [`BufferItem`]):
-            What is asked about.
+            Experience or sample.
 
     Returns:
-        `bool`: Whether any of its image or video tensors is given.
+        `bool`: Whether it has any image or video tensor.
     """
     return isinstance(experience, VisionRecord) and any(getattr(experience, n) is not None for n in VISION_FIELDS)
 
@@ -124,9 +116,9 @@ def zero_pad_sequences(
         sequences (`Sequence[torch.Tensor]`):
             Tensors of shape `(..., S_i)`, equal but for the last dimension.
         side (`str`, *optional*, defaults to `"left"`):
-            Where padding goes, `"left"` or `"right"`.
+            Side of the padding, `"left"` or `"right"`.
         value (`float`, *optional*, defaults to `0`):
-            What padding holds.
+            Value of the padding.
 
     Returns:
         `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.
@@ -138,34 +130,29 @@ def zero_pad_sequences(
     assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
     if not sequences:
         raise ValueError("There are no sequences to pad.")
-    if all(sequence.dim() == 1 for sequence in sequences):
-        return pad_sequence(list(sequences), batch_first=True, padding_value=value, padding_side=side)
-    longest = max(sequence.size(-1) for sequence in sequences)
-    gaps = [longest - sequence.size(-1) for sequence in sequences]
-    pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
-    return torch.stack([F.pad(sequence, pad, value=value) for sequence, pad in zip(sequences, pads, strict=True)])
+    rows = [sequence.movedim(-1, 0) for sequence in sequences]
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).movedim(1, -1)
 
 
 @torch.no_grad()
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """
-    Takes an experience apart.
+    Splits an experience into samples.
 
-    How many rows of a media tensor belong to a sample is what `media_rows` says. Without it, samples have as many
-    images, videos and clips as `image_num`, `video_num` and `audio_num` in `info` say, or one each; a grid then has
-    one row per medium, tensors with a grid one row per patch, the others one per medium.
+    `media_rows` gives the rows of a media tensor that belong to each sample. Without it, samples have as many images,
+    videos and clips as `image_num`, `video_num` and `audio_num` in `info`, or one each; a grid then has one row per
+    medium, tensors with a grid one row per patch, the others one per medium.
 
     Args:
         experience ([`Experience`]):
             The batch, padded or packed.
 
     Returns:
-        `list[BufferItem]`: The samples, of the type that goes with the experience's. They share no memory with the
-        batch, but equal media of adjacent samples, such as those of a group, are one tensor.
+        `list[BufferItem]`: The samples, of the matching type. They share no memory with the batch, but equal media of
+        adjacent samples, such as those of a group, are one tensor.
 
     Raises:
-        `ValueError`: If a field doesn't fit the others, or if it isn't clear which rows of a media tensor belong to a
-            sample.
+        `ValueError`: If fields don't match, or if it isn't clear which rows of a media tensor belong to a sample.
     """
     size = len(experience.sequences)
     if size == 0:
@@ -181,14 +168,12 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
 
     media = media_tensors(experience)
     rows = media_rows(experience, media)
-    own = {field.name for field in fields(item_type)}
+    known = {field.name for field in fields(item_type)}
     for name, tensor in media.items():
         for item, part in zip(items, split_rows(tensor, rows[name]), strict=True):
-            if part is None:
-                continue
-            if name in own:
+            if part is not None and name in known:
                 setattr(item, name, part)
-            else:
+            elif part is not None:
                 item.extra_media = {**(item.extra_media or {}), name: part}
     return items
 
@@ -198,11 +183,10 @@ def make_experience_batch(
     items: Sequence[BufferItem], packing_samples: bool = False, pad_token_id: int = 0
 ) -> Experience:
     """
-    Puts samples together.
+    Batches samples.
 
-    Padding goes to the left of `sequences` and of all that belongs to actions, so that the last columns of `sequences`
-    are the action columns of every row. Media are joined in order, trailing dimensions padded on the right, and
-    `media_rows` tells which rows are whose.
+    `sequences` and fields of actions are padded on the left, so that the last columns of `sequences` are the action
+    columns of every row. Media are joined in order, trailing dimensions padded on the right.
 
     Args:
         items (`Sequence[BufferItem]`):
@@ -213,29 +197,28 @@ def make_experience_batch(
             Id written on padding.
 
     Returns:
-        [`Experience`]: The batch, of a type with room for the media of all items. What is `None` in all items is
-        `None`, except that masks are made where there is padding. `info` has one entry per sample: tensors where all
-        are tensors of one shape and dtype, else lists, with `None` for samples that lack a key.
+        [`Experience`]: The batch, of a type that holds the media of all items. A field that is `None` in all items is
+        `None`, except for the masks of padding. `info` has one entry per sample: tensors where all are tensors of one
+        shape and dtype, else lists, with `None` for samples without the key.
 
     Raises:
-        `ValueError`: If there are no items, or if some of them lack a field that others have.
+        `ValueError`: If there are no items, or if only some of them have a field.
     """
     if not items:
-        raise ValueError("There are no items to make an experience of.")
+        raise ValueError("There are no items to batch.")
     lengths = [len(item.sequences) for item in items]
     n_actions = [_n_actions(item, index) for index, item in enumerate(items)]
     columns: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
-        columns = map_tensors(torch.clone, columns)
+        columns = recursively_apply(torch.clone, columns)
     else:
         if len(set(lengths)) > 1 and columns["attention_mask"] is None:
             columns["attention_mask"] = [torch.ones_like(item.sequences) for item in items]
         if len(set(n_actions)) > 1 and columns["action_mask"] is None:
             device = items[0].sequences.device
             columns["action_mask"] = [torch.ones(n, dtype=torch.bool, device=device) for n in n_actions]
-        padding = {"sequences": pad_token_id}
         columns = {
-            name: None if column is None else zero_pad_sequences(column, value=padding.get(name, 0))
+            name: column and zero_pad_sequences(column, value=pad_token_id if name == "sequences" else 0)
             for name, column in columns.items()
         }
 
@@ -249,12 +232,12 @@ def make_experience_batch(
 
     has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
     experience_type, _ = _TYPES[has_vision, has_audio]
-    own = {field.name for field in fields(experience_type)}
-    columns |= {name: joined.pop(name) for name in list(joined) if name in own}
+    known = {field.name for field in fields(experience_type)}
+    columns |= {name: joined.pop(name) for name in list(joined) if name in known}
     if has_vision or has_audio:
         columns |= {"extra_media": joined or None, "media_rows": row_counts or None}
     if has_vision:
-        raw_images = [item.raw_images if isinstance(item, VisionRecord) else None for item in items]
+        raw_images = [getattr(item, "raw_images", None) for item in items]
         columns["raw_images"] = None if all(images is None for images in raw_images) else raw_images
     return experience_type(**columns, info=_join_info(_counted_media(items)))
 
@@ -262,21 +245,21 @@ def make_experience_batch(
 @torch.no_grad()
 def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int | None = None) -> list[BufferItem]:
     """
-    Cuts off what is padding on both ends of samples.
+    Cuts off the padding on both ends of samples.
 
-    The attention mask says where a sequence begins and ends. Action columns beyond its end go, and those before its
-    first action, which stand for tokens of the prompt; columns in between stay, masked or not, and so do all where the
-    mask is 0 throughout.
+    A sequence begins and ends as its attention mask does. Action columns beyond its end go, and those before its first
+    action, which stand for tokens of the prompt; columns in between stay, masked or not, and so do all where the mask
+    is 0 throughout.
 
     Args:
         items (`Sequence[BufferItem]`):
-            The samples, left as they are.
+            The samples, which stay unchanged.
         pad_token_id (`int`, *optional*):
             Id of padding, for samples without an attention mask: runs of it at either end count as padding except
             where the action mask is 1.
 
     Returns:
-        `list[BufferItem]`: New samples; their tensors hold nothing of what was cut off.
+        `list[BufferItem]`: New samples; their tensors share no memory with the old ones.
 
     Raises:
         `ValueError`: If a sample has no token at all, or neither an attention mask nor a `pad_token_id` is given.
@@ -293,10 +276,10 @@ def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> 
         if item.action_mask is not None:
             real[length - n_actions :] |= item.action_mask.bool()
     else:
-        raise ValueError(f"Item {index} has no `attention_mask`, so `pad_token_id` must tell what padding is.")
+        raise ValueError(f"Item {index} has no `attention_mask`, so `pad_token_id` is needed to find its padding.")
     tokens = real.nonzero()
     if len(tokens) == 0:
-        raise ValueError(f"Item {index} has no token: its sequence is all padding. Leave it out.")
+        raise ValueError(f"Item {index} has no token: its sequence is all padding. Drop it.")
     start, end = int(tokens[0]), int(tokens[-1]) + 1
 
     # In columns of the action block
@@ -324,7 +307,7 @@ def _n_actions(item: BufferItem, index: int) -> int:
         length = len(item.sequences) if name == "attention_mask" else n_actions
         if value.shape != (length,):
             raise ValueError(
-                f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) goes with its other fields."
+                f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) fits its other fields."
             )
     if n_actions > len(item.sequences):
         raise ValueError(f"Item {index} has {n_actions} action columns, but only {len(item.sequences)} tokens.")
@@ -352,7 +335,7 @@ def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None
         return None
     if missing:
         raise ValueError(
-            f"`{name}` is None in item {missing[0]}, but not in all items; give all of them one, or none."
+            f"`{name}` is None in item {missing[0]}, but not in all items; pass it for all items, or for none."
         )
     return column
 
@@ -362,7 +345,7 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
         return [None] * size
     if len(raw_images) != size:
         raise ValueError(
-            f"`raw_images` has {len(raw_images)} entries for {size} samples; give one list of images per sample."
+            f"`raw_images` has {len(raw_images)} entries for {size} samples; pass one list of images per sample."
         )
     return [[images] if isinstance(images, PIL.Image.Image) else images for images in raw_images]
 
@@ -373,11 +356,8 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
 def _split_info(info: dict | None, size: int) -> list[Any]:
     if info is None:
         return [None] * size
-    split: list[dict] = [{} for _ in range(size)]
-    for key, value in info.items():
-        for own, part in zip(split, _split_value(value, size), strict=True):
-            own[key] = part
-    return split
+    parts = {key: _split_value(value, size) for key, value in info.items()}
+    return [{key: values[i] for key, values in parts.items()} for i in range(size)]
 
 
 def _split_value(value: Any, size: int) -> list:
@@ -385,7 +365,7 @@ def _split_value(value: Any, size: int) -> list:
         return _split_info(value, size)
     if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size:
         return [row.clone() for row in value]
-    value = map_tensors(torch.clone, value)
+    value = recursively_apply(torch.clone, value)
     return value if isinstance(value, list) and len(value) == size else [value] * size
 
 
@@ -407,13 +387,11 @@ def _join_values(values: list) -> Any:
 
 
 def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
-    """The items' `info`. Where some tell their number of media, the others do too."""
+    """The items' `info`. Where some have their number of media, it is added to the others."""
     infos = [item.info for item in items]
     for key, grid, names in MEDIA_COUNTS:
         known = next((info[key] for info in infos if info and key in info), None)
-        if known is None:
-            continue
-        for index, info in enumerate(infos):
+        for index, info in enumerate(infos if known is not None else ()):
             if key not in (info or {}):
                 media = media_tensors(items[index])
                 number = next((len(media[name]) for name in (grid, *names) if name in media), 0)

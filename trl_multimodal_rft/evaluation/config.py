@@ -1,0 +1,111 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""How an evaluation samples and counts."""
+
+from dataclasses import dataclass, field
+
+from ..data.unread import check_ignored
+from ..families import MODALITIES
+from ..trainers.arguments import help_from_docstring
+
+
+_CHOICES = {"ablate": MODALITIES, "ablate_with": ("blank", "shuffled"), "on_media_error": ("raise", "skip")}
+
+
+@help_from_docstring
+@dataclass
+class EvaluationConfig:
+    """
+    How completions are sampled and counted.
+
+    Args:
+        num_samples (`int`, *optional*, defaults to `1`):
+            Completions per prompt. More than one need a temperature.
+        temperature (`float`, *optional*, defaults to `0.0`):
+            Sampling temperature; 0 is greedy decoding.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Probability mass of the tokens to sample from.
+        top_k (`int`, *optional*, defaults to `0`):
+            Number of tokens to sample from; 0 is all.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Maximum tokens of a completion.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Completions sampled at once on each process. A batch has `batch_size // num_samples` prompts, or one if
+            its completions don't fit; these are then sampled in several calls.
+        pass_at (`list[int]`, *optional*, defaults to `[1]`):
+            The `k` of pass@k, at most `num_samples`.
+        majority_at (`list[int]`, *optional*):
+            The `k` of majority@k, at most `num_samples`. By default those of `pass_at` but 1.
+        correct_threshold (`float`, *optional*, defaults to `1.0`):
+            Smallest value of the first reward function at which a completion counts as correct.
+        group_by (`str`, *optional*):
+            Column for a separate accuracy per value, such as `"task"` of MMAU.
+        max_tool_calling_iterations (`int`, *optional*):
+            Maximum turns of a completion that call tools. By default the trainer's, if there is one, or else limited
+            by the length of the completion alone.
+        max_tool_media (`int`, *optional*):
+            Maximum media that tools return in a completion. By default the trainer's, if there is one.
+        ablate (`str`, *optional*):
+            `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
+            much it contributes to the accuracy. A replacement of the same duration and size takes its place.
+        ablate_with (`str`, *optional*, defaults to `"blank"`):
+            Replacement of the medium: `"blank"` is silence or grey, `"shuffled"` another row's medium.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Level of the confidence intervals.
+        seed (`int`, *optional*, defaults to `0`):
+            Sampling seed. Each batch derives its own seed from it and from its index.
+        ignored_media_columns (`list[str]`, *optional*):
+            Columns with media that only reward functions read, see [`MultimodalGRPOConfig`]. By default those of the
+            trainer, if there is one.
+        on_media_error (`str`, *optional*):
+            What happens to an unreadable row: `"raise"` ends the evaluation with an error that names the row, `"skip"`
+            excludes it from all metrics. By default that of the trainer, if there is one, or else `"raise"`.
+
+    Raises:
+        `ValueError`: If a value is out of range.
+    """
+
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_completion_length: int = 256
+    batch_size: int = 8
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    majority_at: list[int] | None = None
+    correct_threshold: float = 1.0
+    group_by: str | None = None
+    max_tool_calling_iterations: int | None = None
+    max_tool_media: int | None = None
+    ablate: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["ablate"]]})
+    ablate_with: str = field(default="blank", metadata={"choices": [*_CHOICES["ablate_with"]]})
+    confidence: float = 0.95
+    seed: int = 0
+    ignored_media_columns: list[str] | None = None
+    on_media_error: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["on_media_error"]]})
+
+    def __post_init__(self):
+        for name in ("num_samples", "max_completion_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; set it to at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or to more.")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"`num_samples` is {self.num_samples}, but greedy decoding gives the same completion every time; set "
+                "a `temperature`."
+            )
+        if self.majority_at is None:
+            self.majority_at = [k for k in self.pass_at if k > 1]
+        for name in ("pass_at", "majority_at"):
+            for k in getattr(self, name):
+                if not 1 <= k <= self.num_samples:
+                    raise ValueError(
+                        f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
+                    )
+        check_ignored(self.ignored_media_columns)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and (value is not None or name == "ablate_with"):
+                raise ValueError(f"`{name}` is {value!r}; set it to one of {', '.join(map(repr, choices))}.")
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")

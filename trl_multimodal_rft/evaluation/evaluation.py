@@ -1,0 +1,399 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""An evaluation's loop over batches: collect prompts, sample, call reward functions, keep a record of each row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, set_seed
+from datasets import Dataset
+from torch import nn
+from transformers import GenerationConfig, ProcessorMixin, TrainerState
+from trl import is_conversational
+
+from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs, strip_media
+from ..data.features import restore_rows
+from ..data.rows import DatasetRows, Row
+from ..data.unread import check_columns, check_has_prompt, columns_known
+from ..encoding.ablation import Ablation
+from ..encoding.join import same_prompt
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..generation.transformers import Branches
+from ..models.modes import evaluation_mode
+from ..rewards.answers import extract_answer
+from ..rewards.calls import call_rewards, reward_loop
+from ..rewards.choices import named_choice
+from ..rollout.collect import collect
+from ..rollout.environments import Environments
+from ..rollout.prompts import PromptEncoder
+from ..rollout.reward import checked_functions, rollout_arguments
+from ..rollout.rollout import Rollout
+from ..rollout.stream import EncodedRow
+from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
+from ..trainers.random_state import kept_random_state
+from .config import EvaluationConfig
+from .result import GROUP, EvaluationResult, aggregate, mean
+
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Policy:
+    """What completes prompts."""
+
+    model: nn.Module  # put in evaluation mode
+    encoder: PromptEncoder
+    # Ids of completions, each up to its end
+    complete: Callable[[list[EncodedPrompt], GenerationConfig, Branches | None], list[list[int]]]
+    toolbox: Environments
+    tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
+    on_media_error: str = "raise"
+    is_collective: bool = False  # whether all ranks must call `complete` equally often
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+
+
+class Evaluation:
+    """An evaluation of a policy on a dataset, whose batches the ranks share."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        dataset: Dataset | Sequence[dict[str, Any]],
+        reward_funcs: dict[str, Callable],
+        args: EvaluationConfig,
+        accelerator: Accelerator,
+    ):
+        if not isinstance(dataset, (Dataset, Sequence)) or len(dataset) == 0:
+            raise ValueError(
+                f"The dataset ({type(dataset).__name__}) has no rows to count; pass a `Dataset` or a list with at "
+                "least one: a split of several, or `list(stream.take(100))` of a stream."
+            )
+        self.policy, self.toolbox, self.encoder = policy, policy.toolbox, policy.encoder
+        if args.ignored_media_columns is not None:
+            self.encoder = replace(self.encoder, ignored_media_columns=args.ignored_media_columns)
+        processor: Any = self.encoder.processor
+        self.tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
+        self.skips = (args.on_media_error or policy.on_media_error) == "skip"
+        self.config = _generation_config(self.encoder, self.tokenizer, args)
+        self._check_columns(dataset, "all")
+        self.rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else _Rows(dataset)
+        if args.group_by is not None and args.group_by not in self.rows.__getitems__([0])[0]:
+            raise ValueError(
+                f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs."
+            )
+        if args.group_by in MEDIA_COLUMNS:
+            raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
+        self.loop: Any = None  # of async functions
+        self.left_out: set[str] = set()  # columns with something else than text and numbers
+        self.logged: list[tuple[str, float]] = []  # by reward functions
+        self.skipped: dict[int, str] = {}  # unreadable rows
+
+    @torch.no_grad()
+    def run(self) -> EvaluationResult:
+        """Answers all rows."""
+        args, ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
+        size = max(args.batch_size // args.num_samples, 1)
+        batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
+        records: list[dict[str, Any]] = []
+        functions = [*self.reward_funcs.values(), *self.toolbox.tools]
+        with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop:
+            for first in range(0, len(batches), ranks):
+                place = first + self.accelerator.process_index
+                if place < len(batches):
+                    found, logged, skipped = self._answer_batch(place, batches[place])
+                    records += found
+                    self.logged += logged
+                    self.skipped |= skipped
+                elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
+                    self._answer_batch(place, batches[0])
+        return self._result(records)
+
+    def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:
+        """The result, from what all ranks found."""
+        args = self.args
+        left_out = set(gather_object(list(self.left_out)))
+        records = gather_object([{k: v for k, v in record.items() if k not in left_out} for record in records])
+        logged, skipped = gather_object(self.logged), dict(gather_object([*self.skipped.items()]))
+        names = dict.fromkeys(name for record in records for name in record)
+        records = [{name: record.get(name) for name in names} for record in sorted(records, key=lambda r: r["index"])]
+        if args.ablate is not None and not any(record.get("correct_without") for record in records):
+            raise ValueError(f"No row has {args.ablate} to answer without; leave out `ablate`, or name another kind.")
+        metrics = aggregate(records, self.reward_funcs, args)
+        if self.skips:
+            metrics["skipped_rows"] = len(skipped)
+        for name in sorted({name for name, _ in logged}):
+            metrics[f"metric/{name}"] = mean([value for each, value in logged if each == name])
+        for record in records:
+            record.pop(GROUP, None)
+        model = self.encoder.model.config._name_or_path
+        settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
+        return EvaluationResult(metrics, records, settings, skipped)
+
+    def _check_columns(self, at: Any, extent: Literal["all", "first"]) -> None:
+        """Checks the columns of a dataset, or of its first rows."""
+        if self.toolbox:
+            return  # environments read what columns they like
+        takes: Any = getattr(self.policy.model, "input_modalities", ())
+        needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
+        ignored = self.encoder.ignored_media_columns
+        warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
+        if warning is not None:
+            logger.warning_once(warning)  # also of one evaluation after the other
+
+    def _answer_batch(self, place: int, indices: Sequence[int]) -> tuple[list, list, dict[int, str]]:
+        """The records of a batch, what reward functions logged, and the batch's unreadable rows."""
+        seed = int(np.random.SeedSequence([self.args.seed, place]).generate_state(1)[0])
+        set_seed(seed)
+        batch = self.rows.__getitems__(list(indices))
+        if place < self.accelerator.num_processes and not columns_known(self.dataset):
+            self._check_columns(batch, "first")
+        rollout, skipped = self._read(batch)
+        rows = [row for row in batch if row.number not in skipped]
+        answers, logged = self._answer(rollout)
+        records = [{"index": row.number, **answer} for row, answer in zip(rows, answers, strict=True)]
+        if self.args.ablate is not None:
+            prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
+            with_medium = [row for row, each in zip(rows, prompts, strict=True) if self.args.ablate in each.modalities]
+            if with_medium:
+                without = self._answer_without(with_medium, seed)
+                for record in records:
+                    record |= without.get(record["index"], {})
+            elif self.policy.is_collective and rows:  # for the ranks that have such rows
+                self._answer_without(rows, seed)
+        for row, record in zip(rows, records, strict=True):
+            others = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
+            self.left_out.update(name for name, value in others.items() if not _is_plain(value))
+            if self.args.group_by is not None:  # a column that may be left out, or have the name of another entry
+                others[GROUP] = str((record if self.args.group_by == "prompt" else row).get(self.args.group_by))
+            record |= others
+        return records, logged, skipped
+
+    # Prompts
+
+    def _read(self, rows: Sequence[Row], ablated: bool = False) -> tuple[Rollout | None, dict[int, str]]:
+        """The prompts of rows, if any can be read, and the reasons for those that can't, by number."""
+        for row in () if self.toolbox else rows:
+            check_has_prompt(row)
+        try:
+            return self._collect(rows, ablated), {}
+        except MediaError:
+            if not self.skips:
+                raise
+        failed: dict[int, str] = {}
+        for row in rows:
+            try:
+                self._collect([row], ablated)
+            except MediaError as error:
+                failed[row.number] = str(error)
+        rest = [row for row in rows if row.number not in failed]
+        if not rest and self.policy.is_collective:
+            raise MediaError(
+                "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
+                f"larger. The last row: {failed[rows[-1].number]}"
+            )
+        return self._collect(rest, ablated) if rest else None, failed
+
+    def _collect(self, rows: Sequence[Row], ablated: bool) -> Rollout:
+        """The prompts of rows, each for `num_samples` completions."""
+        n, messages = self.args.num_samples, self.encoder.messages(rows)
+        for row, prompt in zip(rows, messages, strict=True):
+            if self.policy.tool_loop is not None and isinstance(prompt, str):
+                raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
+        columns = restore_rows(rows, self.encoder.media_rules)
+        encoded = [
+            EncodedRow(row.number, restored, row, prompt)
+            for row, restored, prompt in zip(rows, columns, messages, strict=True)
+        ]
+        return collect(
+            [each for each in encoded for _ in range(n)],
+            self.encoder,
+            self.toolbox,
+            encodes_text=True,
+            group_size=n,
+            pad_token_id=self.config.pad_token_id,
+            accelerator=self.accelerator,
+            ablations={row.number: self._ablation(row) for row in rows} if ablated else None,
+        )
+
+    def _ablation(self, row: Row) -> Ablation:
+        """The replacement of a row's medium: silence or grey, or the media of another row, drawn at random."""
+        kind = str(self.args.ablate)
+        if self.args.ablate_with == "blank":
+            return Ablation(kind)
+        if self.toolbox:
+            raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
+        media = self._media_of(row, kind)
+        if not media:
+            return Ablation(kind)
+        n = len(self.dataset)
+        first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
+        for place in range(first, first + n):
+            try:
+                others = self._media_of(self.rows.__getitems__([place % n])[0], kind)
+            except MediaError:  # its batch reports it
+                continue
+            if others and not same_prompt(others, media):
+                return Ablation(kind, others)
+        raise media[0].error(f"no other row has another {kind} to replace it with; set `ablate_with='blank'`")
+
+    def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
+        check_has_prompt(row)
+        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.kind == kind]
+
+    # Answers
+
+    def _answer_without(self, rows: Sequence[Row], seed: int) -> dict[int, dict[str, Any]]:
+        """Further entries of records, by row: the answers without the medium."""
+        rollout, _ = self._read(rows, ablated=True)
+        set_seed(seed)  # so that the medium alone makes a difference
+        answers, _ = self._answer(rollout)
+        numbers = [] if rollout is None else rollout.numbers[:: self.args.num_samples]
+        names = ("completions", "correct")
+        return {
+            number: {f"{name}_without": answer[name] for name in names}
+            for number, answer in zip(numbers, answers, strict=True)
+        }
+
+    def _answer(self, rollout: Rollout | None) -> tuple[list[dict[str, Any]], list[tuple[str, float]]]:
+        """Completes prompts: an entry of each row for its record, and what reward functions logged."""
+        if rollout is None:
+            return [], []
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(rollout), self.args.batch_size):
+            part = range(start, min(start + self.args.batch_size, len(rollout)))
+            trajectories += self._sample(rollout.select(part))
+        rollout.ids = [trajectory.ids for trajectory in trajectories]
+        answers = texts = self.tokenizer.batch_decode(rollout.ids, skip_special_tokens=True)
+        rollout.completions = texts
+        if self.policy.tool_loop is not None:
+            rollout.completions = [trajectory.messages for trajectory in trajectories]
+            texts = [as_text(strip_media(each)) for each in rollout.completions]
+            answers = [str(strip_media(each[-1])["content"]) for each in rollout.completions]
+        elif is_conversational({"prompt": rollout.messages[0]}):
+            rollout.completions = [[{"role": "assistant", "content": text}] for text in texts]
+        rewards, extras, metrics = self._reward(rollout)
+        decisive, ends = next(iter(rewards.values())), {*self.config.eos_token_id, self.config.pad_token_id}
+        columns: dict[str, list] = {
+            "completions": texts,
+            "extracted_answers": [
+                extracted_answer(answer, row.get("choices")) for answer, row in zip(answers, rollout.rows, strict=True)
+            ],
+            "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in decisive],
+            "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],
+            "truncated": [not ids or ids[-1] not in ends for ids in rollout.ids],
+            **{f"reward/{name}": values for name, values in rewards.items()},
+            **{f"extra/{name}": values for name, values in extras.items()},
+        }
+        if self.policy.tool_loop is not None:
+            counts = [trajectory.counts for trajectory in trajectories]
+            columns["tool_calls"] = [each["calls"] for each in counts]
+            columns["tool_failures"] = [each["failures"] for each in counts]
+            columns["ended_by"] = [next((end for end in ENDS if each[end]), None) for each in counts]
+        n = self.args.num_samples
+        return [
+            {
+                "prompt": as_text(strip_media(rollout.messages[i])),
+                **{name: values[i : i + n] for name, values in columns.items()},
+            }
+            for i in range(0, len(rollout), n)
+        ], metrics
+
+    def _sample(self, rollout: Rollout) -> list[Trajectory]:
+        """Completions, with calls of tools answered."""
+        policy, config, args = self.policy, self.config, self.args
+        if policy.tool_loop is None:
+            ids = policy.complete(rollout.prompts, config, None)
+            return [
+                Trajectory(prompt, each, [], [], None, [1] * len(each))
+                for prompt, each in zip(rollout.prompts, ids, strict=True)
+            ]
+        branches = Branches()
+
+        def complete(prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]], _: list[int]):
+            branches.asked = places
+            return policy.complete(prompts, config, branches), None
+
+        ids = policy.complete(rollout.prompts, config, branches)
+        limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
+        loop = policy.tool_loop(
+            tools=[self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)],
+            complete=complete,
+            max_length=args.max_completion_length,
+            ends=config.eos_token_id,
+            loop=self.loop,
+            **{name: limit for name, limit in limits.items() if limit is not None},
+        )
+        return run_turns(rollout, ids, None, first_turns(rollout, ids, self.encoder.processor, self.toolbox), loop)
+
+    def _reward(
+        self, rollout: Rollout
+    ) -> tuple[dict[str, list[float | None]], dict[str, list], list[tuple[str, float]]]:
+        """Rewards by function, and what functions passed to `log_extra` and `log_metric`."""
+        extras: dict[str, list] = {}
+        metrics: list[tuple[str, float]] = []
+        given = {
+            "trainer_state": self.policy.trainer_state,
+            "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
+            "log_metric": lambda name, value: metrics.append((name, float(value))),
+        }
+        names, functions = [*self.reward_funcs], [*self.reward_funcs.values()]
+        checked = checked_functions(rollout, names, functions, [None] * len(names), {}, self.encoder.media_rules)
+        rewards = call_rewards(checked, rollout_arguments(rollout, given), self.loop)
+        for column, values in extras.items():
+            if len(values) != len(rollout):
+                raise ValueError(
+                    f"`log_extra` got {len(values)} values of {column!r} for {len(rollout)} completions; give one "
+                    "each."
+                )
+        return rewards, extras, metrics
+
+
+class _Rows:
+    """Rows of a sequence, read as those of a dataset are."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]):
+        self._rows = rows
+
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return [Row(index, self._rows[index]) for index in indices]
+
+
+def _generation_config(encoder: PromptEncoder, tokenizer: Any, args: EvaluationConfig) -> GenerationConfig:
+    given = encoder.model.generation_config
+    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
+    ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
+    # A sampled placeholder would stand for media that don't exist
+    suppressed = all_placeholder_ids(encoder.model, encoder.processor) | set(given.suppress_tokens or [])
+    sampling = {"do_sample": False}
+    if args.temperature > 0:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    return GenerationConfig(
+        max_new_tokens=args.max_completion_length,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        suppress_tokens=sorted(suppressed) or None,
+        disable_compile=True,
+        **sampling,
+    )
+
+
+def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> str:
+    """The answer in a completion, by which completions are compared."""
+    answer = extract_answer(completion)
+    index = named_choice(answer, choices) if choices else None
+    return answer if index is None or choices is None else choices[index]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (str, bool, int, float))

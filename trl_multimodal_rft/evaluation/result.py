@@ -1,0 +1,184 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Results of an evaluation: metrics from the records of its rows, files, and a summary in a few lines."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import PartialState
+from datasets import Dataset
+
+from ..rewards.answers import normalize_answer
+from ..rollout.turns import ENDS
+from .config import EvaluationConfig
+from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, wilson_interval
+
+
+# Where a record holds its value of `group_by` until the metrics are computed
+GROUP = "\0group"
+
+_VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
+_N_ANSWERS = 3  # in a summary
+_LONGEST = 200  # characters of a text in it
+
+
+@dataclass
+class EvaluationResult:
+    """
+    The result of an evaluation, the same on each process.
+
+    Args:
+        metrics (`dict[str, float | None]`):
+            `accuracy` (of all completions, which is pass@1), `pass@k` and `majority@k`, each with `_low` and `_high`,
+            the ends of its confidence interval; `reward/<name>`, the mean of each reward function; `completion_length`
+            in tokens; `truncated`, the share of completions that didn't end; `rows`, and `scored_rows`, those whose
+            samples the first reward function all scored; `skipped_rows`, the unreadable ones that aren't counted, with
+            `on_media_error="skip"`; `accuracy/<value>` of each value of `group_by`; with tools,
+            `tools/call_frequency` (calls per completion), `tools/failure_frequency` (of calls) and
+            `tools/ended_by_length`, `..._turns` and `..._media` (of completions); and `metric/<name>`, means over
+            batches of what reward functions passed to `log_metric`. `None` where there are no values for a mean, or
+            too few for an interval. With `ablate="audio"`, of the rows with audio alone: `accuracy_with_audio`,
+            `accuracy_without_audio`, and their difference `audio_contribution`, each with `_low` and `_high`, see
+            [`~evaluation.paired_interval`]; and `audio_rows`, the number of these rows.
+        rows (`list[dict]`):
+            For each row, in the order of the dataset: its `index`, its `prompt` as text, in which tags such as
+            `"<audio>"` stand for media; lists with an entry for each completion: `completions`, `extracted_answers`,
+            `correct`, `completion_lengths`, `truncated`, `reward/<name>` and `extra/<name>`, what reward functions
+            passed to `log_extra`; with tools, `tool_calls`, `tool_failures` and `ended_by`, while `completions` are
+            whole conversations as text; with `ablate`, `completions_without` and `correct_without`, `None` if the
+            prompt has no such medium; and the dataset's other columns, if they hold text and numbers and have none of
+            these names.
+        settings (`dict`):
+            What was evaluated, and how.
+        skipped (`dict[int, str]`):
+            The reason for each unreadable row, by its index.
+    """
+
+    metrics: dict[str, float | None]
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any]
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    def save(self, folder: str | Path) -> None:
+        """
+        Writes `metrics.json` (metrics, settings and versions) and `rows.parquet`, on the main process alone.
+
+        Args:
+            folder (`str` or `Path`):
+                Folder to write to, created if needed.
+        """
+        if not PartialState().is_main_process:
+            return
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        versions = {name: version(name) for name in _VERSIONS}
+        content = {"metrics": self.metrics, "settings": self.settings, "versions": versions, "skipped": self.skipped}
+        (folder / "metrics.json").write_text(json.dumps(content, indent=2) + "\n")
+        Dataset.from_list(self.rows).to_parquet(folder / "rows.parquet")
+
+
+def aggregate(
+    records: list[dict[str, Any]], reward_names: Iterable[str], args: EvaluationConfig
+) -> dict[str, float | None]:
+    """The metrics of an [`EvaluationResult`] that follow from the records of its rows."""
+    scored = [record for record in records if None not in record["correct"]]
+    n = args.num_samples
+    right = np.array([sum(record["correct"]) for record in scored])
+    metrics: dict[str, float | None] = {}
+
+    def add(name: str, values: np.ndarray, one_each: bool) -> None:
+        """The mean of each row's value in [0, 1], which is 0 or 1 if a row is one observation (`one_each`)."""
+        low = high = None
+        if len(values) and one_each:
+            low, high = wilson_interval(int(values.sum()), len(values), args.confidence)
+        elif len(values) > 1:
+            low, high = np.clip(mean_interval(values, args.confidence), 0.0, 1.0).tolist()
+        metrics.update({name: mean(values), f"{name}_low": low, f"{name}_high": high})
+
+    add("accuracy", right / n, one_each=n == 1)
+    for k in args.pass_at:
+        add(f"pass@{k}", pass_at_k(n, right, k), one_each=k == n)
+    # Answers that differ in case, whitespace or punctuation only agree
+    answers = [[normalize_answer(answer) for answer in record["extracted_answers"]] for record in scored]
+    for k in args.majority_at or ():
+        votes = majority_at_k(answers, [record["correct"] for record in scored], k)
+        add(f"majority@{k}", votes, one_each=n < 2 * k)
+    if args.group_by is not None:
+        for value in sorted({record[GROUP] for record in scored}):
+            of_group = [i for i, record in enumerate(scored) if record[GROUP] == value]
+            add(f"accuracy/{value}", right[of_group] / n, one_each=n == 1)
+    if args.ablate is not None:
+        pairs = [record for record in scored if None not in (record["correct_without"] or [None])]
+        shares = [np.array([sum(pair[name]) / n for pair in pairs]) for name in ("correct", "correct_without")]
+        for name, values in zip(("with", "without"), shares, strict=True):
+            add(f"accuracy_{name}_{args.ablate}", values, one_each=n == 1)
+        contribution = shares[0] - shares[1]
+        name = f"{args.ablate}_contribution"
+        low, high = paired_interval(contribution, args.confidence) if pairs else (None, None)
+        metrics.update({name: mean(contribution), f"{name}_low": low, f"{name}_high": high})
+        metrics[f"{args.ablate}_rows"] = len(pairs)
+    for name in reward_names:
+        metrics[f"reward/{name}"] = mean(_flat(record[f"reward/{name}"] for record in records))
+    metrics["completion_length"] = mean(_flat(record["completion_lengths"] for record in records))
+    metrics["truncated"] = mean(_flat(record["truncated"] for record in records))
+    if records and "ended_by" in records[0]:
+        calls, failures = (sum(_flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
+        ended = [end for record in records for end in record["ended_by"]]
+        metrics["tools/call_frequency"] = calls / len(ended)
+        metrics["tools/failure_frequency"] = failures / calls if calls else 0.0
+        metrics |= {f"tools/ended_by_{end}": ended.count(end) / len(ended) for end in ENDS}
+    return {**metrics, "rows": len(records), "scored_rows": len(scored)}
+
+
+def mean(values: Sequence[float] | np.ndarray) -> float | None:
+    """The mean, `None` without values."""
+    return math.fsum(values) / len(values) if len(values) else None
+
+
+def _flat(values: Iterable[list]) -> list:
+    return [value for part in values for value in part if value is not None]
+
+
+def summary(result: EvaluationResult) -> str:
+    """Metrics, shares in per cent with their intervals, and some answers, wrong ones included if there are any."""
+    metrics, lines = result.metrics, []
+    for name, value in metrics.items():
+        if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
+            continue
+        if f"{name}_low" in metrics:
+            low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+            level = f"{100 * result.settings['confidence']:.4g} %"
+            interval = "" if low is None or high is None else f" ({level}: {100 * low:.1f} to {100 * high:.1f} %)"
+            counted = f", {metrics['scored_rows']} rows" if name == "accuracy" else ""
+            shown = f"{_per_cent(value)}{interval}{counted}"
+        elif name.startswith(("accuracy", "truncated")):
+            shown = _per_cent(value)
+        else:
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        lines.append(f"{name} {shown}")
+    right = [row for row in result.rows if row["correct"][0]]
+    wrong = [row for row in result.rows if not row["correct"][0]]
+    some = [*wrong[: _N_ANSWERS - 1], *right[:_N_ANSWERS], *wrong[_N_ANSWERS - 1 :]][:_N_ANSWERS]
+    return "\n".join([*lines, *map(_answer, sorted(some, key=lambda row: row["index"]))])
+
+
+def _per_cent(value: float | None) -> str:
+    return "of no rows" if value is None else f"{100 * value:.1f} %"
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """An answer in a summary: the ends of long texts, where prompts ask and completions answer."""
+    verdict = {None: "not scored", True: "right", False: "wrong"}[row["correct"][0]]
+    question = row["prompt"].rpartition("\nuser: ")[2]
+    lines = [f"row {row['index']}: {verdict}"]
+    shown = {"prompt": question, "reference": row.get("solution"), "completion": row["completions"][0]}
+    for name, value in shown.items():
+        if value is not None:
+            text = " ".join(str(value).split())
+            lines.append(f"    {name}: {text if len(text) <= _LONGEST else f'...{text[-_LONGEST:]}'}")
+    return "\n".join(lines)
