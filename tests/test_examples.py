@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The example scripts, launched as users launch them, for a few steps; and the README's use of what they save."""
+"""The example scripts, launched as users launch them, for a few steps; and the use of what they save."""
 
 import ast
 import io
