@@ -189,7 +189,7 @@ def test_another_release_of_trl_has_its_own_options(monkeypatch):
 
 def test_choices_of_light_parsers_are_those_of_the_commands():
     assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
-    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.DIVIDES), tuple(estimate.OPTIMIZERS))
+    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.SHARDS), tuple(estimate.OPTIMIZERS))
 
 
 def test_removed_names_have_replacements_that_exist():

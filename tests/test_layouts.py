@@ -295,7 +295,7 @@ def test_options_and_rules(files, tmp_path, capsys):
     for options, message in (
         (
             ["--template", "{problem}"],
-            r"`--template` means nothing to the layout 'llava', which takes \['--media_dir'",
+            r"the layout 'llava' doesn't support `--template`, only \['--media_dir'",
         ),
         (
             ["--allowed_media_folders", str(tmp_path / "other")],
