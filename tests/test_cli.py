@@ -47,7 +47,7 @@ def test_entry_point_and_tables_are_those_of_the_package():
     assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
     assert table()["options"] == json.loads(FILE.read_text())["options"]
     assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
-    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.DIVIDES), tuple(estimate.OPTIMIZERS))
+    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.SHARDS), tuple(estimate.OPTIMIZERS))
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")

@@ -267,7 +267,7 @@ def test_options_and_rules(files, tmp_path, capsys):
     for options, message in (
         (
             ["--template", "{problem}"],
-            r"`--template` means nothing to the layout 'llava', which takes \['--media_dir'",
+            r"the layout 'llava' doesn't support `--template`, only \['--media_dir'",
         ),
         (["--allowed_media_folders", "other"], r"row 0, column 'images\[0\]': .*allowed_media_folders"),
         (["--output_dir", str(tmp_path / "data")], "data' isn't an empty folder"),

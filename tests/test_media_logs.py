@@ -489,7 +489,7 @@ def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if "This is said once." in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "This warning is shown once." in record.getMessage()]
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_mixture(tmp_path):
     assert len(test) == 9 and sorted(train + test) == sorted(every)
     with pytest.raises(ValueError, match="no split 'test'; set `test_split_size`"):
         mixed("test", datasets=parts)
-    with pytest.raises(ValueError, match="A stream can't be divided"):
+    with pytest.raises(ValueError, match="A stream can't be split"):
         mixed("test", datasets=parts, test_split_size=0.25, streaming=True)
 
 

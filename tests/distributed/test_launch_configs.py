@@ -400,7 +400,7 @@ def test_one_process_instead_of_several(name, monkeypatch):
     for processes, refused in (("1", False), ("2", True)):
         for variable, value in launch_environment(name, "--num_processes", processes)[1].items():
             monkeypatch.setenv(variable, value)
-        with pytest.raises(RuntimeError, match="asked for several.*`multi_gpu.yaml`") if refused else nullcontext():
+        with pytest.raises(RuntimeError, match="to start several.*`multi_gpu.yaml`") if refused else nullcontext():
             refuse_several_runs(args)
 
 

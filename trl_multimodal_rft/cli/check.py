@@ -169,7 +169,7 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """How many rows would not train."""
+        """Number of rows that would not train."""
         if self.is_refused:
             return self.rows
         return sum(cause.count for cause in self.causes.values()) + self.overlong.count

@@ -24,10 +24,10 @@ from .synthetic import EncoderInputs, synthetic_prompt
 
 
 GIB = 2**30
-# Of the memory of a GPU, what a run may take: CUDA, NCCL and fragmentation need the rest
+# Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.9
-# Whether a strategy divides weights, gradients and the optimizer's state over the GPUs
-DIVIDES = {
+# Whether a strategy shards weights, gradients and optimizer state
+SHARDS = {
     "single": (False, False, False),
     "ddp": (False, False, False),
     "zero1": (False, False, True),
@@ -35,7 +35,7 @@ DIVIDES = {
     "zero3": (True, True, True),
     "fsdp2": (True, True, True),
 }
-# Bytes of an optimizer's state for each byte of a weight (True) or for each weight (False)
+# Bytes of optimizer state per byte of a weight (True) or per weight (False)
 OPTIMIZERS = {
     "adamw_torch_fused": (2, True),
     "adamw_torch": (2, True),
@@ -43,32 +43,32 @@ OPTIMIZERS = {
     "paged_adamw_8bit": (0, False),
     "sgd": (0, False),
 }
-# bitsandbytes: half a byte, for 64 weights a byte, and for 256 * 64 of them a float
+# bitsandbytes: half a byte per weight, a byte per 64 weights, and a float per 256 * 64
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass
 class Measured:
-    """What a run of the model without numbers says."""
+    """Measurements of a micro-batch on a model of fake tensors."""
 
     trained: int  # weights that are trained
     frozen: int  # weights that are not
     in_4_bits: int  # frozen weights of linear layers
     tensors: int  # tensors that are trained
-    critic: int  # weights of a critic of its own
+    critic: int  # weights of a separate critic
     layer: int  # weights of the largest layer
     ends: int  # weights of embeddings and LM head
-    held: int  # bytes that are alive where the backward pass starts, without weights and gradients
-    peak: int  # the most bytes that are
+    held: int  # bytes in use at the start of the backward pass, without weights and gradients
+    peak: int  # their maximum
     cache_per_token: float  # bytes of keys and values, averaged over a completion's length
     prompt_tokens: int  # tokens of a prompt
     tokens: int  # tokens of the largest forward
     parts: int  # forwards of a micro-batch
-    operations: float  # floating-point operations of an update, those of a reference included
+    operations: float  # floating-point operations of an update, reference included
 
 
 def _is_sharded(args) -> bool:
-    """Whether an engine holds weights, which computes in bfloat16 for any dtype of the checkpoint."""
+    """Whether DeepSpeed or FSDP holds the weights, which compute in bfloat16 for any dtype of the checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
@@ -79,13 +79,13 @@ def _build(args, config, model_class) -> PreTrainedModel:
     model.tie_weights()
     model.train()
     if args.gradient_checkpointing and model.supports_gradient_checkpointing:
-        # Numbers for dropout are no matter
+        # Fake tensors need no random state for dropout
         model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Runs score, loss and backward pass of a micro-batch on a model without numbers."""
+    """Runs scores, loss and backward pass of a micro-batch on fake tensors."""
     config, model_class = read_config(args.model_name_or_path)
     mode = FakeFloats()
     with mode:
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace) -> Measured:
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
-        # PEFT moves adapters to the dtype of the model, for which torch would swap what can't be swapped
+        # PEFT casts adapters to the dtype of the model; torch can't swap fake tensors for that
         with mode, replaced(torch.utils, swap_tensors=_take):
             model = peft.get_peft_model(
                 base, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
@@ -157,7 +157,7 @@ def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
 def _watch(
     args, mode, modules, base, prompts, packed, logits_from_model, encoders: EncoderInputs
 ) -> tuple[int, int, int, int]:
-    """Bytes held and at the peak, operations of the forward and of forward and backward."""
+    """Bytes held and at the peak; operations of the forward, and of forward and backward."""
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
     model, rest = modules[0], modules[1:]
@@ -169,7 +169,7 @@ def _watch(
         known = []
         for module in modules:
             for parameter in module.parameters():
-                if parameter.requires_grad:  # from the second micro-batch on it is there all the time
+                if parameter.requires_grad:  # exists from the second micro-batch on
                     parameter.grad = torch.empty_like(parameter)
                     known.append(parameter.grad)
             known += [*module.parameters(), *module.buffers()]
@@ -196,7 +196,7 @@ def _watch(
 
 
 def _cache_bytes(args, mode, model, length: int, probe: int = 16) -> float:
-    """Bytes per token of what layers keep of a completion and its prompt."""
+    """Bytes of keys and values per token of a completion and its prompt."""
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
         ids = torch.zeros(1, probe, dtype=torch.long)
@@ -219,13 +219,13 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     weights, gradients, optimizer = _states(args, trained, frozen, adapter if args.use_peft else loaded, loaded)
     weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
-        optimizer += 4 * measured.tensors  # counts of steps
+        optimizer += 4 * measured.tensors  # step counters
     critic = sum(_states(args, measured.critic, 0, loaded, loaded))
-    divides_weights = DIVIDES[args.strategy][0]
+    shards_weights = SHARDS[args.strategy][0]
     reference = 0.0
-    if args.beta > 0 and not args.use_peft:  # else it is the policy without its adapters
+    if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
         number = 2 if args.strategy.startswith("zero") else loaded
-        reference = (trained + frozen) * number / (args.gpus if divides_weights else 1)
+        reference = (trained + frozen) * number / (args.gpus if shards_weights else 1)
     buffers = gathered = gathered_to_sample = 0.0
     if args.strategy == "ddp":
         buffers = gradients
@@ -244,7 +244,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         vllm = args.vllm_gpu_memory_utilization * args.gpu_memory * GIB if args.vllm_mode == "colocate" else 0.0
     states = weights + gradients + optimizer + critic + reference + buffers
     update = states + gathered + measured.peak + (0.0 if args.vllm_enable_sleep_mode else vllm)
-    if reference and args.strategy == "fsdp2":  # TRL shards it as one piece, which is there whole while it scores
+    if reference and args.strategy == "fsdp2":  # TRL shards it as one unit, which scoring gathers
         update = max(update, states + 2 * (trained + frozen))
     if args.trainer == "sft":
         cache = gathered_to_sample = generation = 0.0
@@ -269,37 +269,30 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     }
 
 
-def _states(args, trained: int, frozen: int, own: int, loaded: int) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and the optimizer's state."""
+def _states(args, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
+    """Bytes of weights, gradients and optimizer state; trained weights have `width` bytes, frozen ones `loaded`."""
     factor, in_bytes = OPTIMIZERS[args.optim]
-
-    def state(number: int) -> float:
-        return factor * (number if in_bytes else 1)
-
-    if args.strategy.startswith("zero"):  # DeepSpeed: a copy of what is trained in float32 belongs to the optimizer
-        sizes = 2 * (trained + frozen), 2 * trained, (4 + state(4)) * trained
-    elif args.strategy == "fsdp2":  # accelerate makes what is trained float32
-        sizes = 4 * trained + loaded * frozen, 4 * trained, state(4) * trained
-    else:
-        sizes = own * trained + loaded * frozen, own * trained, state(own) * trained
-    divides = DIVIDES[args.strategy]
-    weights, gradients, state_ = (
-        size / (args.gpus if divided else 1) for size, divided in zip(sizes, divides, strict=True)
-    )
-    return weights, gradients, state_
+    if args.strategy == "fsdp2":  # accelerate casts trained weights to float32
+        width = 4
+    state = factor * (width if in_bytes else 1)
+    sizes = width * trained + loaded * frozen, width * trained, state * trained
+    if args.strategy.startswith("zero"):  # DeepSpeed's optimizer has a float32 copy of the trained weights
+        sizes = 2 * (trained + frozen), 2 * trained, (4 + factor * (4 if in_bytes else 1)) * trained
+    shards = SHARDS[args.strategy]
+    return tuple(size / (args.gpus if sharded else 1) for size, sharded in zip(sizes, shards, strict=True))
 
 
 def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
-    """What to change first in a run that doesn't fit."""
+    """The first change to a run that doesn't fit."""
     names = ("weights", "gradients", "optimizer", "reference", "critic", "buckets")
     states = sum(parts[name] for name in names)
     run = measured.peak
     if parts["generation"] > parts["update"]:
         sampling = parts["generation"] - states
         if parts["vLLM"]:
-            return "give vLLM less with `--vllm_gpu_memory_utilization`, or its own GPUs with `--vllm_mode server`"
+            return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
         if sampling > states and parts["KV cache"] > parts["gathered to sample"]:
-            return "sample fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
+            return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
         if parts["gathered to sample"] > states:
             return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
     elif run > states:
@@ -316,7 +309,7 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
     if parts["critic"] > parts["weights"]:
         return "`--shared_trunk`, which makes the critic a head on the policy"
     if args.gpus > 1 and args.strategy in ("single", "ddp", "zero1"):
-        return "`--strategy fsdp2`, which divides weights, gradients and optimizer over the GPUs"
+        return "`--strategy fsdp2`, which shards weights, gradients and optimizer"
     if not args.use_peft:
         return "`--use_peft` (LoRA), or more GPUs with `--strategy fsdp2`"
     return "`--load_in_4bit` (QLoRA)" if not args.load_in_4bit else "a smaller model, or GPUs with more memory"
@@ -325,16 +318,16 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
 def estimate(args: argparse.Namespace) -> dict:
     """Whether a run fits."""
     if args.load_in_4bit and not args.use_peft:
-        raise ValueError("`--load_in_4bit` freezes the model; what is trained are adapters: add `--use_peft`.")
+        raise ValueError("`--load_in_4bit` freezes the model; add `--use_peft` to train adapters.")
     if args.strategy == "single" and args.gpus > 1:
-        raise ValueError(f"`--strategy single` is one GPU; for {args.gpus} name another, such as `ddp` or `fsdp2`.")
+        raise ValueError(f"`--strategy single` uses one GPU; for {args.gpus}, choose `ddp`, `fsdp2` or another.")
     measured, note = measured_with_note(args)
     result = verdict(args, measured)
     return {**result, "note": note} if note else result
 
 
 def verdict(args: argparse.Namespace, measured: Measured) -> dict:
-    """Whether a run fits of which it is known what it takes."""
+    """Whether a measured run fits."""
     parts = memory(args, measured)
     result = {"fits": parts["peak"] <= USABLE * args.gpu_memory * GIB, "memory": parts, "measured": vars(measured)}
     if not result["fits"]:
@@ -352,18 +345,18 @@ def verdict(args: argparse.Namespace, measured: Measured) -> dict:
 
 
 def measured_with_note(args: argparse.Namespace) -> tuple[Measured, str | None]:
-    """What was measured, without media if these need numbers and weren't asked for."""
+    """Measurements, and a note if they exclude media because the encoders don't run on fake tensors."""
     try:
         return measure(args), None
     except (AttributeError, RuntimeError, TypeError, MediaError) as error:
         if args.images is not None or args.audio_seconds is not None:
-            raise ValueError(f"{args.model_name_or_path} doesn't run without numbers: {error}") from error
+            raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
         reason = str(error).splitlines()[0]
     try:
         text_only = measure(argparse.Namespace(**{**vars(args), "images": 0, "audio_seconds": 0.0}))
     except RuntimeError as error:
-        raise ValueError(f"{args.model_name_or_path} doesn't run without numbers: {error}") from error
-    return text_only, f"What encoders of media take is not in it, they don't run without numbers: {reason}"
+        raise ValueError(f"{args.model_name_or_path} doesn't run on fake tensors: {error}") from error
+    return text_only, f"The estimate excludes media encoders, which don't run on fake tensors: {reason}"
 
 
 def run(args: argparse.Namespace) -> None:

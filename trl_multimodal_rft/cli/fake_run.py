@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A model without numbers, run to see what its tensors take."""
+"""Runs of models on fake tensors, to measure memory and operations."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,13 +21,13 @@ _ATEN = torch.ops.aten
 
 class FakeFloats(TorchDispatchMode):
     """
-    Within the context, floating-point tensors have shapes but no numbers, and integers are what they are.
+    Within the context, floating-point tensors are fake and integers are real.
 
-    Models look at ids, grids and masks to know how many features an image has, and at quotients of lengths.
-    `FakeTensorMode` alone would hide these, too, and only models without a look at their inputs would run.
+    Models read ids, grids and masks for the number of features of an image, and quotients of lengths. Under
+    `FakeTensorMode` alone, such models don't run.
     """
 
-    LENGTHS = 1024  # of media; tensors of more numbers are features or positions
+    LENGTHS = 1024  # maximum size of real floating-point tensors, such as lengths of media
 
     def __init__(self):
         super().__init__()
@@ -41,12 +41,12 @@ class FakeFloats(TorchDispatchMode):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
             with self.fake:
                 return func(*args, **kwargs)
-        if not tensors and func is not _ATEN.linspace.default:  # by which models read rates off
-            with self.fake:  # what is made is large only if it is floating-point
+        if not tensors and func is not _ATEN.linspace.default:  # which models use for rates
+            with self.fake:  # only floating-point results are large
                 made = func(*args, **kwargs)
             if _is_hidden(made):
                 return made
-        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # of pixels, numbers stay known
+        if not tensors or any(_is_hidden(tensor) for tensor in tensors):  # pixels stay real
             return func(*args, **kwargs)
         return tree_map_only(torch.Tensor, self._hide, func(*args, **kwargs))
 
@@ -55,7 +55,7 @@ class FakeFloats(TorchDispatchMode):
 
     @staticmethod
     def _without_masks(indices):
-        """Where a mask is known, so is how many it picks; one that isn't is taken to pick all."""
+        """Indices without boolean masks; a fake mask counts as all ones."""
         known = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
@@ -67,7 +67,7 @@ class FakeFloats(TorchDispatchMode):
 
 
 def _tensors(values) -> list[torch.Tensor]:
-    """Those among arguments or results of an operator, which are lists at most."""
+    """Tensors among arguments or results of an operator, lists included."""
     tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -83,18 +83,18 @@ def _is_hidden(result) -> bool:
 
 class Watch(TorchDispatchMode):
     """
-    Bytes of what was made within the context and is still alive, each storage once: `now`, and the `peak`; and the
-    floating-point `operations`.
+    Bytes of the live storages that were created within the context, `now` and at the `peak`, and floating-point
+    `operations`.
 
-    On a GPU these bytes are what `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` add. Torch's
-    `MemTracker` and `FlopCounterMode` say the same; the first takes a time that is quadratic in the number of layers.
+    On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
+    `MemTracker` and `FlopCounterMode` agree; the time of the first is quadratic in the number of layers.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        # Torch counts only what GPUs run
+        # Torch counts GPU operators alone
         self._counters = {
             **flop_registry,
             _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
@@ -136,15 +136,15 @@ def _attention_backward_operations(gradient, query, key, value, *args, out_val=N
 
 
 def _of_all_heads(query, *states) -> list[tuple[int, ...]]:
-    """Shapes with as many heads as queries have: before torch 2.13 others aren't counted."""
+    """Shapes with the heads of the queries, since torch before 2.13 doesn't count others."""
     return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in states]
 
 
 @contextmanager
 def kernels_of_gpus() -> Iterator[None]:
     """
-    Within the context, fake tensors on the CPU go the ways of those on a GPU: attention over packed rows takes
-    sequences of unequal length, and TRL's LM head folds its tiles of logits in place.
+    Within the context, fake tensors on the CPU use the kernels of a GPU: variable-length attention for packed rows,
+    and TRL's LM head with in-place tiles of logits.
     """
 
     def takes_varlen(base, query, kind, layout, dropout=0.0, **kwargs):
@@ -154,7 +154,7 @@ def kernels_of_gpus() -> Iterator[None]:
         pass
 
     def add_product(into, a, b):
-        # As on a GPU without a temporary: the product is written somewhere into what it is added to
+        # Without a temporary, as on a GPU
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
     tiles = {"_forward_tile": fold, "_backward_tile": fold, "_addmm_fp32": add_product}
@@ -164,7 +164,7 @@ def kernels_of_gpus() -> Iterator[None]:
 
 @contextmanager
 def replaced(module: Any, **functions: Callable) -> Iterator[None]:
-    """Within the context, a module has other functions: those that it has need numbers."""
+    """Within the context, a module has other functions, for those that don't run on fake tensors."""
     before = {name: getattr(module, name) for name in functions}
     vars(module).update(functions)
     try:

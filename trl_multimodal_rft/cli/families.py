@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft families`: which models of transformers see and hear, and what is particular to them."""
+"""`trl-multimodal-rft families`: models of transformers with vision or audio, and their family-specific rules."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from ..families import FAMILIES, MODALITIES, family_of
 
 
 def rows(only_known: bool = False) -> list[tuple[str, str, str, str]]:
-    """What is known of each model without loading one."""
+    """Rules of each model, without loading it."""
     import transformers
 
     classes = classes_with_media()
@@ -34,7 +34,7 @@ def classes_with_media() -> dict[str, str]:
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     }
     known = {model_type for family in FAMILIES for model_type in family.model_types}
-    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # where some models that hear are registered
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES  # some audio models are registered here
     classes.update({model_type: others[model_type] for model_type in known & others.keys() - classes.keys()})
     return classes
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
-        "\ntakes: media that the class in transformers takes. isolate: `media` if prompts share a forward only where "
-        "no medium is padded\nor mixed with another kind. trained part: what is loaded and trained of a model that "
-        "also speaks."
+        "\ntakes: media that the class in transformers takes. isolate: `media` if prompts share a forward only if "
+        "no medium is padded\nor mixed with another kind. trained part: the loaded and trained part of a model that "
+        "also generates speech."
     )

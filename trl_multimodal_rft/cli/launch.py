@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft grpo` and its like: a script of this package, by `accelerate launch`."""
+"""Commands that `accelerate launch` runs, such as `trl-multimodal-rft grpo`."""
 
 import argparse
 import logging
@@ -17,7 +17,7 @@ from ..scripts.preflight import check_run
 
 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Launches a script, after checks that need no imports."""
+    """Launches a script after checks without heavy imports."""
     check_run(name, args)
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]
@@ -33,26 +33,23 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     if messages:
         raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
     if code < 0 and code != -signal.SIGINT:
-        why = ", as where memory runs out" * (code == -signal.SIGKILL)
-        raise ValueError(f"A process was ended by {signal.Signals(-code).name}{why}.")
+        why = ", as when memory runs out" * (code == -signal.SIGKILL)
+        raise ValueError(f"A process was killed by {signal.Signals(-code).name}{why}.")
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    """
-    Launches, and waits for the exit code. Silences what accelerate and torch say of defaults and of processes that
-    failed.
-    """
+    """Launches and returns the exit code, without accelerate's and torch's messages on defaults and failures."""
     logging.disable(logging.ERROR)
-    # A launched process gets Ctrl-C from the terminal, too, and may save a checkpoint, for which this one waits.
-    # Torch, which starts several, sets a handler of its own.
+    # The launched process gets Ctrl-C from the terminal as well and may save a checkpoint, so this one waits. For
+    # several processes, torch sets its handler.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _launch(words)
         return 0
     except CalledProcessError as error:
         return error.returncode
-    except Exception as error:  # of torch, without importing it: `ChildFailedError` and `SignalException`
+    except Exception as error:  # torch's `ChildFailedError` and `SignalException`, without importing torch
         if hasattr(error, "failures"):
             return next(iter(error.failures.values())).exitcode
         if hasattr(error, "sigval"):

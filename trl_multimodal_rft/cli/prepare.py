@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`trl-multimodal-rft prepare`: datasets of other layouts as folders of rows that the trainers take."""
+"""`trl-multimodal-rft prepare`: converts datasets of other layouts to folders of rows."""
 
 import argparse
 import inspect
@@ -41,9 +41,7 @@ def convert(args: argparse.Namespace) -> DatasetDict:
     for name in given:
         if name not in known:
             takes = [f"--{each}" for each in _OPTIONS if each in known and each != "audio_dir"]
-            raise ValueError(
-                f"`--{name}` means nothing to the layout {args.layout!r}, which takes {takes}; remove it."
-            )
+            raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {takes}; remove it.")
     splits = {}
     for split in args.splits or [known["split"].default]:
         try:
@@ -54,13 +52,13 @@ def convert(args: argparse.Namespace) -> DatasetDict:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts a dataset, writes it, and prints what came out."""
+    """Converts and writes a dataset, and prints its splits and columns."""
     check_empty(args.output_dir)
     dataset = convert(args)
     write_folder(dataset, args.output_dir, MediaRules(**{name: getattr(args, name) for name in RULE_NAMES}))
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
-    print(f"Written to {args.output_dir}. What would fail in training, `trl-multimodal-rft check` tells:")
+    print(f"Written to {args.output_dir}. Find rows that would fail in training with:")
     print(
         f"trl-multimodal-rft check --dataset_name {args.output_dir} --dataset_split {next(iter(dataset))} "
         "--model_name_or_path MODEL"

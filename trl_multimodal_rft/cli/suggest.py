@@ -10,11 +10,11 @@ import yaml
 from .estimate import GIB, USABLE, Measured, measured_with_note, verdict
 
 
-# Completions of an update, and rows of one in supervised training
+# Completions per update, or rows in supervised training
 _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
-# Passed on where they aren't the defaults
+# Options of vLLM in the config
 _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
 
 
@@ -24,18 +24,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def suggest(args: argparse.Namespace) -> str:
-    """
-    The config of a run that fits: all weights before adapters, these before 4 bits, large micro-batches before small.
-    """
+    """The first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones."""
     limit = USABLE * args.gpu_memory * GIB
     smallest, known = float("inf"), {}
     n_weights = 0
 
     def judged(options: dict[str, Any]) -> tuple[bool, float, Measured]:
-        """Whether options fit, the memory that they take, and what was measured of them."""
+        """Whether options fit, their memory, and the measurements."""
         nonlocal smallest
         given = argparse.Namespace(**{**vars(args), **options})
-        # What is measured differs between engines in the dtype alone
+        # Measurements depend on the engine by the dtype alone
         key = (given.use_peft, given.load_in_4bit, given.shared_trunk, given.strategy == "fsdp2")
         key = (*key, given.per_device_train_batch_size)
         if key not in known:
@@ -57,7 +55,7 @@ def suggest(args: argparse.Namespace) -> str:
             batch = _batch(args, size)
             if not judged({**options, **batch})[0]:
                 continue
-            # The more completions are sampled at once the better, as far as their keys and values fit
+            # As many completions at once as keys and values allow
             for steps in _steps(args, batch):
                 fits, peak, measured = judged({**options, **batch, "steps_per_generation": steps})
                 if fits:
@@ -70,13 +68,12 @@ def suggest(args: argparse.Namespace) -> str:
 
 
 def _ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is trained and how it is divided, from what trains most and fastest to what takes least."""
+    """Trained weights and strategies, from full training to the smallest memory."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
     trained: list[dict[str, Any]] = [{}, trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
     for each in trained[1:] if trunk == {} else trained:
-        asked = not args.use_peft or each.get("use_peft")
-        if asked and (not args.load_in_4bit or each.get("load_in_4bit")):
+        if all(each.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
             for strategy in strategies if not each.get("load_in_4bit") else strategies[:1]:
                 yield {"strategy": strategy, **each}
 
@@ -88,7 +85,7 @@ def _halves(n: int) -> Iterator[int]:
 
 
 def _batch(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    """Micro-batches of a size, and as many as make an update of whole groups."""
+    """Micro-batches of a size, enough for an update of whole groups."""
     together = size * args.gpus
     steps = -(-_PER_UPDATE[args.trainer] // together)
     if args.trainer != "sft":
@@ -101,14 +98,14 @@ def _batch(args: argparse.Namespace, size: int) -> dict[str, Any]:
 
 
 def _steps(args: argparse.Namespace, batch: dict[str, Any]) -> list[int]:
-    """Micro-batches that may be sampled at once: parts of an update with whole groups."""
+    """Numbers of micro-batches that may be sampled at once, in whole groups, from all down."""
     steps, size = batch["gradient_accumulation_steps"], batch["per_device_train_batch_size"] * args.gpus
     group = 1 if args.trainer == "sft" else args.num_generations
     return [n for n in range(steps, 0, -1) if steps % n == 0 and n * size % group == 0]
 
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
-    """The config, with the keys that the trainer's command reads."""
+    """The config for the trainer's command."""
     samples = args.trainer != "sft"
     keys = {
         "model_name_or_path": args.model_name_or_path,

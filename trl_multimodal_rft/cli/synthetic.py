@@ -23,15 +23,12 @@ from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
 
 @dataclass
 class EncoderInputs:
-    """
-    Media of a prompt for a model without a processor. Its encoders run without the text, whose length includes
-    their features.
-    """
+    """Inputs of encoders for a model without a processor; the prompt's length includes their features."""
 
-    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # by modality what the encoder takes
+    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # by modality
 
     def run(self, model: PreTrainedModel, prompts: int) -> Iterator[torch.Tensor]:
-        """Features of all prompts."""
+        """Runs the encoders for a number of prompts."""
         for modality, inputs in self.inputs.items():
             encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
             inputs = {
@@ -49,11 +46,11 @@ def _tensors(output) -> list[torch.Tensor]:
 
 
 def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[EncodedPrompt, EncoderInputs]:
-    """A prompt with the media and of the length that are asked for."""
-    sees, hears = ("image" in model.input_modalities, "audio" in model.input_modalities)
-    images = int(sees) if args.images is None else args.images
-    seconds = (30.0 if hears and not sees else 0.0) if args.audio_seconds is None else args.audio_seconds
-    if images and not sees or seconds and not hears:
+    """A prompt with the media and the length of the arguments."""
+    has_vision, has_audio = (kind in model.input_modalities for kind in ("image", "audio"))
+    images = int(has_vision) if args.images is None else args.images
+    seconds = (30.0 if has_audio and not has_vision else 0.0) if args.audio_seconds is None else args.audio_seconds
+    if images and not has_vision or seconds and not has_audio:
         raise ValueError(f"{type(model).__name__} takes {' and '.join(model.input_modalities)} alone.")
     empty = EncodedPrompt(torch.zeros(0, dtype=torch.long), {}, {}, torch.full((1, 0), -1))
     prompt, encoders = empty, EncoderInputs()
@@ -78,7 +75,7 @@ def _processor(name: str):
 def _encoded(model, processor, images: int, size: int, seconds: float) -> EncodedPrompt:
     blocks = []
     for i in range(images):
-        # Flat images would do for models whose number of tokens depends on the size alone
+        # Some models need fewer tokens for uniform images
         pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
         blocks.append({"type": "image", "image": MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0)})
     if seconds:
@@ -90,7 +87,7 @@ def _encoded(model, processor, images: int, size: int, seconds: float) -> Encode
 
 
 def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> EncodedPrompt:
-    """With text after it, up to a length that it may already have."""
+    """The prompt with text appended, up to a minimum length."""
     more = max(length - len(prompt), 0)
     last = prompt.position_ids.amax(-1, keepdim=True) if len(prompt) else prompt.position_ids.new_full((1, 1), -1)
     return replace(
@@ -105,7 +102,7 @@ def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> 
 
 
 def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float) -> EncoderInputs:
-    """What encoders take of the shapes that their configs name, as far as these are the usual ones."""
+    """Inputs of encoders by their configs, for the usual kinds of encoders."""
     inputs = {}
     if images:
         vision = model.config.vision_config

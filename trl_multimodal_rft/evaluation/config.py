@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How an evaluation samples and counts."""
+"""The options of an evaluation."""
 
 from dataclasses import dataclass, field
 

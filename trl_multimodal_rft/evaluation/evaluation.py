@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class Policy:
-    """What completes prompts."""
+    """The model of an evaluation, its encoder and its sampler."""
 
     model: nn.Module  # put in evaluation mode
     encoder: PromptEncoder

@@ -4,6 +4,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -111,50 +112,50 @@ def evaluate(
         ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
-    policy: Any = model.model if hasattr(model, "model_for") else model  # an actor's
-    base = unwrapped(accelerator, policy)
+    module: Any = model.model if hasattr(model, "model_for") else model  # an actor's
+    base = unwrapped(accelerator, module)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(
             "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
             "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
-    with kept_random_state():
-        toolbox = Environments(tools or (), environment_factory, media_rules)
-    has_tools = bool(toolbox.tools or toolbox)
-    template_kwargs = template_kwargs or {}
-    if has_tools:
-        check_takes_tools(processing_class)
-        template_kwargs = {"chat_template": template_for_tools(processing_class), **template_kwargs}
     # Without the accelerator, since ranks have different batches
     forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
-    tool_loop = functools.partial(
+    encoder = PromptEncoder(
+        base,
+        processing_class,
+        template_kwargs or {},
+        audio_overlong,
+        media_rules,
+        special_tokens_in_text=special_tokens_in_text,
+    )
+    with kept_random_state():
+        toolbox = Environments(tools or (), environment_factory, media_rules)
+    policy = Policy(module, encoder, functools.partial(_complete, forward, module, accelerator), toolbox)
+    if toolbox.tools or toolbox:
+        _add_tools(policy, forward.fallbacks.isolate)
+    reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
+    return Evaluation(policy, dataset, _named(reward_funcs), args or EvaluationConfig(), accelerator).run()
+
+
+def _add_tools(policy: Policy, isolate: str | None) -> None:
+    """Lets a policy call the tools of its toolbox."""
+    encoder = policy.encoder
+    check_takes_tools(encoder.processor)
+    template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
+    policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
+    policy.tool_loop = functools.partial(
         ToolLoop,
-        model=base,
-        processor=processing_class,
+        model=encoder.model,
+        processor=encoder.processor,
         max_turns=math.inf,
         max_media=None,
         template_kwargs=template_kwargs,
-        audio_overlong=audio_overlong,
-        media_rules=media_rules,
-        special_tokens_in_text=special_tokens_in_text or "raise",
-        isolate=forward.fallbacks.isolate,
+        audio_overlong=encoder.audio_overlong,
+        media_rules=encoder.media_rules,
+        special_tokens_in_text=encoder.special_tokens_in_text or "raise",
+        isolate=isolate,
     )
-    evaluated = Policy(
-        policy,
-        PromptEncoder(
-            base,
-            processing_class,
-            {"tools": toolbox.tools or None, **template_kwargs},
-            audio_overlong,
-            media_rules,
-            special_tokens_in_text=special_tokens_in_text,
-        ),
-        functools.partial(_complete, forward, policy, accelerator),
-        toolbox,
-        tool_loop if has_tools else None,
-    )
-    reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
-    return Evaluation(evaluated, dataset, _named(reward_funcs), args or EvaluationConfig(), accelerator).run()
 
 
 def _complete(

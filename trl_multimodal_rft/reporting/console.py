@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a run shows on the console: what it trains, the first example, and one line per log."""
+"""The console of a run: trained parts, the first example, and one line per log."""
 
 import math
 import re
@@ -30,16 +30,16 @@ _PARTS = ("language model", "LM head", "vision encoder", "audio encoder", "proje
 
 class CompactLogCallback(TrainerCallback):
     """
-    A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model and
-    which of them are trained, the first prompt as the model gets it with one completion and its rewards, and one line
-    per log.
+    A [`~transformers.TrainerCallback`] that shows a run on the console of its main process: the parts of the model,
+    trained and frozen, the first prompt as the model gets it with one completion and its rewards, and one line per
+    log.
 
     It replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and `log_history`
-    have all metrics as without it.
+    keep all metrics.
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            Trainer of this package to which the callback will be added. Its callbacks that print logs are removed.
+            Trainer of this package, whose callbacks that print logs are removed.
 
     Example:
     ```python
@@ -54,7 +54,7 @@ class CompactLogCallback(TrainerCallback):
             trainer.remove_callback(printer)
         self.trainer = trainer
         self._needs_parts = self._needs_example = True
-        self._since = 0.0  # when the time of training was last counted
+        self._since = 0.0  # start of the time that isn't in `_seconds` yet
         self._seconds, self._steps = 0.0, 0  # of training since the last line
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -81,19 +81,19 @@ class CompactLogCallback(TrainerCallback):
         rewards: Mapping[str, float] | None = None,
     ) -> None:
         """
-        Shows what the model gets and gives, or is to give, once for each run. Trainers call it with the first example.
+        Shows the input and output, or target, of the model once per run. Trainers call it with the first example.
 
         Args:
             input_ids (`Sequence[int]`):
                 Prompt, with expanded placeholders.
             messages (`Any`):
-                What the prompt was encoded from, with its media.
+                The messages of the prompt, with its media.
             answer_ids (`Sequence[int]`):
-                A completion, or the tokens that are learned.
+                A completion, or the target tokens.
             reference (`Any`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
-                Rewards of the completion by function. If `None`, the answer is a target.
+                Rewards of the completion by function; `None` for a target.
         """
         if not self._needs_example or not self.trainer.is_world_process_zero():
             return
@@ -158,7 +158,7 @@ class CompactLogCallback(TrainerCallback):
 
 
 def waiting_display(trainer: Any) -> CompactLogCallback | None:
-    """The display of a trainer that hasn't shown an example yet."""
+    """The callback of a trainer, if it hasn't shown an example yet."""
     for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
         if isinstance(callback, CompactLogCallback) and callback._needs_example:
             return callback
@@ -169,7 +169,7 @@ def waiting_display(trainer: Any) -> CompactLogCallback | None:
 
 
 def model_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Parameters of a model's parts."""
+    """Numbers of all and of trained parameters of a model's parts."""
     base: Any = unwrapped(None, model)
     adapter = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
     encoders = {}
@@ -207,14 +207,14 @@ def model_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _size(parameter: Any) -> int:
-    size = getattr(parameter, "ds_numel", None) or parameter.numel()  # of DeepSpeed's shards, all together
+    size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
     if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
         size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize
     return size
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Writes parts of a model."""
+    """Lines of [`model_parts`]."""
     total, trained = (sum(each) for each in zip(*parts.values(), strict=True))
     return [f"  {label:<15}{_count(n):>8}  {_trained(n, t)}" for label, (n, t) in parts.items()] + [
         f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"
@@ -236,7 +236,7 @@ def _count(number: int) -> str:
 
 
 def described_media(messages: Any) -> dict[str, list[str | None]]:
-    """Says how long or large media are."""
+    """Durations and sizes of media, by kind."""
     described: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
         try:
@@ -265,14 +265,14 @@ def prompt_text(
 ) -> str:
     """Decodes token ids, with `<audio: 13 tokens, 0.62 s>` for the placeholders of a medium."""
     ids, spans = list(map(int, input_ids)), []
-    for kind, own in placeholders.items():
+    for kind, tokens in placeholders.items():
         described = media.get(kind, ())
-        found = _spans(ids, own, len(described))
+        found = _spans(ids, tokens, len(described))
         texts = described if len(found) == len(described) else [None] * len(found)
         spans += [(start, stop, kind, text) for (start, stop), text in zip(found, texts, strict=True)]
     pieces, done = [], 0
     for start, stop, kind, text in sorted(spans):
-        if start < done:  # of media that take turns, such as a video with its sound
+        if start < done:  # interleaved media, such as a video with its audio
             continue
         pieces.append(tokenizer.decode(ids[done:start], skip_special_tokens=False))
         pieces.append(f"<{kind}: {stop - start} tokens{f', {text}' if text else ''}>")
@@ -282,8 +282,8 @@ def prompt_text(
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
     """
-    Where placeholders are: as many spans as there are media, if there are enough. A medium with something between its
-    placeholders, such as ends of rows or times of frames, has the smaller gaps.
+    The spans of placeholders, one per medium if there are enough. Smaller gaps are within a medium, such as ends of
+    rows or times of frames.
     """
     places = [place for place, token in enumerate(ids) if token in placeholders]
     gaps = [(after - before, i) for i, (before, after) in enumerate(zip(places, places[1:], strict=False))]
@@ -307,7 +307,7 @@ def _shortened(text: str) -> str:
 
 
 def metric_parts(logs: Mapping[str, Any]) -> list[str]:
-    """The metrics of a log that tell how a run does."""
+    """The main metrics of a log."""
     parts = []
     rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     if "reward" in logs:
@@ -340,7 +340,7 @@ def metric_parts(logs: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_parts(logs: Mapping[str, Any], datasets: Any) -> list[str]:
-    """The same of an evaluation."""
+    """The main metrics of an evaluation."""
     names = [name for name in (datasets if isinstance(datasets, dict) else ()) if f"eval_{name}_runtime" in logs]
     prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
     plain = {}

@@ -1,8 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The course of a training as one picture."""
+"""Training curves as one picture."""
 
 import math
-import os
 import re
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ logger = get_logger(__name__)
 
 FILE_NAME = "training_curves.png"
 
-_SHARE_OF_TIME = 0.02  # that pictures may take from the training
+_SHARE_OF_TIME = 0.02  # of training, for pictures
 _SMOOTHED_FROM = 60  # points
 _COLUMNS, _WIDTH, _ROW_HEIGHT, _DPI = 2, 8.0, 2.4, 150  # inches; 1200 pixels
 _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|majority)@\d+)"
@@ -34,7 +33,7 @@ _HELD_OUT = rf"eval_(accuracy(?:_without_(?:{'|'.join(MODALITIES)}))?|(?:pass|ma
 class _Panel(NamedTuple):
     title: str
     unit: str
-    metrics: dict[str, str]  # patterns of names by label, which the pattern's group replaces
+    metrics: dict[str, str]  # regular expressions of names, by label; a group replaces the label
     limits: tuple[float, float] = (-math.inf, math.inf)  # of the axis
 
 
@@ -59,7 +58,7 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
         (0.0, math.inf),
     ),
     _Panel("KL divergence from the reference", "nats per token", {"kl": "kl"}),
-    # Of a critic that knows nothing yet it may be far below 0
+    # An untrained critic may be far below 0
     _Panel("Explained variance", "share of variance", {"explained": "explained_variance"}, (-1.03, math.inf)),
     _Panel("Value loss", "half the squared error", {"loss": "value_loss|critic_loss"}),
 )
@@ -67,7 +66,7 @@ _PANELS = (  # [`PPOTrainerVL`] has other names for some metrics
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws what a trainer has logged, one panel for each of these that it has:
+    Draws what a trainer logged, one panel for each of these if it was logged:
 
     - the reward, ± the standard deviation over completions, and `eval_reward`;
     - held-out accuracy, also without a kind of media, pass@k and majority@k with their confidence intervals, see
@@ -75,37 +74,36 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
     - each reward function, if there are several;
     - the entropy of tokens;
     - the length of completions, from the shortest to the longest;
-    - how much the media contribute to the completions, all and each kind;
+    - the contribution of the media to the completions, in total and by kind;
     - the KL divergence from the reference;
-    - what the critic explains of the returns, and its loss.
+    - the explained variance and the loss of the critic.
 
-    Of more than 60 logs a curve is drawn thin, and thick its exponential moving average over a fortieth of them. The
-    number at a panel's corner, or at a curve's name, is the last value.
+    A curve of more than 60 logs is thin, with its exponential moving average over a fortieth of them as a thick line.
+    The number in a panel's corner, or next to a curve's name, is the last value.
     """
     figure_module, ticker = require_module("matplotlib.figure", "plots"), require_module("matplotlib.ticker", "plots")
     metrics = _logged(log_history)
-    panels = {panel.title: panel for panel in _PANELS if _curves(panel, metrics)}
-    if not panels:
-        raise ValueError("The log has no reward, nor anything else that is drawn; train for at least `logging_steps`.")
-    names = [*panels]
+    drawn = {panel.title: (panel, curves) for panel in _PANELS if (curves := _curves(panel, metrics))}
+    if not drawn:
+        raise ValueError("The log has no reward, nor another metric to draw; train for at least `logging_steps`.")
+    names = [*drawn]
     if len(names) % _COLUMNS:
         names = names[:1] * (_COLUMNS if len(names) > 1 else 1) + names[1:]  # the first is as wide as the picture
     n_columns = min(len(names), _COLUMNS)
     rows = [names[start : start + n_columns] for start in range(0, len(names), n_columns)]
     figure = figure_module.Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.4), dpi=_DPI, layout="constrained")
-    places = figure.subplot_mosaic(rows)
     last_step = max(1, *(entry["step"] for entry in log_history))
-    for panel in panels.values():
-        axes, share = places[panel.title], panel.title == "Held-out accuracy"
-        _draw(axes, _curves(panel, metrics), metrics, "{:.1%}" if share else "{:.3g}", 1 if share else 0)
-        axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+    for name, axes in figure.subplot_mosaic(rows).items():
+        (panel, curves), is_share = drawn[name], name == "Held-out accuracy"
+        _draw(axes, curves, metrics, "{:.1%}" if is_share else "{:.3g}", first_colour=int(is_share))
+        axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=9)
         bottom, top = axes.get_ylim()
         if top > panel.limits[0]:
             axes.set_ylim(max(bottom, panel.limits[0]), min(top, panel.limits[1]))
         axes.set_xlim(-0.02 * last_step, 1.02 * last_step)
         axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-        if share:
+        if is_share:
             axes.yaxis.set_major_formatter(ticker.PercentFormatter(1))
     if title is not None:
         figure.suptitle(title, fontsize=12, fontweight="bold")
@@ -113,7 +111,7 @@ def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "F
 
 
 def _logged(history: list[dict[str, Any]]) -> dict[str, "pd.Series"]:
-    """Values of each metric by step. TRL logs `None` where there was nothing to average."""
+    """Values of each metric by step. TRL logs `None` for the mean of no values."""
     values: dict[str, dict[int, float]] = {}
     for entry in history:
         for name, value in entry.items():
@@ -134,8 +132,8 @@ def _curves(panel: _Panel, metrics: dict[str, "pd.Series"]) -> dict[str, str]:
     return {} if panel.title == "Reward functions" and len(found) == 1 else found
 
 
-def _edges(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
-    """What is shaded around a curve: its standard deviation, its interval, or from the least to the most."""
+def _band(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.Series] | None":
+    """The edges of a shaded band: standard deviation, confidence interval, or minimum and maximum."""
     if name.endswith("reward") and f"{name}_std" in metrics and not name.startswith("eval_"):
         return metrics[name] - metrics[f"{name}_std"], metrics[name] + metrics[f"{name}_std"]
     low, high = f"{name}_low", f"{name}_high"
@@ -150,14 +148,14 @@ def _edges(name: str, metrics: dict[str, "pd.Series"]) -> "tuple[pd.Series, pd.S
 def _draw(
     axes: "Axes", curves: dict[str, str], metrics: dict[str, "pd.Series"], number: str, first_colour: int
 ) -> None:
-    for i, (label, name) in enumerate(curves.items()):
-        values, edges, colour = metrics[name], _edges(name, metrics), f"C{(i + first_colour) % 10}"
+    for i, (label, name) in enumerate(curves.items(), start=first_colour):
+        values, band, colour = metrics[name], _band(name, metrics), f"C{i % 10}"
         last, is_long = number.format(values.dropna().iloc[-1]), len(values) > _SMOOTHED_FROM
         if is_long:
             axes.plot(values.index, values, color=colour, linewidth=0.6, alpha=0.4)
-            values, edges = smoothed(values), edges and tuple(map(smoothed, edges))
-        if edges:
-            axes.fill_between(edges[0].index, *edges, color=colour, alpha=0.18, linewidth=0)
+            values, band = smoothed(values), band and tuple(map(smoothed, band))
+        if band:
+            axes.fill_between(band[0].index, *band, color=colour, alpha=0.18, linewidth=0)
         style = {"color": colour, "label": f"{label} {last}", "marker": None if is_long else "o", "markersize": 2.5}
         axes.plot(values.index, values, linewidth=1.6, **style)
     axes.set_xlabel("update", fontsize=9)
@@ -171,12 +169,7 @@ def _draw(
 
 
 def smoothed(values: "pd.Series") -> "pd.Series":
-    r"""
-    Exponential moving average over a fortieth of the values.
-
-    A value of age $i$ has the weight $(1 - \frac{2}{s + 1})^i$ in a mean over all values so far, where $s$ is the
-    fortieth.
-    """
+    """Exponential moving average whose span is a fortieth of the values."""
     return values.ewm(span=max(len(values) / 40, 1), ignore_na=True).mean()
 
 
@@ -184,10 +177,9 @@ class TrainingCurvesCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that draws the training curves into `training_curves.png` in the output folder.
 
-    The picture shows what [`~reporting.curves.figure_of`] does, of the whole run, also of one that was resumed. It is
-    drawn again when something is logged, but not so often that it would take more than a fiftieth of the time, and at
-    the end. Only the main process draws. The file is always a whole picture, and pyplot is not used, so nothing
-    changes in a notebook.
+    The picture is that of [`~reporting.curves.figure_of`] for the whole run, resumed ones included. The main process
+    draws it after logs, for at most a fiftieth of the time, and at the end. It replaces the file at once, and doesn't
+    use pyplot, so notebooks are unaffected.
 
     It needs matplotlib: `pip install "trl-multimodal-rft[plots]"`.
 
@@ -210,7 +202,7 @@ class TrainingCurvesCallback(TrainerCallback):
         self._has_ended = False
 
     def on_log(self, args, state, control, **kwargs):
-        # Other callbacks may evaluate and log when training has ended
+        # Other callbacks may evaluate and log after the end of training
         if self._has_ended or time.perf_counter() >= self._next_time:
             self._write(args, state)
 
@@ -222,10 +214,9 @@ class TrainingCurvesCallback(TrainerCallback):
         metrics = _logged(state.log_history)
         if not state.is_world_process_zero or not any(_curves(panel, metrics) for panel in _PANELS):
             return
-        start = time.perf_counter()
-        folder = Path(args.output_dir)
-        name = folder.absolute().name
-        figure = figure_of(state.log_history, f"{name}: update {state.global_step} of {state.max_steps}")
+        start, folder = time.perf_counter(), Path(args.output_dir)
+        title = f"{folder.absolute().name}: update {state.global_step} of {state.max_steps}"
+        figure = figure_of(state.log_history, title)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _save(figure, folder / FILE_NAME)
@@ -236,10 +227,10 @@ class TrainingCurvesCallback(TrainerCallback):
 
 
 def _save(figure: "Figure", path: Path) -> None:
-    """Whoever reads the file gets the old picture or the new one."""
-    unfinished = path.with_name(f".{path.name}.part")
+    """Replaces the file at once: readers get the old picture or the new one."""
+    partial = path.with_name(f".{path.name}.part")
     try:
-        figure.savefig(unfinished, format="png")
-        os.replace(unfinished, path)
+        figure.savefig(partial, format="png")
+        partial.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Hints where a run, or one of its reward functions, has nothing to learn from."""
+"""Hints for runs and reward functions without a learning signal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
     """
-    Reward functions that have given all completions of a run the same reward. A function that used to differ,
-    such as one that rewards a format which the model has learned, isn't one of them.
+    Reward functions with the same reward for all completions of a run, their steps and that reward. A function whose
+    rewards once differed, such as that of a learned format, isn't one of them.
     """
     found = {}
     keys = (key for logs in history for key in logs if key.startswith("rewards/") and key.endswith("/mean"))
@@ -36,26 +36,26 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
 
 
 def _steps(history: list[dict[str, Any]], key: str, holds: Callable[[dict[str, Any]], bool]) -> int:
-    """Latest steps in a row of which something holds, of those whose logs have a key."""
+    """Length of the latest run of steps whose logs have a key and meet a condition."""
     since, last = None, 0
     for logs in history:
-        if key in logs:  # else completions are trained on once more
+        if key in logs:  # else completions are reused
             since = None if not holds(logs) else last if since is None else since
         last = logs["step"]
     return 0 if since is None else last - since
 
 
 def _is_constant(mean: float | None, std: float | None) -> bool:
-    # `None` where there is but one reward, or none
+    # `None` with fewer than two rewards
     return mean is not None and std is not None and std <= 1e-6 * abs(mean)
 
 
 class EqualRewardsHint(TrainerCallback):
-    """Says once that all rewards have been equal for some steps, and once of each function whose own have."""
+    """Warns once if all rewards were equal for some steps, and once per function if its rewards were."""
 
     def __init__(self, grouped: bool, patience: int = 8):
         self.grouped, self.patience = grouped, patience
-        self._named: set[str | None] = set()  # functions of which it was said, and `None` for all together
+        self._named: set[str | None] = set()  # functions of earlier warnings, `None` for all together
 
     def on_log(self, args, state, control, **kwargs):
         history = state.log_history
@@ -67,16 +67,17 @@ class EqualRewardsHint(TrainerCallback):
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
             logger.warning(
                 f"All completions{' of a prompt' if self.grouped else ''} have had the same reward for {steps} steps "
-                f"(mean {mean:.3g}{functions}), of which nothing is learned. Look at what is sampled "
-                "(`log_completions=True`): whether the reward functions find the answer in it, whether "
+                f"(mean {mean:.3g}{functions}), so the model learns nothing. Look at the completions "
+                "(`log_completions=True`): whether the reward functions find the answer, whether "
                 "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
-                "higher `temperature` and more `num_generations` make completions differ more."
+                "higher `temperature` and more `num_generations` make completions more diverse."
             )
         for name in constant.keys() - self._named:
             self._named.add(name)
             steps, reward = constant[name]
             logger.warning(
                 f"The reward function '{name}' has given all completions the same reward for {steps} steps "
-                f"({reward:.3g}), of which nothing is learned. Look at what is sampled (`log_completions=True`): "
-                "whether it has what the function looks for, and whether the prompts ask for it."
+                f"({reward:.3g}), so the model learns nothing from it. Look at the completions "
+                "(`log_completions=True`): whether they have what the function rewards, and whether the prompts "
+                "request it."
             )

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Publishing on the Hub: what stays private, and what failed."""
+"""Publishing on the Hub: private folders and failed uploads."""
 
 import shlex
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 logger = get_logger(__name__)
 
-# Where prompts, completions and media are in the output folder: `Trainer` publishes no path that begins with `_`
+# Folder of prompts, completions and media in the output folder: `Trainer` doesn't publish paths that begin with `_`
 PRIVATE = "_private"
 _LEFT_OUT = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 
@@ -30,7 +30,7 @@ def is_running(push: Any) -> bool:
 
 
 def warn_of_failures(push: Any, checkpoint: Path) -> None:
-    """Warns when an upload in the background fails, whose error nobody would see."""
+    """Warns of uploads that fail in the background, whose errors would go unnoticed."""
 
     def warn(job: Future) -> None:
         if not job.cancelled() and job.exception() is not None:
@@ -42,7 +42,7 @@ def warn_of_failures(push: Any, checkpoint: Path) -> None:
 
 
 class SaveBeforePush(TrainerCallback):
-    """Saves a model before its repository is made, so that it is there when the Hub refuses."""
+    """Saves the model before its repository is created, in case the Hub refuses."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The table of completions with its media: as a parquet file, and for trackio, wandb and TensorBoard."""
+"""The table of completions with media: as a parquet file, and for trackio, wandb and TensorBoard."""
 
 import html
 import sys
@@ -32,14 +32,14 @@ logger = get_logger(__name__)
 
 _FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
-_FRAMES_SHOWN = 8  # of a video, where a table or a board shows pictures only
+_FRAMES_SHOWN = 8  # of a video, in boards that show images alone
 
-# Columns of what tools returned
+# Columns of media that tools returned
 _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
-# The media of a prompt, by the column of the dataset, and of a completion
+# The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[EncodedMedium]]
 
 
@@ -58,10 +58,10 @@ def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
 
 class MediaLog:
     """
-    Remembers the media of the rows that TRL's logs hold, and encodes them when they are logged.
+    Keeps the media of the rows in TRL's logs, and encodes them for a log.
 
-    Rows are counted over all processes since the start, as TRL gathers them: batch by batch, in each of them process
-    by process. Nothing is decoded before [`gather`], and nothing is kept longer than TRL keeps the texts.
+    A row's number counts the rows of all processes since the start in TRL's order: by batch, then by process. Media
+    stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
     def __init__(
@@ -77,26 +77,25 @@ class MediaLog:
         self.max_bytes = max_megabytes * 1e6
         self.process_index, self.num_processes = process_index, num_processes
         self.n_seen = 0
-        self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; None where too many
-        self._groups: deque[int] = deque(maxlen=n_rows)  # first row of the prompt of each row
-        self._gathered: int | None = None  # what `n_seen` was at the last gathering
+        self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit
+        self._groups: deque[int] = deque(maxlen=n_rows)  # for each row, the first row of its prompt
+        self._gathered: int | None = None  # `n_seen` of the last `gather`
         self._with_media: set[int] = set()
         self._media: dict[int, PromptMedia] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
-        """Remembers a batch."""
+        """Adds a batch."""
         start, total = self.n_seen, len(prompts) * self.num_processes
         self.n_seen += total
         first_kept = self.n_seen - self.n_rows
         self._refs = {row: refs for row, refs in self._refs.items() if row >= first_kept}
         self._groups.extend(start + i - i % group_size for i in range(total))
         n_kept = 0
-        for i, prompt in enumerate(prompts, self.process_index * len(prompts)):
-            own = None if completions is None else completions[i - self.process_index * len(prompts)]
-            refs = [*(iter_refs(prompt) if i % group_size == 0 else ()), *iter_refs(own)]
-            refs = refs if start + i >= first_kept else []
-            if refs:
+        rows = zip(prompts, completions or [None] * len(prompts), strict=True)
+        for i, (prompt, completion) in enumerate(rows, self.process_index * len(prompts)):
+            refs = [*(iter_refs(prompt) if i % group_size == 0 else ()), *iter_refs(completion)]
+            if refs and start + i >= first_kept:
                 self._refs[start + i] = refs if n_kept < self.max_prompts else None
                 n_kept += 1
 
@@ -106,32 +105,31 @@ class MediaLog:
         return self._gathered == self.n_seen
 
     def gather(self) -> None:
-        """Encodes the media of the first prompts and brings them to the main process. All processes call it."""
+        """Encodes the media of the first prompts and sends them to the main process. A collective call."""
         if self.is_gathered:
             return
         self._gathered = self.n_seen
-        own = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
-        everyone = sorted(gather_object(own))
-        kept = [(row, process) for row, process, is_kept in everyone if is_kept]
-        kept = kept[: self.max_prompts]
+        local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
+        found = sorted(gather_object(local))
+        kept = [(row, process) for row, process, is_kept in found if is_kept][: self.max_prompts]
         encoded = [(row, self._encoded(row)) for row, process in kept if process == self.process_index]
-        # Each process in turn, so that no more than its media are on the way at a time
+        # One process at a time, which bounds the memory in flight
         results = list(encoded) if self.process_index == 0 else []
         for process in sorted({process for _, process in kept} - {0}):
             (sent,) = broadcast_object_list([encoded if process == self.process_index else None], process)
             results += sent if self.process_index == 0 else []
         if self.process_index == 0:
-            self._with_media = {row for row, *_ in everyone}
+            self._with_media = {row for row, *_ in found}
             self._media = {row: media for row, media in results if not isinstance(media, str)}
-            if 0 < self.max_prompts and len(kept) < len(everyone):
-                self._say_once(
+            if 0 < self.max_prompts and len(kept) < len(found):
+                self._warn_once(
                     "max_logged_media",
-                    f"Of {len(everyone)} prompts with media in the table of completions, {len(kept)} are logged with "
+                    f"Of {len(found)} prompts with media in the table of completions, {len(kept)} are logged with "
                     "them; raise `max_logged_media` for more.",
                 )
             for _, media in results:
                 if isinstance(media, str):
-                    self._say_once("failed", f"The table of completions is without the media of a prompt: {media}.")
+                    self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
 
     def _encoded(self, row: int) -> PromptMedia | str:
         """The media of a prompt, or why they can't be logged."""
@@ -140,18 +138,18 @@ class MediaLog:
         except (MediaError, ImportError) as error:
             return str(error)
 
-    def _say_once(self, about: str, message: str) -> None:
-        if about not in self._said:
-            self._said.add(about)
-            logger.warning(f"{message} This is said once.")
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning(f"{message} This warning is shown once.")
 
     def rows(self) -> list[PromptMedia]:
-        """The media of each row of TRL's logs: those of a prompt on its first row, those of tools on their own."""
+        """The media of each row of TRL's logs: those of a prompt in its first row, those of tools in each row."""
         first = self.n_seen - len(self._groups)
         return [self._media.get(first + i, {}) for i in range(len(self._groups))]
 
     def groups(self) -> list[int | None]:
-        """A number for each row of TRL's logs, which only rows of one prompt share; `None` without media."""
+        """The number of each row's prompt in TRL's logs; `None` without media."""
         return [group if group in self._with_media else None for group in self._groups]
 
 
@@ -159,19 +157,19 @@ class MediaLog:
 
 
 def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
-    """Makes a table of TRL's logs, with the columns of TRL."""
+    """TRL's logs as a table, with TRL's columns."""
     table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
     return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], "advantage": logs["advantages"]})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
-    """Names the columns that hold the media."""
+    """Names of the columns of media."""
     found = set(columns).union(*media)
     return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in found}
 
 
 def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, columns: Iterable[str] = ()) -> None:
-    """Writes a table as `datasets` reads it: media are embedded, with their features."""
+    """Writes a table for `datasets`: media are embedded, with their features."""
     table = pa.Table.from_pandas(frame)
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
@@ -186,18 +184,18 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
             ]
             values.append((files[0] if column == kind else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
-        # In chunks, since none may have more than 2 GB
+        # In chunks, each of at most 2 GB
         array = pa.chunked_array([pa.array([value], storage) for value in values])
         table = table.append_column(name, array)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **features.arrow_schema.metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")  # which nobody reads
+    partial = path.with_suffix(".partial")  # so that readers see whole files
     pq.write_table(table, partial)
     partial.replace(path)
 
 
 def _label(name: str, prompt: int, index: int, count: int) -> str:
-    """Where a medium is found in a board."""
+    """The name of a medium in a board."""
     return f"completions/{name}/{prompt}" + (f".{index}" if count > 1 else "")
 
 
@@ -212,7 +210,7 @@ def _file(medium: EncodedMedium, label: str, folder: Path) -> str:
 
 
 def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -> pd.DataFrame:
-    """Adds the columns of media; `cell(found)` makes a cell of media with their labels."""
+    """Adds the columns of media, whose cells `cell` makes from pairs of medium and label."""
     prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
     for column, name in media_columns(frame, media).items():
@@ -227,7 +225,7 @@ def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -
 
 
 def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
-    """Makes what wandb shows."""
+    """The table for wandb."""
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
@@ -245,8 +243,8 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
 
 def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
     """
-    Makes what trackio shows. Cells of its tables show pictures, and don't play: those of audio hold the names under
-    which the sounds are beside the table, those of videos some frames, with the videos beside the table, too.
+    The table for trackio, whose cells show images and don't play media: audio is logged next to the table under the
+    name in its cell, and videos, with some frames in the cell.
     """
     trackio = require_module("trackio", "logging")
     played = {}
@@ -268,7 +266,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
 
 
 def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
-    """Writes the table as text, and media under the names that it holds: images, sounds, and frames of videos."""
+    """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
     def cell(found):
         for medium, label in found:
@@ -296,15 +294,15 @@ def _markdown(value: Any) -> str:
 
 class MediaLogCallback(TrainerCallback):
     """
-    Logs the completions of a trainer with their media, in place of TRL's tables, which hold no audio or video.
+    Logs the completions of a trainer with their media, instead of TRL's tables without audio and video.
 
-    All processes bring media together where all of them are for sure, which a call of `log` needn't be.
+    Media are gathered in events that all processes reach, which `log` needn't be.
     """
 
     def __init__(self, trainer: Any, log: MediaLog):
         self.trainer, self.log = trainer, log
         self.folder = Path(trainer.args.output_dir, PRIVATE)
-        self._writer: Any = None  # TensorBoard's, for what isn't published with its scalars
+        self._writer: Any = None  # TensorBoard's, for logs that aren't published
         self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
         self._evaluating = False
         if trainer.accelerator.is_main_process:
@@ -339,11 +337,11 @@ class MediaLogCallback(TrainerCallback):
             self._writer = None
 
     def _write(self, step: int) -> None:
-        """Prints the table of completions, writes it to the output folder and sends it where the metrics go."""
+        """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
         trainer, log = self.trainer, self.log
         if not trainer.accelerator.is_main_process or not trainer._logs["prompt"]:
             return
-        if self._logged == (step, log.n_seen):  # at the end of training, which logs once more
+        if self._logged == (step, log.n_seen):  # the final log of training
             return
         self._logged = step, log.n_seen
         if is_rich_available():
@@ -363,7 +361,7 @@ class MediaLogCallback(TrainerCallback):
         self._send(*self._shown(frame, media), step)
 
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
-        """The table as boards show it."""
+        """The table for boards."""
         if self.trainer.log_unique_prompts:
             # Prompts with media may share their text
             keys = pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True)))
@@ -389,7 +387,7 @@ class MediaLogCallback(TrainerCallback):
                 write_tensorboard(self._private_writer(callback), frame, media, step)
 
     def _private_writer(self, callback: TensorBoardCallback) -> Any:
-        """TensorBoard's writer for tables: the callback's, unless its files are published with the output folder."""
+        """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
         place = Path(callback.logging_dir or "runs").absolute()
         if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
             return callback.tb_writer

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a model card says, and code that asks the model."""
+"""Model cards: training, versions, and code to run the model."""
 
 import json
 import os
@@ -49,7 +49,7 @@ _TASKS = {
 # Papers behind options, as they are listed with the algorithms
 _DAPO = LOSSES["dapo"].paper
 PAPERS: dict[str, Any] = {
-    "advantage_estimator": {name: own.paper for name, own in ESTIMATORS.items()},
+    "advantage_estimator": {name: each.paper for name, each in ESTIMATORS.items()},
     "loss_type": {name: loss.paper for name, loss in LOSSES.items()},
     "importance_sampling_level": {"sequence": Paper("GSPO", "2507.18071")},
     "kl_estimator": {name: paper_of(function) for name, function in KL_ESTIMATORS.items()},
@@ -69,38 +69,32 @@ _IF_SET += ("ema_decay",)
 
 
 def in_text(name: str) -> str:
-    """Writes a name that others gave: as it is, but no Markdown, HTML, link or template, and without credentials."""
+    """A name from others as plain text: without Markdown, HTML, links, templates and credentials."""
     name = without_credentials(" ".join(name.split()))
     letters = [each if each.isalnum() or each in " _-/." else f"&#{ord(each)};" for each in name]
     return re.sub(r"(?i)(www)\.", r"\1&#46;", "".join(letters))
 
 
 def in_code(name: str) -> str:
-    """Writes a name that others gave as code, see [`in_text`]."""
+    """A name from others as code, see [`in_text`]."""
     name = without_credentials(name)
     return f"`{name}`" if re.fullmatch(r"[\w .,:=()\[\]'\"/+*?-]+", name) else f"<code>{in_text(name)}</code>"
 
 
 def linked_repository(name: str, kind: str = "") -> str:
-    """
-    Links a repository on the Hub. Of a path on this machine only the last part is shown, and other names as they are.
-    """
+    """A link to a repository on the Hub; of a local path only the last part, and other names as they are."""
     if is_hub_name(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return in_text(os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name)
 
 
 def task_of(kinds: set[str]) -> str | None:
-    """
-    Task of a model on the Hub.
-
-    Returns the task, `None` for text alone.
-    """
+    """Task of a model on the Hub, `None` for text alone."""
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
 
 
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """What a prompt says, without its media."""
+    """The roles and texts of a prompt, without its media."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     contents = [(message["role"], message.get("content") or "") for message in prompt]
@@ -111,35 +105,30 @@ def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str]
 
 
 def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Accuracy on rows that weren't trained on, where [`GenerationEvalCallback`] measured it."""
+    """Held-out accuracy, if [`GenerationEvalCallback`] measured it."""
     measured = [logs for logs in history if "eval_accuracy" in logs]
     if not measured:
         return []
     first, last = measured[0], measured[-1]
     line = f"{last['eval_accuracy']:.1%}"
     if "eval_accuracy_low" in last:
-        line += (
-            f" ({last['eval_accuracy_low']:.1%} to {last['eval_accuracy_high']:.1%}, of {last['eval_rows']:.0f} rows)"
-        )
+        line += " ({eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows)".format(**last)
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
     return [("Held-out accuracy", line + before)]
 
 
 def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
     """The latest held-out accuracy for the `model-index` of a card, see [`held_out_lines`]."""
-    measured = [logs for logs in history if "eval_accuracy" in logs]
-    if not measured:
+    last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
+    if last is None:
         return None
-    last, interval = measured[-1], ""
-    if "eval_accuracy_low" in last:
-        low, high, rows = (last[f"eval_{name}"] for name in ("accuracy_low", "accuracy_high", "rows"))
-        interval = f", confidence interval {low:.1%} to {high:.1%}, of {rows:.0f} rows"
+    interval = ", confidence interval {eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
     result = EvalResult(
         task_type=task or "text-generation",
         dataset_type=dataset or "custom",
         dataset_name=dataset or "held-out rows",
         metric_type="accuracy",
-        metric_name=f"Held-out accuracy{interval}",
+        metric_name="Held-out accuracy" + (interval.format(**last) if "eval_accuracy_low" in last else ""),
         metric_value=round(last["eval_accuracy"], 4),
     )
     return [result]
@@ -155,37 +144,29 @@ def quick_start(
     template_kwargs: dict[str, Any] | None = None,
     conversation: Sequence[tuple[str, str]] = (("user", "What is this?"),),
 ) -> str:
-    """Code that asks a model about files, complete but for the files."""
+    """Code that prompts a model with media files, complete except for the files."""
+    values = {**locals(), "template_kwargs": template_kwargs or {}}
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # Three backticks would end the block of code
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False).replace("```", r"\u0060" * 3)
     template = environment.from_string(_TEMPLATES.joinpath("quick_start.md").read_text(encoding="utf-8"))
-    return template.render(
-        model_class=model_class,
-        folder=folder,
-        kinds=kinds,
-        max_new_tokens=max_new_tokens,
-        base_model=base_model,
-        rate=rate,
-        template_kwargs=template_kwargs or {},
-        conversation=conversation,
-    )
+    return template.render(values)
 
 
 def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
-    """Writes the card of a model over that of TRL, whose metadata it keeps, in the output folder."""
+    """Replaces TRL's model card in the output folder, and keeps its metadata."""
     path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
     history, name = trainer.state.log_history, model_name or Path(trainer.args.output_dir).name
     loaded_from = get_config_model_id(trainer.model.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
-    data.pop("licence", None)  # of which TRL knows as little
-    # The Hub looks for what is named here
+    data.pop("licence", None)  # TRL's placeholder
+    # Names that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
         data[key] = value
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
-    named = model_name is not None or data.eval_results is not None  # results are those of a name
+    named = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if named else None
     adapter = is_peft_model(trainer.model)
     base_model = loaded_from if adapter else None
@@ -205,7 +186,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         columns=_listed(in_code(name) for name in sorted(trainer._columns_seen)),
         task=task_of(kinds),
         kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
-        method=_linked(trainer._name, trainer._paper["id"]),
+        method=Paper(trainer._name, trainer._paper["id"]).link,
         adapter=adapter,
         model_class=model_class,
         quick_start=quick_start(
@@ -227,7 +208,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         beside=trainer._published_beside_model(model_class, folder),
         versions=[(name, version(package)) for name, package in packages.items()],
         trainer_name=trainer._name,
-        paper=_linked(trainer._paper["title"], trainer._paper["id"]),
+        paper=Paper(trainer._paper["title"], trainer._paper["id"]).link,
         citation=trainer._paper["citation"],
         self_check=trainer.checks.self_check if hasattr(trainer, "checks") else None,
     )
@@ -235,13 +216,13 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
 
 
 def _asked(conversations: set[tuple[tuple[str, str], ...]]) -> dict[str, Any]:
-    """The question of all prompts, if there is one: what differs is of the dataset, and not for the card to show."""
+    """The question, if all prompts share it; otherwise prompts are data that the card doesn't show."""
     alike = [each for each in conversations if len(conversations) == 1 and each and each[-1][0] == "user"]
     return {"conversation": alike[0]} if alike else {}
 
 
 def _reports() -> list[tuple[str, str]]:
-    """Where the run's curves are, by name and address."""
+    """Names and addresses of the run's dashboards."""
     urls = {"Trackio": get_trackio_space_url(), "Comet": get_comet_experiment_url()}
     if is_wandb_available():
         import wandb
@@ -251,7 +232,7 @@ def _reports() -> list[tuple[str, str]]:
 
 
 def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
-    """How a model was trained: advantages, loss, divergence, tokens, rewards, sampling."""
+    """The method in lines: advantages, loss, divergence, tokens, rewards, sampling."""
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
@@ -268,9 +249,8 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     if quantile < 1:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
         lines.append(("Tokens trained on", share + _cited("top_entropy_quantile")))
-    shown = [name for name in _IF_ON if options.get(name)] + [
-        name for name in _IF_SET if options.get(name) is not None
-    ]
+    shown = [name for name in _IF_ON if options.get(name)]
+    shown += [name for name in _IF_SET if options.get(name) is not None]
     return [*lines, *((f"`{name}`", f"`{options[name]}`{_cited(name)}") for name in shown)]
 
 
@@ -280,7 +260,7 @@ def _divergence(options: dict[str, Any]) -> str:
         return "none"
     parts = [f"`beta={beta}`"]
     if estimator is None:
-        parts.append("in the reward")  # TRL's RLOO has nothing to choose
+        parts.append("in the reward")  # of RLOO, without a choice
     else:
         parts += [_option(estimator, "kl_estimator"), f"in the {'reward' if options['kl_in_reward'] else 'loss'}"]
     if options.get("kl_target") is not None:
@@ -289,25 +269,21 @@ def _divergence(options: dict[str, Any]) -> str:
 
 
 def _rate(processor) -> int:
-    """Samples per second of the audio that a processor takes."""
+    """Sampling rate of a processor's audio."""
     names = ("feature_extractor", "audio_processor")
     return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
 
 
 def _option(value: str, name: str) -> str:
-    """A value with its paper, which a function of the user doesn't have."""
+    """A value with its paper, if it has one."""
     paper = PAPERS[name].get(value)
     return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 
 def _cited(name: str) -> str:
-    """The paper of an option, for any of its values."""
+    """The paper of an option with one for all of its values."""
     paper = PAPERS.get(name)
     return "" if paper is None else f", {paper.link}"
-
-
-def _linked(title: str, number: str) -> str:
-    return Paper(title, number).link
 
 
 def _listed(words) -> str:

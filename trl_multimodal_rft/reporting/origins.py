@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where a model and its data come from, as far as names and files on this machine tell. Nothing asks the Hub."""
+"""Origins of a model and its data by names and local files, without requests to the Hub."""
 
 import os
 import re
@@ -14,20 +14,14 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_name(name: str) -> bool:
-    """
-    Tells names of repositories on the Hub from folders, which are read first where there are both.
-
-    Returns whether it is written `owner/name`, and is no path here.
-    """
+    """Whether a name is `owner/name` of a repository on the Hub, and no local path, which takes precedence."""
     return _REPOSITORY.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def base_metadata(name: str) -> dict[str, str]:
     """
-    What a model card says about the model that was trained: its name on the Hub, and its license.
-
-    The license is that of the model's own card, in its folder or in the Hub's cache. The folder of a model that this
-    package trained knows its base from there, too.
+    Metadata of the base model for a model card: its name on the Hub and its license, from the model's card in its
+    folder or in the Hub's cache. In a folder that this package wrote, the card names the base.
     """
     on_hub = is_hub_name(name)
     if on_hub:
@@ -36,7 +30,7 @@ def base_metadata(name: str) -> dict[str, str]:
         path = os.path.join(name, "README.md") if os.path.isdir(name) else None
     try:
         card = metadata_load(path) or {} if isinstance(path, str) and os.path.isfile(path) else {}
-    except (ValueError, yaml.YAMLError):  # somebody else's file
+    except (ValueError, yaml.YAMLError):  # not written by this package
         card = {}
     base = name if on_hub else card.get("base_model") if "trl-multimodal-rft" in (card.get("tags") or ()) else None
     known = {"base_model": base, **{key: card.get(key) for key in ("license", "license_name", "license_link")}}

@@ -106,10 +106,11 @@ def parse(
     parsed = vars(launched_parser(Path(sys.argv[0]).name, options(arguments)).parse_with_config(argv))
     if isinstance(debug := parsed.get("debug"), list):
         parsed["debug"] = " ".join(debug)
-    names = [[each.name for each in fields(cls) if each.init] for cls in arguments]
     used = {**demo, **parsed} if demo is not None and "model_name_or_path" not in parsed else parsed
-    values = [{name: used[name] for name in own if name in used} for own in names]
-    made = tuple(cls(**own) for cls, own in zip(arguments, values, strict=True))
+    made = tuple(
+        cls(**{each.name: used[each.name] for each in fields(cls) if each.init and each.name in used})
+        for cls in arguments
+    )
     if isinstance(made[0], RunArguments):
         config = read_keys(shipped("recipes", parsed["config"])) if "config" in parsed else {}
         made[0].given = {**parsed, **{name: config[name] for name in ("env",) if config.get(name)}}

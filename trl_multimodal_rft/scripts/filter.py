@@ -40,7 +40,7 @@ class FilterArguments(EvaluationArguments):
 def why_dropped(
     record: dict[str, Any], medium: str, min_accuracy_with: float, max_accuracy_without: float
 ) -> str | None:
-    """Says why the answer of a row doesn't need its medium."""
+    """Why a row's answer doesn't need its medium; `None` if it does."""
     if record["correct_without"] is None:
         return f"no {medium}"
     accuracy_with, accuracy_without = _share(record["correct"]), _share(record["correct_without"])
@@ -58,7 +58,7 @@ def _share(correct: Sequence[bool | None] | None) -> float | None:
 
 
 def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArguments) -> dict[str, Any]:
-    """What `filter.json` holds."""
+    """The content of `filter.json`."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
     return {

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Parsers of the commands, made without importing what they run."""
+"""Parsers of the commands, without importing what the commands run."""
 
 import argparse
 import functools
@@ -34,12 +34,12 @@ _ONLY_IN_FULL_HELP = ("transformers", "launch")
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
 _LISTED = 8  # choices that `--help` lists before the description
-# What the values of options are, by the names of what reads them
+# Values of options, by the name of their type
 _KINDS = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
 
 
 class Key(NamedTuple):
-    """What a config file has under a key."""
+    """The value of a key in a config file, as YAML and as text."""
 
     value: Any
     text: str | None
@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 
 def read_config(path: str) -> dict[str, Key]:
-    """What a config file says."""
+    """The keys of a config file."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -86,7 +86,7 @@ def _text(node: yaml.Node) -> str | None:
 
 
 def shipped(folder: str, name: str) -> str:
-    """A YAML file, which may be one of those that come with this package."""
+    """The path of a YAML file, or of one in a folder of this package by its name."""
     if Path(name).is_file():
         return name
     root = Path(str(importlib.resources.files("trl_multimodal_rft").joinpath(folder)))
@@ -98,15 +98,7 @@ def shipped(folder: str, name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """
-    Parser of a command: errors are one line, which names the closest option, and `--config` reads options from a file.
-
-    Args:
-        prog (`str`):
-            Words of the command.
-        kwargs (`Any`):
-            Others of [`argparse.ArgumentParser`].
-    """
+    """Parser of a command: errors are one line with the closest option, and `--config` reads options from a file."""
 
     def __init__(self, prog: str, **kwargs: Any):
         super().__init__(prog, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
@@ -116,9 +108,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def parse_args(self, args=None, namespace=None):
-        """Parses a command line. Ends the process at an unknown option, before it asks for those that are missing."""
+        """Parses a command line. Unknown options end the process before missing ones do."""
         required = [action for action in self._actions if action.required and action.option_strings]
-        for action in required:  # unknown options first
+        for action in required:
             action.required = False
         parsed, rest = self.parse_known_args(args, namespace)
         for word in rest:
@@ -151,9 +143,7 @@ class Parser(argparse.ArgumentParser):
     def parse_with_config(
         self, argv: Sequence[str], of_run: Callable[[dict[str, Key]], dict[str, Key]] | None = None
     ) -> argparse.Namespace:
-        """
-        Parses a command line whose `--config` may name a file or a recipe of this package. The command line wins.
-        """
+        """Parses a command line whose `--config` names a file or a recipe of this package. The command line wins."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         finder.error = self.error  # type: ignore[method-assign]
@@ -199,7 +189,7 @@ class Parser(argparse.ArgumentParser):
                 setattr(values, action.dest, value)
 
     def _read(self, action: argparse.Action, key: Key) -> Any:
-        """Value of an option for what a config file has, read as the command line would be."""
+        """Value of an option in a config file, read like the command line."""
         kind, takes_several = getattr(action.type, "__name__", "str"), action.nargs in ("+", "*")
         if isinstance(key.value, bool) and action.nargs == "*":  # `--debug`
             return [] if key.value else None
@@ -213,15 +203,6 @@ class Parser(argparse.ArgumentParser):
         if action.nargs == 0:
             return self._get_value(argparse.Action([], action.dest, type=_bool), words[0])
         return self._get_values(action, words)
-
-
-def to_bool(text: str) -> bool:
-    """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise ValueError(text)
 
 
 class LaunchAction(argparse.Action):
@@ -241,7 +222,7 @@ class _FullHelp(argparse.Action):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Names with underscores only, and defaults that say something."""
+    """Shows names with underscores alone, and no trivial defaults."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=32)
@@ -257,8 +238,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action):
         default = getattr(action, "shown_default", action.default)
-        says_nothing = default is None or default is False or default in (argparse.SUPPRESS, [], {})
-        if not action.option_strings or says_nothing or "efault" in action.help:
+        is_trivial = default is None or default is False or default in (argparse.SUPPRESS, [], {})
+        if not action.option_strings or is_trivial or "efault" in action.help:
             return action.help
         shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
         return f"{action.help} (default: {shown.replace('%', '%%')})"
@@ -266,7 +247,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The options of the launched commands: of TRL, transformers and accelerate in the versions that are installed."""
+    """The options of the launched commands, by the installed versions of TRL, transformers and accelerate."""
     file = importlib.resources.files(__package__ or "").joinpath("options.json")
     saved = json.loads(file.read_text(encoding="utf-8"))
     if saved["versions"] == {name: version(name) for name in saved["versions"]}:
@@ -282,11 +263,11 @@ def options_of(command: str) -> list[dict[str, Any]]:
 
 
 def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
-    """Parser of a command that `accelerate launch` runs."""
+    """Parser of a launched command."""
     epilog = (
         "`--help-all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
         "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
-        "such as `--num_processes`. All of them may be given on the command line and in the file of `--config`."
+        "such as `--num_processes`. The command line and the file of `--config` take all of them."
     )
     parser = Parser(
         prog,
@@ -297,12 +278,10 @@ def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: s
     )
     add = parser.add_argument
     add("--help-all", nargs=0, action=_FullHelp, help="show all options and exit")
-    add("--config", help="YAML file with options, or a recipe of this package by its name; the command line wins")
-    add("--accelerate_config", help="config of this package (cpu, single_gpu, multi_gpu, fsdp2, ...), or a file")
+    add("--config", help="YAML file with options or built-in recipe; the command line wins")
+    add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
-    takes_values = any(
-        option["name"] == "debug" for option in options
-    )  # transformers' own, such as underflow_overflow
+    takes_values = any(option["name"] == "debug" for option in options)  # of transformers: underflow_overflow
     how: dict[str, Any] = {"nargs": "*", "metavar": "OPTION"} if takes_values else {"action": "store_true"}
     add("--debug", help="show the traceback of an error" + "; with values: transformers' option" * takes_values, **how)
     known = {"debug"}
@@ -346,22 +325,25 @@ def _add_option(group: Any, option: dict[str, Any]) -> None:
 
 
 def _bool(text: str) -> bool:
-    return to_bool(text)
+    """Reads a boolean, as [`~transformers.HfArgumentParser`] does."""
+    values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    if text.lower() not in values:
+        raise ValueError(text)
+    return values[text.lower()]
 
 
 def _json(text: str) -> Any:
     return json.loads(text)
 
 
+_bool.__name__, _json.__name__ = "bool", "json"  # which messages of argparse show
+
+
 def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Reads `none` and `null`, too, as TRL does."""
+    """Reads `none` and `null` as well, as TRL does."""
 
     def read(text: str) -> Any:
         return None if text.lower() in ("none", "null") else convert(text)
 
     read.__name__ = convert.__name__
     return read
-
-
-for _each, _name in ((_bool, "bool"), (_json, "json")):
-    _each.__name__ = _name  # which messages of argparse show

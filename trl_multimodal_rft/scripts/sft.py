@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Supervised training on the rows of a dataset, see `trl-multimodal-rft sft --help`."""
 
+from functools import partial
+
 from trl import ModelConfig
 
 from ..trainers.sft_config import MultimodalSFTConfig
@@ -10,8 +12,4 @@ from .training import run
 
 
 ARGUMENTS = (SFTScriptArguments, MultimodalSFTConfig, ModelConfig)
-
-
-def main(script_args: SFTScriptArguments, training_args: MultimodalSFTConfig, model_args: ModelConfig) -> None:
-    """Trains and saves a model."""
-    run("sft", MultimodalSFTTrainer, script_args, training_args, model_args)
+main = partial(run, "sft", MultimodalSFTTrainer)
