@@ -308,10 +308,8 @@ class Actor(nn.Module):
         Samples completions, never with placeholders of media.
 
         Args:
-            input_ids (`torch.Tensor`):
-                Prompts, padded on the left, shape `(B, P)`.
-            attention_mask (`torch.Tensor`, *optional*):
-                1 on tokens, shape `(B, P)`; all ones by default.
+            input_ids, attention_mask (`torch.Tensor`):
+                Prompts, padded on the left, and 1 on their tokens (all by default), shape `(B, P)`.
             kwargs:
                 Media by the names of the model's forward, and options of
                 [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. The policy's temperature, and no
@@ -462,17 +460,17 @@ class Actor(nn.Module):
             )
         ratio = self.high_entropy_token_ratio
         if 0 < ratio < 1 and ratio != getattr(args, "top_entropy_quantile", None):
-            raise ValueError(f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile={ratio}`.")
+            raise ValueError(
+                f"The actor has `high_entropy_token_ratio={ratio}`; set `top_entropy_quantile` to the same."
+            )
         return self.model
 
     def save_pretrained(self, folder: str, **kwargs) -> None:
         """
-        Saves the model, or its adapter, as transformers and PEFT do.
+        Saves the model, or its adapter, with the arguments of its `save_pretrained`.
 
         Args:
             folder (`str`):
                 Target folder.
-            kwargs:
-                Arguments of the model's `save_pretrained`.
         """
         self.model.save_pretrained(folder, **kwargs)

@@ -38,11 +38,7 @@ def to(tensor: Any, device: torch.device | str) -> Any:
 
 def pin_memory(tensor: Any) -> Any:
     """
-    Pins CPU tensors, however deeply nested, so that they move to a GPU faster.
-
-    Args:
-        tensor (`Any`):
-            A tensor, or lists, tuples and dicts that hold tensors.
+    Pins CPU tensors, however deeply nested, so that they move to a GPU faster, see [`to`].
 
     Returns:
         `Any`: New containers of pinned tensors; the argument itself without CUDA.
@@ -102,12 +98,7 @@ class Record:
         return self
 
     def pin_memory(self) -> "Record":
-        """
-        Pins every tensor, in place.
-
-        Returns:
-            [`Record`]: Itself.
-        """
+        """Pins every tensor, in place, and returns itself."""
         for field in fields(self):
             setattr(self, field.name, pin_memory(getattr(self, field.name)))
         return self
