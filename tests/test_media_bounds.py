@@ -143,7 +143,7 @@ def test_what_is_too_long_is_not_decoded():
 
         def refused(data=data):
             for rules, window in ((DEFAULT_RULES, 30.0), (MediaRules(max_audio_seconds=30.0), None)):
-                with pytest.raises(MediaError, match="where 30 s are allowed"):
+                with pytest.raises(MediaError, match="where 30 s are allowed|limit of 30 s"):
                     load_audio(ref("audio", data, rules), RATE, window)
 
         assert allocated(refused)[1] < 40e6
@@ -156,7 +156,7 @@ def test_a_window_holds_where_the_rules_are_narrower():
     rules = MediaRules(max_audio_seconds=1.0)
     data = sound_file(noise(3.0, RATE), RATE)
     assert len(load_audio(ref("audio", data, rules), RATE, 0.5, "truncate")) == RATE // 2
-    with pytest.raises(MediaError, match="2 s where 1 s are allowed; cut it, or raise `max_audio_seconds`"):
+    with pytest.raises(MediaError, match="2 s exceed the limit of 1 s; cut it, or raise `max_audio_seconds`"):
         load_audio(ref("audio", data, rules), RATE, 2.0, "truncate")
 
 
@@ -224,7 +224,7 @@ def test_all_frames_together_have_most_pixels(decoder):
 
 
 def test_a_video_that_is_too_fast_is_named(decoder):
-    with pytest.raises(MediaError, match="row 3.*doesn't say how fast it is, but 5000 frames per second"):
+    with pytest.raises(MediaError, match="row 3.*invalid rate of 5000 frames per second"):
         load_video(ref("video", video_file(rate=5000)))
 
 
@@ -241,7 +241,7 @@ def icon_that_lies(size):
 @pytest.mark.filterwarnings("ignore:Image was not the expected size")
 def test_what_is_in_an_icon_has_most_pixels():
     assert load_image(ref("image", icon_that_lies((40, 30)))).size == (40, 30)
-    with pytest.raises(MediaError, match="40 x 30 pixels where 1,000 are allowed"):
+    with pytest.raises(MediaError, match="40 x 30 pixels exceed the limit of 1,000"):
         load_image(ref("image", icon_that_lies((40, 30)), MediaRules(max_image_pixels=1000)))
 
 
@@ -315,7 +315,7 @@ def test_entries_that_share_their_bytes_do_not_fill_the_memory(name):
     data = BOMBS[name]()
 
     def load():
-        with pytest.raises(MediaError, match="its metadata takes more than|its EXIF data takes more than"):
+        with pytest.raises(MediaError, match="its metadata takes more than|its EXIF data exceeds"):
             load_image(ref("image", data))
 
     assert len(data) < 300_000
@@ -359,7 +359,7 @@ def test_a_document_starts_no_program(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     (tmp_path / "i.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n")
-    with pytest.raises(MediaError, match="row 3, column 'image': a document of format EPS; draw it before"):
+    with pytest.raises(MediaError, match="row 3, column 'image': a document of format EPS; render it before"):
         load_image(ref("image", Image.open(tmp_path / "i.eps")))
     assert not (tmp_path / "started").exists()
     Image.new("RGB", (6, 4)).save(tmp_path / "i.pcx")
@@ -417,7 +417,7 @@ def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
         archive.writestr("i.png", bytes(60_000_000))
 
     def load():
-        with pytest.raises(MediaError, match=f"'i.png' is packed by method {method}; pack it anew by 'deflate'"):
+        with pytest.raises(MediaError, match=f"'i.png' is compressed by method {method}; compress it by 'deflate'"):
             load_image(ref("image", f"zip://i.png::{tmp_path / 'a.zip'}", MediaRules(max_media_bytes=10_000_000)))
 
     assert allocated(load)[1] < 10e6
@@ -437,7 +437,7 @@ def test_headers_of_archives_have_a_largest_size(tmp_path):
 
     def load():
         for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
-            with pytest.raises(MediaError, match="an archive with .* bytes of headers; split it"):
+            with pytest.raises(MediaError, match="the archive has .* bytes of headers; split it"):
                 load_image(ref("image", link))
 
     assert allocated(load)[1] < 40e6
@@ -504,7 +504,9 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeyp
     errors = []
 
     def run():
-        with pytest.raises(MediaError, match=f"row 3, column '{kind}': cannot read .*it is no regular file") as error:
+        with pytest.raises(
+            MediaError, match=f"row 3, column '{kind}': cannot read .*it isn't a regular file"
+        ) as error:
             load(ref(kind, path))
         errors.append(error)
 
@@ -701,7 +703,7 @@ def test_sounds_that_may_be_half_in_silence_are_refused(name):
     subtype = "ALAW" if name == "WVE" else "PCM_16"
     rate = 8000 if name == "WVE" else RATE
     with pytest.raises(
-        MediaError, match="this is no file of audio that is read; it starts with .*; convert it to WAV"
+        MediaError, match="this is no file of audio that can be read, it starts with .*; convert it to WAV"
     ):
         load_audio(ref("audio", sound_file(noise(1.0, rate, 1), rate, name, subtype=subtype)), RATE)
 
@@ -734,7 +736,7 @@ def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
         b"G" + addresses.ljust(187) + b"G",
     ):
         started = time.monotonic()
-        with pytest.raises(MediaError, match=f"this is no file of {kind} that is read; it starts with"):
+        with pytest.raises(MediaError, match=f"this is no file of {kind} that can be read, it starts with"):
             load(ref(kind, data))
         assert time.monotonic() - started < 5
 

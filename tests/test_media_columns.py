@@ -221,7 +221,7 @@ def test_tool_calls_survive():
         ({"images": "i"}, "row 1, column 'images': holds a str, not a list; rename the column to 'image'"),
         (
             {"audio": {"bytes": None, "path": None}},
-            "row 1, column 'audio': the values of ['bytes', 'path'] are all None",
+            "row 1, column 'audio': ['bytes', 'path'] are all None",
         ),
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (

@@ -260,7 +260,7 @@ def test_truncated_images_and_dead_links_are_named(tmp_path, site):
     (tmp_path / "i.jpg").write_bytes(data[: len(data) // 2])
     with pytest.raises(MediaError, match="row 3, column 'image': cannot read this image '.*i.jpg' .*truncated"):
         load_image(ref("image", tmp_path / "i.jpg"))
-    with pytest.raises(MediaError, match="row 3, column 'image': 'http.*gone.png' gives status 404"):
+    with pytest.raises(MediaError, match="row 3, column 'image': 'http.*gone.png' returns status 404"):
         load_image(ref("image", f"{site}/gone.png"))
 
 
@@ -369,7 +369,7 @@ def test_overlong_audio_is_refused_or_cut():
         ((SAMPLES, float("nan")), "the sampling rate is nan;"),
         ((SAMPLES[:0], RATE), "the audio is empty"),
         ((np.zeros((2, 0), np.float32), RATE), "the audio is empty"),
-        ((SAMPLES[:1], 48000), "1 samples are too short to hear anything"),
+        ((SAMPLES[:1], 48000), "1 samples are too short for a spectrogram"),
         ((SAMPLES, 16), "the sampling rate is 16; set it to the true rate in Hz"),
         ((np.stack([SAMPLES, -SAMPLES]), RATE), "its channels cancel each other out; give one of them"),
         ((SAMPLES * 32768, RATE), "float samples up to"),
@@ -475,10 +475,10 @@ def test_frames_are_a_video(tmp_path):
         (
             b"not a video",
             {},
-            "row 3, column 'video': this is no file of video that is read; it starts with b'not a video'",
+            "row 3, column 'video': this is no file of video that can be read, it starts with b'not a video'",
         ),
         ([frame(0)], {"fps": 0}, "row 3, column 'video': 'fps' is 0; set the frames per second"),
-        ([frame(0)], {"nframes": 1}, "row 3, column 'video': nframes of a list of frames has no effect, as all are"),
+        ([frame(0)], {"nframes": 1}, "row 3, column 'video': nframes has no effect on a list of frames"),
         ("v.mp4", {"sample_fps": 2.0}, "row 3, column 'video': 'sample_fps' is the rate of a list of frames; give"),
         ([], {}, "row 3, column 'video': the video has 0 of 0 frames"),
         ([frame(0), frame(1)[:32]], {}, "row 3, column 'video': the frames have different sizes; resize them"),

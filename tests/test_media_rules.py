@@ -239,7 +239,7 @@ def test_folder_of_relative_paths_widens_nothing(path, folder, tmp_path):
     run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, **OPTIONS)
     with pytest.raises(MediaError, match="other.png' is in none of `allowed_media_folders`"):
         run(InjectedOurs, FAMILY, rows(path), media_dir=media_dir, allowed_media_folders=[str(inside)], **OPTIONS)
-    with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which is no folder"):
+    with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which isn't a folder"):
         MediaRules(media_dir=str(folder / "nowhere"))
 
 

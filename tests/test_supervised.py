@@ -291,7 +291,7 @@ def test_media_change_the_loss(kind):
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},
-            r"row 1 of `ptx_dataset`: the completion holds '<\|image_pad\|>', which stands for media",
+            r"row 1 of `ptx_dataset`: the completion contains '<\|image_pad\|>', a placeholder of media",
         ),
     ],
 )
@@ -327,7 +327,7 @@ def test_template_that_writes_the_prompt_otherwise(kind):
     if kind == "text":
         rows = [{**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": "A cat?"}]}]} for row in rows]
     with pytest.raises(
-        ValueError, match="row 0 of `ptx_dataset`: the chat template writes the prompt otherwise when an"
+        ValueError, match="row 0 of `ptx_dataset`: the chat template renders the prompt differently when an"
     ):
         encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
 

@@ -621,7 +621,7 @@ def test_plain_text_keeps_the_token_of_its_model(folder):
         MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<image>'"
     ):
         run(InjectedOurs, "llava", dataset)
-    (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], own_tokens=["<image>"])
+    (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], placeholders=["<image>"])
     assert restore_media(row["prompt"]) == user(
         {"type": "image", "image": "i"}, text("<image> "), {"type": "audio", "audio": "a"}
     )
