@@ -202,10 +202,12 @@ def test_answers_that_are_withheld(mmau):
 
 def test_recordings_that_are_not_there_and_rows_of_another_layout(mmau, tmp_path, caplog):
     (mmau / "test-mini-audios" / "id-3.wav").unlink()
-    with pytest.raises(FileNotFoundError, match=r"row 3: there is no audio file .*id-3.wav; .*`skip_missing=True`"):
+    with pytest.raises(
+        FileNotFoundError, match=r"row 3: the audio file .*id-3.wav doesn.t exist; .*`skip_missing=True`"
+    ):
         load_mmau(mmau)
     dataset = load_mmau(mmau, skip_missing=True)
-    assert dataset["id"][:] == ["id-0", "id-1", "id-2", "id-4"] and "1 of 5 rows are left out" in caplog.text
+    assert dataset["id"][:] == ["id-0", "id-1", "id-2", "id-4"] and "1 of 5 rows are skipped" in caplog.text
     assert dataset[3]["audio"]["path"].endswith("id-4.wav") and dataset[3]["solution"] == "Man"
     for i in range(5):
         write_wav(tmp_path / "elsewhere" / f"id-{i}.wav", i)
@@ -354,7 +356,7 @@ def test_images_without_their_marks(geo3k):
     with pytest.raises(ValueError, match="row 1, column 'images': 2 for 1 '<image>' in the text"):
         load_geo3k(geo3k / "wrong.parquet")
     rows.remove_columns("images").to_parquet(geo3k / "wrong.parquet")
-    with pytest.raises(ValueError, match="row 0, column 'images': there is none for '<image>'"):
+    with pytest.raises(ValueError, match="row 0, column 'images': has no image for '<image>'"):
         load_geo3k(geo3k / "wrong.parquet")
 
 

@@ -390,7 +390,7 @@ def test_an_extractor_may_have_a_side_of_its_own():
     processor.feature_extractor = FromTheLeft(**settings)
     check_processor(processor)
     processor.feature_extractor.padding_side = "right"
-    with pytest.raises(ValueError, match="pads audio on the right, FromTheLeft by itself on the left"):
+    with pytest.raises(ValueError, match="pads audio on the right, but FromTheLeft by default on the left"):
         check_processor(processor)
 
 

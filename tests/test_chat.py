@@ -95,7 +95,7 @@ def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     digit = "Which digit is spoken?"
     assert namespace["answer"] == client.predict(digit, handle_file(tmp_path / "0.wav"), api_name="/ask")
     (tmp_path / "none.wav").write_text("no sound")
-    with pytest.raises(AppError, match="^this is no file of audio that is read"):
+    with pytest.raises(AppError, match="^this is no file of audio that can be read"):
         client.predict(QUESTION, handle_file(tmp_path / "none.wav"), api_name="/ask")
     with pytest.raises(AppError, match="There is no question"):
         client.predict(" ", None, api_name="/ask")

@@ -167,10 +167,7 @@ def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
     encode_row("qwen2_5_vl", {"prompt": user(block, text("Describe"))})
     assert not said
     encode_row("llava", {"prompt": user(block, text("Describe"))})
-    assert said == [
-        "LlavaProcessor doesn't read max_pixels of blocks, which have no effect; set them in the configuration of its "
-        "processor."
-    ]
+    assert said == ["LlavaProcessor ignores max_pixels of blocks; set them in the configuration of its processor."]
 
 
 def read_by(processor, path, **options):
@@ -260,8 +257,8 @@ def test_a_placeholder_needs_media(name):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("qwen2_audio", {"audio": 5}, "'audio': 5 samples are too short to hear anything; remove the row"),
-        ("gemma4", {"audio": 160}, "'audio': 160 samples are too short to hear anything; remove the row"),
+        ("qwen2_audio", {"audio": 5}, "'audio': 5 samples are too short for a spectrogram; remove the row"),
+        ("gemma4", {"audio": 160}, "'audio': 160 samples are too short for a spectrogram; remove the row"),
         ("qwen2_audio", {"audio": 400}, None),
         ("phi4_multimodal", {"audio": 400}, None),
         ("qwen2_5_vl", {"image": (1, 1)}, None),

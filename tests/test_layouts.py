@@ -121,7 +121,7 @@ def test_verl(form, tmp_path, capsys):
     with pytest.raises(SystemExit):  # as it is
         words = ["check", "--dataset_name", str(tmp_path / "verl"), "--num_workers", "0"]
         main([*words, "--model_name_or_path", str(saved("qwen2_5_vl"))])
-    assert "are those of verl, by `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
+    assert "convert the verl rows with `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
     main(["prepare", "verl", str(tmp_path / "verl"), "--output_dir", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     assert "train: 3 rows of prompt, images, solution, data_source, ability, extra_info" in shown
@@ -240,9 +240,13 @@ def test_video_r1(files, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "row", "message"),
     [
-        ("llava", {"image": "media/9.png"}, r"row 1, column 'image': there is no file '.*9.png'; name the folder"),
+        (
+            "llava",
+            {"image": "media/9.png"},
+            r"row 1, column 'image': the file '.*9.png' doesn't exist; pass the folder",
+        ),
         ("llava", {"image": ["media/0.png"] * 2}, "row 1, column 'images': 2 for 1 '<image>' in the text"),
-        ("llava", {"image": None}, "row 1, column 'images': there is none for '<image>'"),
+        ("llava", {"image": None}, "row 1, column 'images': has no image for '<image>'"),
         ("llava", {"image": 3}, "row 1, column 'image': 3 is no path"),
         ("sharegpt", {"conversations": LLAVA[0]["conversations"][:1]}, "row 1, column 'conversations': the last mess"),
         ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}]}, r"'conversations\[0\]': .* is no"),

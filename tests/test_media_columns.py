@@ -200,7 +200,7 @@ def test_tool_calls_survive():
             for clips in (["a.mp4", "b.mp4"], [{"bytes": None, "path": "a.MOV"}], ["https://a.b/c.webm?key=0"])
         ),
         ({"images": "i"}, "row 1, column 'images': holds a str, not a list; rename the column to 'image'"),
-        ({"audio": {"bytes": None, "path": None}}, "row 1, column 'audio': the values of ['bytes', 'path'] are all"),
+        ({"audio": {"bytes": None, "path": None}}, "row 1, column 'audio': ['bytes', 'path'] are all None"),
         ({"audios": ["a", None]}, "row 1, column 'audios[1]': is None; leave it out"),
         (
             {"prompt": user({"type": "image"}, {"type": "image"}, text("?")), "images": ["i", "j", "k"]},

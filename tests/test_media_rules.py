@@ -197,7 +197,7 @@ def test_folder_of_relative_paths_widens_nothing(folder):
         narrow = MediaRules(media_dir=str(media_dir), allowed_media_folders=(str(inside),))
         with pytest.raises(MediaError, match="other.png' is in none of `allowed_media_folders`"):
             load_image(MediaRef("image", path, {}, "image", 0, narrow))
-    with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which is no folder"):
+    with pytest.raises(ValueError, match=f"`media_dir` is '{folder}/nowhere', which isn't a folder"):
         MediaRules(media_dir=str(folder / "nowhere"))
     with pytest.raises(MediaError, match=rf"'{folder}/b.png' \(relative paths start from `media_dir`, '{folder}'\)"):
         load_image(MediaRef("image", "b.png", {}, "image", 3, MediaRules(media_dir=str(folder))))

@@ -286,7 +286,7 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
         "modls/audio": f"There is no such folder in '{tmp_path}'. '{tmp_path}' has 'models'. On the Hub: We",
         "someone/model": f"The model 'someone/model' can't be loaded. There is no such folder in '{tmp_path}'.",
         "./x/y": "'.' has no 'x'.",
-        "~/x": "`~` isn't replaced; write",
+        "~/x": "`~` isn't expanded; write",
         "models/no-weights": "'models/no-weights' can't be loaded: the folder has no weights (*.safetensors); name a",
         "models/run": "the folder has no config.json; it holds 'checkpoint-20'; name one, such as "
         "'models/run/checkpoint-20'.",

@@ -102,7 +102,7 @@ def test_mixture_of_files(streaming, folder):
         (["files", "--dataset_config", "en"], "the dataset 'files' can't be read: BuilderConfig 'en' not found"),
         (["empty.jsonl"], "the dataset 'empty.jsonl' can't be read: it has no rows"),
         (["broken.jsonl"], "the dataset 'broken.jsonl' can't be read: JSON parse error: "),
-        (["user/data"], "the dataset 'user/data', which is no file or folder here, can't be read: "),
+        (["user/data"], "the dataset 'user/data', which is no local file or folder, can't be read: "),
     ],
 )
 def test_what_cant_be_read(words, message, folder):

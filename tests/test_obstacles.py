@@ -171,8 +171,8 @@ REFUSED = {
     "Kosmos2ForConditionalGeneration": "(kosmos-2) can't be trained: neither its config nor Words names a token",
     "Kosmos2_5ForConditionalGeneration": "(kosmos-2.5) can't be trained: neither its config nor Words names a token",
     "Blip2ForConditionalGeneration": "(blip-2) can't be trained: it is an encoder-decoder",
-    "KyutaiSpeechToTextForConditionalGeneration": "can't be trained: it hears a piece of the audio with every token",
-    "VoxtralRealtimeForConditionalGeneration": "can't be trained: it hears a piece of the audio with every token",
+    "KyutaiSpeechToTextForConditionalGeneration": "can't be trained: it consumes one audio frame per generated token",
+    "VoxtralRealtimeForConditionalGeneration": "can't be trained: it consumes one audio frame per generated token",
 }
 
 

@@ -106,7 +106,7 @@ def test_text_of_messages(script, written, folder):
     with pytest.raises(MediaError) as error:
         command(script)
     remedy = f"`dataset.map(lambda row: {{'prompt': {decode}(row['prompt'])}})`"
-    message = f"row 0, column 'prompt': is the text of a list of messages; decode it, such as by {remedy}"
+    message = f"row 0, column 'prompt': is the text of a list of messages; decode it: {remedy}"
     assert re.sub(r"row \d", "row 0", str(error.value)) == message
 
 
@@ -141,10 +141,10 @@ def test_rows_of_other_layouts(row, remedy, folder):
 
 def test_supervised_rows_of_other_layouts(folder):
     Path("rows.jsonl").write_text(json.dumps({"query": "What is it?", "response": "A bird."}) + "\n")
-    with pytest.raises(ValueError, match="it needs `prompt` and .* by `trl-multimodal-rft prepare ms-swift`"):
+    with pytest.raises(ValueError, match="it needs `prompt` and .* with `trl-multimodal-rft prepare ms-swift`"):
         command(sft)
     Path("rows.jsonl").write_text(json.dumps({"conversations": CHAT, "audios": ["clips/0.wav"]}) + "\n")
-    with pytest.raises(MediaError, match="the role is 'human'; convert .* by `trl-multimodal-rft prepare sharegpt`"):
+    with pytest.raises(MediaError, match="the role is 'human'; convert .* with `trl-multimodal-rft prepare sharegpt`"):
         command(sft, "--per_device_train_batch_size", "1")
     Path("rows.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "completion": "A bird."}) + "\n")
     with pytest.raises(MediaError, match=r"got \['from', 'value'\]; convert .* `trl-multimodal-rft prepare sharegpt`"):

@@ -101,7 +101,7 @@ def test_extra_columns_have_a_value_for_every_row():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"asks for \['first'\], .* only \['length'\]"):
+    with pytest.raises(ValueError, match=r"uses \['first'\], .* only \['length'\]"):
         apply_recipe({"length": length}, RECIPE)
     functions = apply_recipe({"length": length, "first": first}, RECIPE)
     with pytest.raises(ValueError, match=r"row 2 has the label 'typo', .*\['count', 'describe', 'free'\]"):

@@ -242,7 +242,7 @@ def test_a_dictionary_as_reference_is_an_error(reward):
         reward(["7", "7"], solution=["A", {"unit": "m", "value": 7}], choices=[["A"]] * 2)
     message = str(raised.value)
     assert message.startswith("row 1, column 'solution': ") and "dict with the keys ['unit', 'value']" in message
-    assert "a list of those that are right" in message and "\n" not in message
+    assert "a list of right answers" in message and "\n" not in message
 
 
 def test_references():

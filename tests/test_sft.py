@@ -336,7 +336,7 @@ WRONG = {
     "media of the assistant": (
         {"messages": [say("user", "Is it?"), say("assistant", "<image>")], "image": image(56, 56)["image"]},
         {},
-        "row 0, column 'image': what the assistant says is text",
+        "row 0, column 'image': assistant messages are text",
     ),
     "too long": (
         {"prompt": "What is it?", "completion": "A cat.", "image": image(112, 112)["image"]},
@@ -410,5 +410,5 @@ def test_prefix_models_learn_completions_only(tmp_path):
     row = {"prompt": [say("user", "What is it?")], "completion": [say("assistant", "A cat.")]}
     row["image"] = image(56, 56)["image"]
     assert encode_sequence(row, processor, model).learned.any()
-    with pytest.raises(ValueError, match="row 0: paligemma reads what comes before an answer in both directions"):
+    with pytest.raises(ValueError, match="row 0: paligemma has bidirectional attention before an answer"):
         encode_sequence(row, processor, model, completion_only=False)

@@ -284,7 +284,7 @@ def test_media_change_the_loss(kind):
         ),
         (
             {"prompt": [{"role": "user", "content": "A cat?"}], "completion": "<|image_pad|>"},
-            r"row 1 of `ptx_dataset`: the completion holds '<\|image_pad\|>', which stands for media",
+            r"row 1 of `ptx_dataset`: the completion contains '<\|image_pad\|>', a placeholder of media",
         ),
         ({"prompt": "A cat?", "image": {"path": "missing.png"}, "completion": "No"}, "row 1, column 'image': no such"),
         (
@@ -312,7 +312,7 @@ def test_template_that_writes_the_prompt_otherwise(kind):
     rows = rows_of(kind)
     if kind == "text":
         rows = [{**row, "prompt": [{"role": "user", "content": [{"type": "text", "text": "A cat?"}]}]} for row in rows]
-    message = "row 0 of `ptx_dataset`: the chat template writes the prompt otherwise when an"
+    message = "row 0 of `ptx_dataset`: the chat template renders the prompt differently when an"
     with pytest.raises(ValueError, match=message):
         encoded(rows, FAMILY[kind], template_kwargs={"chat_template": template})
 

@@ -570,7 +570,7 @@ def test_plain_text_keeps_the_token_of_its_model(folder):
     dataset = pictures(folder, "image").map(lambda row: {"prompt": "USER: <image>\nWhat? ASSISTANT:"})
     with pytest.raises(MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<im"):
         run(InjectedOurs, "llava", dataset)
-    (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], own_tokens=["<image>"])
+    (row,) = rows_to_messages([{"prompt": "<image> <audio>", "image": "i", "audio": "a"}], placeholders=["<image>"])
     blocks = {"type": "image", "image": "i"}, text("<image> "), {"type": "audio", "audio": "a"}
     assert restore_media(row["prompt"]) == user(*blocks)
 

@@ -1,43 +1,39 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-What depends on a model's architecture: one row per family, with the reason.
-
-A family of which nothing is to be said needs no row.
-"""
+"""Special cases of model architectures: one row per family, with the reason. Other families need no row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-# Also the order in which media without a placeholder are put before the text
+# Also the order in which media without a placeholder precede the text
 MODALITIES = ("image", "video", "audio")
 
 # Processor outputs that hold one value per token. Everything else a processor returns is media, which joins across
 # prompts on the first dimension, whatever it counts (images, tiles, patches, windows).
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
-# Those of them in which the tokens before and behind a medium are a part of it
+# Token fields in which the tokens before and after a medium belong to it
 TOKEN_FIELDS_WITH_ENDS = ("moe_mm_token_type_ids",)
 
-# Tensors that hold the patches of all media in one row, by the sizes beside them. They join on their last dimension.
+# Tensors with the patches of all media in one row, by the name of their sizes. They are joined on the last dimension.
 PATCH_ROWS = {"target_sizes": "pixel_values", "target_sizes_videos": "pixel_values_videos"}
 
-# What processors say about images beside their pixels
+# Outputs of processors for images, other than pixels
 IMAGE_SIZES = ("image_sizes", "image_attention_mask")
 
-# Parts of names that media tensors have if they are audio; images have more names than can be listed
+# Parts of the names of audio tensors; those of images are too many to list
 AUDIO_NAMES = ("audio", "input_features", "feature_attention_mask", "input_values")
 
-# What forwards call features of audio and their mask
+# Names of audio features and their masks in forwards
 AUDIO_FEATURES = ("input_features", "audio_input_features")
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask")
 
-# Where processors keep what turns sound into features
+# Attributes of processors that extract audio features
 AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 
 
-_HEARS_AS_IT_WRITES = "it hears a piece of the audio with every token that it writes, so no text follows a prompt"
+_STREAMING = "it consumes one audio frame per generated token, so there is no prompt/completion split"
 
 
 def _qwen3_omni_tokens(model, frames):
@@ -59,59 +55,59 @@ def _whisper_window(processor) -> float:
 @dataclass(frozen=True)
 class Family:
     """
-    What is particular to a family of models. The defaults are what holds for all others.
+    Special cases of a family of models. The defaults hold for all others.
 
     Args:
         model_types (`tuple[str, ...]`, *optional*):
             `model_type` of the configs.
         processors (`tuple[str, ...]`, *optional*):
-            Names of the processors' classes, where something is to be said about them.
+            Class names of processors with special cases.
         isolate (`str`, *optional*):
-            `"media"` if media must not be padded or mixed to join prompts, `"prompt"` if prompts must not be padded
-            either, `None` if they may. The self-check finds others.
+            `"media"` if media must not be padded or batched across prompts, `"prompt"` if prompts must not be padded
+            either, `None` otherwise. The self-check finds others.
         media_padding (`Mapping[str, int]`, *optional*):
-            What pads a media tensor when prompts join, where it is not 0.
+            Padding values of media tensors in joined prompts, if not 0.
         indexed_media (`Mapping[str, str]`, *optional*):
-            By the name of a media tensor that holds places in another, counted over its dimensions but the last, that
-            other. Negative places are none.
+            Media tensors that hold indices into another one, over all its dimensions but the last, and the name of
+            that one. Negative indices are padding.
         token_field_fill (`Mapping[str, int]`, *optional*):
-            What a token field holds on text that follows the prompt, where it is not 0.
+            Values of token fields on text after the prompt, if not 0.
         token_masks (`tuple[str, ...]`, *optional*):
-            Processor outputs that say of each token which media its layers of cross-attention look at. Text that
-            follows the prompt looks at those of the prompt's last token.
+            Processor outputs with the media that each token attends to in cross-attention. Text after the prompt
+            attends to those of the last prompt token.
         blank_media (`bool`, *optional*, defaults to `False`):
-            Whether the processor writes blank media for text alone, without which there is no forward.
+            Whether the processor adds blank media to text-only prompts, which the forward requires.
         query_scale (`Callable`, *optional*):
-            From an attention layer and places of tokens to what scales their queries, where the layer takes the places
-            in the row for those in the sequence.
+            A function of an attention layer and token positions that returns the scale of their queries, if the layer
+            uses positions in the row instead of the sequence.
         padded (`str`, *optional*):
-            Why completions of the family can't share their prompt, where nothing else tells.
+            Why completions of the family can't share their prompt, if no other field shows it.
         refused (`str`, *optional*):
-            Why the family can't be trained.
+            Why training doesn't support the family.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
-            Whether token fields tell media from text.
+            Whether token fields distinguish media from text.
         audio_limit (`Callable`, *optional*):
-            From a processor to the seconds after which it cuts audio without a word. The others split long audio in
-            windows.
+            A function of a processor that returns the seconds after which it silently cuts audio. Others split long
+            audio into windows.
         audio_tokens (`Callable`, *optional*):
-            From a model and the sums of its mask of audio to the tokens of each clip, where Whisper's rule isn't it.
+            A function of a model and the sums of its audio mask that returns the tokens of each clip, if it isn't
+            Whisper's.
         has_frame_mask (`bool`, *optional*, defaults to `True`):
-            Whether the mask of audio is one of frames, so that all ones stand for it where it is left out.
+            Whether the audio mask is one of frames, so that all ones replace a missing one.
         takes_base64_audio (`bool`, *optional*, defaults to `False`):
-            Whether the chat template takes audio only as an encoded file.
+            Whether the chat template requires audio as an encoded file.
         has_qwen_vl_utils (`bool`, *optional*, defaults to `False`):
             Whether options of images and videos are those of qwen-vl-utils, which then samples and resizes them.
         samples_frames (`bool`, *optional*, defaults to `False`):
-            Whether the processor samples frames at the rate of its video processor, whatever `do_sample_frames` of
-            that says.
+            Whether the processor samples frames at the rate of its video processor, even without `do_sample_frames`.
         bounds_whole_videos (`bool`, *optional*, defaults to `False`):
             Whether `size` of the video processor bounds all frames of a video together, not each.
         towers (`Mapping[str, str]`, *optional*):
-            Dotted names of encoders that `get_encoder` doesn't know, by modality.
+            Dotted names, by modality, of encoders that `get_encoder` doesn't find.
         not_in_vllm (`tuple[str, ...]`, *optional*):
-            Kinds of media of which vLLM makes other tokens.
+            Kinds of media that vLLM expands to other tokens.
         trained_part (`Mapping[str, str]`, *optional*):
-            By the `model_type` of what is released, the class in transformers that loads what is trained of it.
+            The class in transformers that loads the trained part of a release, by the `model_type` of the release.
     """
 
     model_types: tuple[str, ...] = ()
@@ -146,11 +142,11 @@ FAMILIES = (
     ),
     Family(
         model_types=("emu3",),
-        isolate="media",  # what pads an image reaches its codes
+        isolate="media",  # padding of an image affects its codes
     ),
     Family(
         model_types=("fun_asr_nano",),
-        isolate="media",  # its projector's attention sees what pads a clip
+        isolate="media",  # its projector attends to the padding of a clip
     ),
     Family(
         model_types=("gemma3n",),
@@ -166,7 +162,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("gemma4_unified",),
-        padded="the masks that it gives for generation aren't those of its forward",
+        padded="its masks for generation differ from those of its forward",
     ),
     Family(
         model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
@@ -193,16 +189,16 @@ FAMILIES = (
     ),
     Family(
         model_types=("instructblipvideo",),
-        refused="its forward hands the places of text tokens to the Q-Former, whose tokens are others",
+        refused="its forward passes positions of text tokens to the Q-Former, which has other tokens",
     ),
     Family(
         model_types=("internvl",),
         processors=("InternVLProcessor",),
-        not_in_vllm=("video",),  # which has a token of its own for them
+        not_in_vllm=("video",),  # vLLM uses another token for them
     ),
     Family(
         model_types=("kyutai_speech_to_text",),
-        refused=_HEARS_AS_IT_WRITES,
+        refused=_STREAMING,
     ),
     Family(
         model_types=("llama4", "llama4_text"),
@@ -224,13 +220,13 @@ FAMILIES = (
     ),
     Family(
         model_types=("mllama",),
-        isolate="media",  # what looks at no image looks at all, padding too
+        isolate="media",  # tokens that attend to no image attend to all, including padding
         token_masks=("cross_attention_mask",),
     ),
     Family(
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text
-        token_fields_mark_media=False,  # they tell the prompt from the completion
+        token_fields_mark_media=False,  # they distinguish prompt and completion
     ),
     Family(
         model_types=("perception_lm",),
@@ -238,7 +234,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("phi4_multimodal",),
-        isolate="media",  # hears otherwise beside images, and features depend on the sizes of those beside them
+        isolate="media",  # images in a batch change audio features, and their sizes those of other images
         has_frame_mask=False,
         towers={
             "image": "model.embed_tokens_extend.image_embed",
@@ -261,8 +257,8 @@ FAMILIES = (
         has_qwen_vl_utils=True,
         bounds_whole_videos=True,
     ),
-    # Omni models are released as a thinker, which reads media and writes text, with parts that speak. The thinker is
-    # what is sampled and trained, and its class finds its own weights and config in what is released.
+    # Omni models are released as a thinker, which reads media and generates text, with parts for speech. Only the
+    # thinker is sampled and trained; its class finds its weights and config in the release.
     Family(
         model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
         processors=("Qwen2_5OmniProcessor",),
@@ -273,7 +269,7 @@ FAMILIES = (
     Family(
         model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
         processors=("Qwen3OmniMoeProcessor",),
-        isolate="media",  # clips are padded to the longest before convolutions that don't know it
+        isolate="media",  # clips are padded to the longest before convolutions without a mask
         audio_tokens=_qwen3_omni_tokens,
         has_qwen_vl_utils=True,
         trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},
@@ -281,7 +277,7 @@ FAMILIES = (
     Family(
         model_types=("smolvlm",),
         processors=("SmolVLMProcessor",),
-        samples_frames=True,  # its `apply_chat_template` asks for it
+        samples_frames=True,  # in its `apply_chat_template`
     ),
     Family(
         model_types=("voxtral",),
@@ -290,7 +286,7 @@ FAMILIES = (
     ),
     Family(
         model_types=("voxtral_realtime",),
-        refused=_HEARS_AS_IT_WRITES,
+        refused=_STREAMING,
     ),
 )
 
@@ -317,12 +313,12 @@ def family_of_processor(processor: Any) -> Family:
 
 
 def media_padding(name: str) -> int:
-    """What pads a media tensor when prompts join. No two families call different things by one name."""
+    """The padding value of a media tensor. Names have the same meaning in all families."""
     return next((family.media_padding[name] for family in FAMILIES if name in family.media_padding), 0)
 
 
 def indexed_media(name: str) -> str | None:
-    """The media tensor in which another holds places. No two families call different things by one name."""
+    """The media tensor into which another holds indices. Names have the same meaning in all families."""
     return next((family.indexed_media[name] for family in FAMILIES if name in family.indexed_media), None)
 
 

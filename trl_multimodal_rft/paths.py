@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Whether a name is a path on this machine or a name on the Hub, told before anything heavy is imported."""
+"""Distinguishes local paths from names on the Hub, without heavy imports."""
 
 import difflib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Endings of files with rows that `datasets` reads
 DATA_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".tar", ".zip")
-# Endings of compressed files, which come after those
+# Further endings of compressed files
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 
 
@@ -20,7 +20,7 @@ def data_ending(name: str) -> str | None:
 
 
 def local_path(name: str) -> Path | None:
-    """The path that the name of a dataset or a model stands for."""
+    """The local path of a dataset or a model, `None` for a name on the Hub."""
     if "://" in name:
         return None
     path = Path(os.path.expanduser(name))
@@ -32,7 +32,7 @@ def local_path(name: str) -> Path | None:
 
 
 def nearest(path: Path) -> tuple[str, bool]:
-    """What the last folder of a path has that is there, and whether that is like what is missing."""
+    """The similar names in the last existing folder of a path, and whether there are any."""
     folder = next(parent for parent in [*path.parents, Path()] if parent.is_dir())
     missing = path.relative_to(folder).parts[0]
     names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))

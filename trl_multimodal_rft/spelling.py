@@ -69,7 +69,7 @@ REMOVED = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """What a message about an unknown name ends with: the similar or the new name as a sentence, or `""`."""
+    """The similar or new name as a sentence that ends a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):

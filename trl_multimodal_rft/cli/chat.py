@@ -65,7 +65,7 @@ def _content(text: str, media: dict[str, str], placeholders: list[str]) -> Any:
     """The content of a user message: media at the tags in the text or else first, as in a row with columns."""
     if not media:
         return text
-    [row] = rows_to_messages([{"prompt": text, **media}], own_tokens=placeholders)
+    [row] = rows_to_messages([{"prompt": text, **media}], placeholders=placeholders)
     return [
         {key: value.source if isinstance(value, MediaRef) else value for key, value in block.items()}
         for block in row["prompt"][0]["content"]

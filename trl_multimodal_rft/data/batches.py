@@ -83,7 +83,7 @@ class EpochBatches:
         if self.n_batches == 0:
             raise shape.too_few_rows(n_rows)
         self._shape, self._read = shape, read
-        # Those of two epochs: the next one is prefetched from
+        # Of two epochs, as rows of the next one are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
 
     def __len__(self) -> int:

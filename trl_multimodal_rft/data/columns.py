@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From dataset rows to chat messages whose media blocks hold opaque references, and back."""
+"""Converts dataset rows to chat messages whose media blocks hold opaque references, and back."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ from ..families import MODALITIES
 from .rules import DEFAULT_RULES, MediaRules
 
 
-# Dataset column -> kind of the media it holds. A column named like its kind holds one medium, the plural a list.
+# Dataset column -> kind of its media. A column with the name of the kind holds one medium, the plural a list.
 MEDIA_COLUMNS = {
     "image": "image",
     "images": "image",
@@ -28,10 +28,10 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
-# Keys under which others give media: OpenAI in blocks, Ollama next to the content of a message
+# Keys for media in other formats: OpenAI's in blocks, Ollama's next to the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
-# Options of the blocks of each kind: positive numbers, which must be whole but those in seconds and per second
+# Options of the blocks of each kind: positive numbers, whole except those in seconds and per second
 _SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
 OPTIONS = {
@@ -39,37 +39,37 @@ OPTIONS = {
     "audio": ("sampling_rate",),
     "video": (*_SIZE_OPTIONS, *_LIMIT_OPTIONS, "nframes", "fps", "sample_fps", "video_start", "video_end"),
 }
-# Those that only qwen-vl-utils reads
+# Options that only qwen-vl-utils reads
 QWEN_OPTIONS = (*_SIZE_OPTIONS, *_LIMIT_OPTIONS)
 FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
 _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 
-# Hints of other libraries about a medium, which change nothing here
+# Hints of other libraries about a medium, which are ignored
 _HINTS = ("detail", "format", "media_type", "mime_type")
 
-_SHAREGPT = "convert its rows, which are those of sharegpt, by `trl-multimodal-rft prepare sharegpt`"
+_SHAREGPT = "convert the sharegpt rows with `trl-multimodal-rft prepare sharegpt`"
 
-# Characters from which on a word is data, or is too long to be read in a message
+# Longer words in a message are data, and are shortened
 _LONGEST_WORD = 300
 
 # Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
-# Types of blocks that are text, and the key of what they say
+# Types of text blocks, and the key of their text
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
-# Types that every template may leave out, as most do with earlier thoughts
+# Types that a template may omit, as most omit earlier reasoning
 THOUGHT_TYPES = ("thinking", "reasoning")
 
-# Types whose strings are words, even if they name a file
+# Types whose strings are text, even if they name a file
 _WORD_TYPES = {*_TEXT_KEYS, *THOUGHT_TYPES, "tool_use", "tool_call", "tool_result", "function", "function_call"}
 
 KNOWN_TYPES = (
     "'text', 'image', 'audio' and 'video', OpenAI's ('input_text', 'image_url', 'input_image', 'input_audio' and so "
-    "on), 'thinking', and those that the chat template writes"
+    "on), 'thinking', and those of the chat template"
 )
 
 _ENDINGS = {
@@ -82,25 +82,25 @@ _ENDING = re.compile(
     re.IGNORECASE,
 )
 
-# A URL in a text, in which a quote may be part of it
+# A URL in a text, which may contain quotes
 _URL = re.compile(r"(?<![\w.+-])[A-Za-z][\w.+-]*://(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*")
 
 
 def without_credentials(text: str) -> str:
-    """Takes user information and queries, which may hold signatures, out of the URLs in a text."""
+    """Removes user information and queries, which may hold signatures, from the URLs in a text."""
     text = _URL.sub(lambda found: shown_url(found[0]), text)
     return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", text)
 
 
 def shown_url(url: str) -> str:
-    """Takes user information, the query and the fragment out of a URL, however they are written."""
+    """Removes user information, the query and the fragment from a URL, however they are encoded."""
     place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
     links = []
     for link in re.split(r"::(?=[\w.+-]+://)", place):
         scheme, separator, link = link.partition("://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
-        # A password may hold what ends the authority: a colon is in front of one, or of a port
+        # A password may contain characters that end the authority; a colon precedes it, or a port
         if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
             link = f"***@{parts[-1]}"
         elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
@@ -112,28 +112,20 @@ def shown_url(url: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message, in at most 80 characters of its beginning and end."""
+    """The start and end of a value in at most 80 characters, for messages."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
 class MediaError(ValueError):
-    """A medium that cannot be placed or decoded. The message names the row, the column and the remedy."""
+    """A medium that can't be placed or decoded. The message names the row, the column and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """
-    A medium as a dataset stores it, of a feature that would decode it. It is never copied.
+    """A medium as a dataset stores it, with the feature that decodes it. It is never copied."""
 
-    Args:
-        value (`dict[str, Any]`):
-            With `"bytes"`, `"path"`, or both.
-        feature (`datasets.Audio`, `datasets.Image` or `datasets.Video`):
-            The feature.
-    """
-
-    value: dict[str, Any]
+    value: dict[str, Any]  # with "bytes", "path", or both
     feature: Any
 
     @property
@@ -148,11 +140,10 @@ class Encoded:
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class MediaRef:
     """
-    Opaque handle to one medium of a dataset row, made to travel inside chat messages.
+    Opaque reference to one medium of a dataset row, for chat messages.
 
-    TRL deep-copies prompts and gathers them from all processes. A reference is never copied, and is pickled as the
-    short text `"<audio>"`, so that the medium stays where it is. Two references are equal only if they are the same
-    object.
+    TRL deep-copies prompts and gathers them from all ranks. A reference is never copied, and is pickled as the short
+    text `"<audio>"`, so that the medium isn't moved. Two references are equal only if they are the same object.
 
     Args:
         kind (`str`):
@@ -166,7 +157,7 @@ class MediaRef:
         row (`int`):
             Number of the row in its dataset, or in a list of rows.
         rules ([`~data.rules.MediaRules`], *optional*):
-            From where the medium may come, and how large it may be. Whatever opens it obeys them.
+            Allowed sources and sizes.
     """
 
     kind: str
@@ -178,20 +169,20 @@ class MediaRef:
 
     def error(self, message: str) -> MediaError:
         """
-        The error that tells which row and column a message is about.
+        Returns an error that names the row and the column.
 
         Args:
             message (`str`):
-                What is wrong, and the remedy.
+                The problem and the remedy.
 
         Returns:
-            [`MediaError`]: To be raised.
+            [`MediaError`]: The error to raise.
         """
         return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {self.shown(message)}")
 
     def shown(self, text: str) -> str:
         """
-        Takes credentials out of a text, such as an error about this medium.
+        Removes credentials from a text, such as an error about this medium.
 
         Args:
             text (`str`):
@@ -207,7 +198,7 @@ class MediaRef:
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
-        """The name of a file whose bytes the row holds, so that it can be found."""
+        """The name of a file whose bytes the row holds."""
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
@@ -229,45 +220,43 @@ class MediaRef:
 def rows_to_messages(
     rows: Sequence[Mapping[str, Any]],
     ignored: Collection[str] = (),
-    own_tokens: Collection[str] = (),
+    placeholders: Collection[str] = (),
     rules: MediaRules = DEFAULT_RULES,
 ) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
 
-    Media inline in the prompt keep their place; they are given under the name of their kind (`"audio"`), or as
-    `"audio_url"`, `"base64"`, `"bytes"`, `"path"` or `"url"`. Blocks of OpenAI's types (`"image_url"`,
-    `"input_audio"`, `"input_text"`) are taken, too. Placeholders without a medium (`{"type": "image"}`) take the media
-    of the columns in order. Where a row has media of a kind in a column and no placeholder for it, the literal text
-    `"<image>"`, `"<video>"` or `"<audio>"` is one, but in what assistants and tools say. Without any, that kind's
-    media are put at the start of the first user message: images, then videos, then audios.
+    Media in blocks of the prompt keep their place; their key is their kind (`"audio"`), `"audio_url"`, `"base64"`,
+    `"bytes"`, `"path"` or `"url"`. OpenAI's block types (`"image_url"`, `"input_audio"`, `"input_text"`) work, too.
+    Media of columns fill placeholders without a medium (`{"type": "image"}`) in order. If a row has a column of a kind
+    but no such placeholder, the literal texts `"<image>"`, `"<video>"` and `"<audio>"` are placeholders, except in
+    assistant and tool messages. Media of a kind without any placeholder go to the start of the first user message:
+    images, then videos, then audios.
 
-    The rows of a batch come out alike: if any row has media or a conversational prompt, every plain-text prompt
-    becomes one user message (so that TRL gives its completions to reward functions as messages, too), and if any row
+    All rows of a batch get the same format: if any row has media or a conversational prompt, every plain-text prompt
+    becomes one user message (so that TRL passes its completions to reward functions as messages, too), and if any row
     has media, every string content becomes a text block. Plain-text prompts in a batch without media stay strings, as
     TRL expects for text.
 
     Args:
         rows (`Sequence[Mapping[str, Any]]`):
-            Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], `None` where a row has
-            none. Errors name the `number` of a [`~data.rows.Row`], and the place of other rows. They are not
-            modified.
+            Dataset rows with a `"prompt"` (text or messages) and any of the [`MEDIA_COLUMNS`], which may be `None`.
+            Errors name the `number` of a [`~data.rows.Row`], or the index of other rows. They are not modified.
         ignored (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that are not for the prompt.
-        own_tokens (`Collection[str]`, *optional*, defaults to `()`):
-            The model's own placeholders. Where `"<image>"` is one, a plain-text prompt keeps it as it is.
+            Media columns that no prompt gets.
+        placeholders (`Collection[str]`, *optional*, defaults to `()`):
+            The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
         rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be, for all that open them.
+            Allowed sources and sizes of media.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
         `{"type": kind, kind: MediaRef}`.
 
     Raises:
-        MediaError: If a prompt is neither text nor messages with a role and a content, both columns of a kind are set,
-            a column does not hold one medium or a list as its name says, the placeholders of a prompt do not match the
-            media of its row, no user message can receive them, a message holds media where nothing reads them, or a
-            block has an option that doesn't exist or makes no sense.
+        MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a kind are
+            set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media of
+            their row, if no user message can receive them, or if a message has unread media or an invalid option.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     for number, row in zip(numbers, rows, strict=True):
@@ -280,7 +269,7 @@ def rows_to_messages(
     if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in own_tokens)]
+            tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in placeholders)]
             prompts[index] = _place(messages, media[index], numbers[index], tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_ruled(_as_blocks(message), rules) for message in messages] for messages in prompts]
@@ -293,16 +282,16 @@ def rows_to_messages(
 def blocks_to_refs(
     blocks: Sequence[Any], place: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
-    """Reads content blocks that don't come from a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
+    """Reads content blocks from outside a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
     message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
         if ref.source is None:
-            raise ref.error(f"the block holds no {ref.kind}; give it next to the type, under {ref.kind!r}")
+            raise ref.error(f"the block has no {ref.kind}; add it under {ref.kind!r}")
     return _ruled(message, rules)["content"]
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Whether a prompt has its media in its messages, as the trainers hand it to reward functions."""
+    """Whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -316,20 +305,20 @@ def block_kind(block_type: str | None) -> str | None:
 
 
 def file_kind(text: str) -> str | None:
-    """The kind of media that a text names by its ending, or as a `data:` URI. `None` for other texts."""
+    """The kind of media that a file name or a `data:` URI stands for, `None` for other texts."""
     uri = re.match("data:(image|video|audio)/", text)
     if uri:
         return uri.group(1)
     if len(text) > 4096 or text.startswith("data:") or "\n" in text:
         return None
     ending = _ENDING.search(text)
-    # A sentence may end in the name of a file
+    # A sentence may end with a file name
     is_path = ending is not None and (len(text.split()) == 1 or re.match(r"\S*[/\\]", text) is not None)
     return ending.lastgroup if is_path else None
 
 
 def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, Any]]:
-    """Finds media in any nesting of lists and dictionaries, as files hold them or as libraries decode them."""
+    """Finds media, encoded or decoded, in nested lists and dictionaries: their place, kind (if known) and value."""
     decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
     if isinstance(value, (MediaRef, Encoded)):
         yield place, value.kind, value
@@ -350,7 +339,7 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
         kind = block_kind(held.get("type"))
         if "array" in held and "sampling_rate" in held:
             yield place, "audio", value
-        elif held and "bytes" in value:  # Datasets' own, with a path alone, too
+        elif held and "bytes" in value:  # as in Datasets, with or without a path
             yield place, file_kind(str(held.get("path", ""))), value
         elif kind is not None and any(key in held for key in _source_keys(kind)):
             yield place, kind, value
@@ -374,8 +363,8 @@ def iter_refs(value: Any) -> Iterator[MediaRef]:
 
 def strip_media(value: Any) -> Any:
     """
-    Makes messages fit for logs: each [`MediaRef`] is replaced by a text such as `"<audio>"`, and each message content
-    by one string, so that all rows have one type and can be printed and written as JSON or Parquet.
+    Makes messages fit for logs: each [`MediaRef`] becomes a text such as `"<audio>"` and each message content one
+    string, so that all rows have one type and can be written as JSON or Parquet.
     """
     if isinstance(value, MediaRef):
         return repr(value)
@@ -405,12 +394,12 @@ def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
 
 
 def _absent(value: Any) -> bool:
-    # Arrow fills the keys that other rows have with None, and a missing struct with a struct of None
+    # Arrow fills keys of other rows with None, and a missing struct with a struct of None
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
 def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
-    """The media of the columns of a row, by kind."""
+    """The media in the columns of a row, by kind."""
     media = {kind: [] for kind in MODALITIES}
     for column, kind in MEDIA_COLUMNS.items():
         value = row.get(column)
@@ -418,10 +407,7 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
             continue
         whole = MediaRef(kind, value, {}, column, index)
         if _absent(value):
-            raise whole.error(
-                f"the values of {sorted(value)} are all None; give one, or set the column to None if there is no "
-                f"{kind}"
-            )
+            raise whole.error(f"{sorted(value)} are all None; set one of them, or the whole column to None")
         if column == kind:
             if _holds_several(kind, value):
                 raise whole.error(f"holds a list; rename the column to '{column}s'")
@@ -432,7 +418,7 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
             refs = [MediaRef(kind, item, {}, f"{column}[{i}]", index) for i, item in enumerate(value)]
             for ref in refs:
                 if _absent(ref.source):
-                    raise ref.error(f"is None; leave it out of the list, or set the whole column to None if no {kind}")
+                    raise ref.error("is None; leave it out of the list, or set the whole column to None")
         if refs and media[kind]:
             raise whole.error(f"the row also has '{kind}'; set one of the two columns to None")
         media[kind] += refs
@@ -440,7 +426,7 @@ def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
 
 
 def _holds_several(kind: str, value: Any) -> bool:
-    """Frames make a video, numbers a waveform and rows of pixels an image, but a list of files is none of them."""
+    """Whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
     if not isinstance(value, (list, tuple)):
         return False
     if kind == "image":
@@ -457,7 +443,7 @@ def _holds_several(kind: str, value: Any) -> bool:
 
 
 def check_decoded(text: Any, column: str, row: int) -> None:
-    """Refuses the text of a list of messages, which would be read as what the user says."""
+    """Refuses a serialized list of messages, which would become the text of a user message."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
     for name, decode in (("json.loads", json.loads), ("ast.literal_eval", ast.literal_eval)):
@@ -467,7 +453,7 @@ def check_decoded(text: Any, column: str, row: int) -> None:
             continue
         if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in messages):
             raise MediaError(
-                f"row {row}, column '{column}': is the text of a list of messages; decode it, such as by "
+                f"row {row}, column '{column}': is the text of a list of messages; decode it: "
                 f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
             )
         return
@@ -478,15 +464,14 @@ def _check_prompt(prompt: Any, row: int) -> None:
     is_text = isinstance(prompt, str)
     if not is_text and not (isinstance(prompt, list) and prompt):
         found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
-        raise MediaError(
-            f"row {row}, column 'prompt': is {found}; give a text or a list of messages, or remove the row"
-        )
+        remedy = "give a text or a list of messages, or remove the row"
+        raise MediaError(f"row {row}, column 'prompt': is {found}; {remedy}")
 
 
 def _place(
     messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int, tags: list[str]
 ) -> list[dict[str, Any]]:
-    """Copies `messages` with every media block holding its reference, and the media of the columns in place."""
+    """Copies messages and puts the media of the columns into them."""
     messages = [_parse_message(message, f"prompt[{m}]", row) for m, message in enumerate(messages)]
     placeholders = _placeholders(messages)
     tags = [kind for kind in tags if media[kind] and not placeholders[kind]]
@@ -502,15 +487,13 @@ def _place(
             raise blocks[0][kind].error(f"placeholder without {kind}; add the {kind} inline, or in column '{kind}s'")
         if blocks and len(blocks) != len(refs):
             column = refs[0].column.split("[")[0]
+            found = f"{kind} placeholders in the prompt; write one {{'type': '{kind}'}} block for each, or none at all"
             if kind in tags:
-                raise MediaError(
-                    f"row {row}, column '{column}': {len(refs)} for {len(blocks)} '<{kind}>' in the text of the "
-                    f"prompt; write one for each, or {{'type': '{kind}'}} blocks, which make '<{kind}>' plain text"
+                found = (
+                    f"'<{kind}>' in the text of the prompt; write one for each, or {{'type': '{kind}'}} blocks, which "
+                    f"make '<{kind}>' plain text"
                 )
-            raise MediaError(
-                f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {kind} placeholders in the prompt; "
-                f"write one {{'type': '{kind}'}} block for each, or none at all"
-            )
+            raise MediaError(f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {found}")
         for block, ref in zip(blocks, refs, strict=False):
             block[kind] = replace(ref, options=block[kind].options)
         if not blocks:
@@ -525,7 +508,7 @@ def _place(
 
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The blocks that wait for a medium, by kind."""
+    """Placeholder blocks by kind."""
     placeholders = {kind: [] for kind in MODALITIES}
     for message in messages:
         for block in message["content"] if isinstance(message.get("content"), list) else []:
@@ -536,15 +519,15 @@ def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) -> None:
-    """Makes placeholders of literal texts such as `"<image>"`."""
+    """Turns literal texts such as `"<image>"` into placeholders."""
     if message["role"] in ("assistant", "tool"):
-        return  # what they say of tags isn't about the row's media
+        return
     tag, blocks = re.compile(f"<({'|'.join(kinds)})>"), []
     for block in _as_blocks(message).get("content") or []:
         if block["type"] != "text" or not tag.search(block.get("text", "")):
             blocks.append(block)
             continue
-        for i, part in enumerate(tag.split(block["text"])):  # text and kind in turns
+        for i, part in enumerate(tag.split(block["text"])):  # text and kind alternate
             if i % 2:
                 blocks.append({"type": part, part: MediaRef(part, None, {}, where, row)})
             elif part:
@@ -557,10 +540,11 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
     """Copies a message and its blocks."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
-        remedy = "give it the role 'user', 'assistant' or 'system'"
+        is_sharegpt = isinstance(message, dict) and "from" in message
+        remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
         raise MediaError(
             f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; "
-            f"{_SHAREGPT if isinstance(message, dict) and 'from' in message else remedy}"
+            f"{remedy}"
         )
     if message["role"] in ("human", "gpt"):
         raise MediaError(f"row {row}, column '{where}': the role is {message['role']!r}; {_SHAREGPT}")
@@ -579,14 +563,14 @@ def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, A
         )
     if stray is not None:
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads the media in '{stray}' of a message; give each as a block "
-            "in a list of 'content', such as {'type': 'image', 'image': ...}, or in a media column of the row"
+            f"row {row}, column '{where}': nothing reads the media in '{stray}' of a message; move each to a block "
+            "of 'content', such as {'type': 'image', 'image': ...}, or to a media column"
         )
     return message
 
 
 def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
-    """Copies a content block. A medium becomes `{"type": kind, kind: MediaRef}`, a placeholder one of source None."""
+    """Copies a content block. A medium becomes `{"type": kind, kind: MediaRef}`, with source None in a placeholder."""
     if not isinstance(block, dict) or "type" not in block:
         raise MediaError(f"row {row}, column '{where}': a content block must be a dictionary with a 'type'")
     block = {key: item for key, item in block.items() if not _absent(item)}
@@ -595,19 +579,19 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(words, str):
         found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
         raise MediaError(
-            f"row {row}, column '{where}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or the "
-            "type of a medium"
+            f"row {row}, column '{where}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or a "
+            "media type"
         )
     kind = block_kind(name)
     sources = [_source(key, block.pop(key)) for key in _source_keys(kind) if key in block]
-    # Nothing reads what is left, but words and options, and those hold no media
+    # Of the remaining keys only text and options are read, which hold no media
     words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
     stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
     if stray is not None or (kind is not None and name != kind and block and not sources):
         raise MediaError(
             f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
-            f"so that the model would not get it; known types are {KNOWN_TYPES}, each medium in a block of its own, "
-            "such as {'type': 'audio', 'audio': ...}"
+            f"so the model would not get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
+            "{'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
         options = {key: _plain(item) for key, item in block.items() if key not in _HINTS}
@@ -620,7 +604,7 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number that a formatted dataset holds as an array or a tensor."""
+    """A number, which a formatted dataset returns as an array or a tensor."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -649,7 +633,7 @@ def _source_keys(kind: str | None) -> tuple[str, ...]:
 
 
 def _source(key: str, value: Any) -> Any:
-    """What a block holds, as readers take it: they don't know which texts are base64."""
+    """The medium of a block. Base64 becomes a `data:` URI, as loaders can't tell it from a path."""
     if isinstance(value, dict):
         key, value = next(((k, value[k]) for k in ("data", "base64") if value.get(k) is not None), (key, value))
     if key in ("data", "base64") and isinstance(value, str) and not value.startswith("data:"):
@@ -658,7 +642,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Whether a key of a block that nothing reads holds media; `files` whether texts that name some count."""
+    """Whether an unread key of a block holds media; with `files`, texts that name media files count."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:
@@ -667,14 +651,14 @@ def _is_stray(key: str, value: Any, files: bool) -> bool:
 
 
 def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
-    """Copies a message; a string content becomes a text block."""
+    """Copies a message and turns a string content into a text block."""
     if isinstance(message.get("content"), str):
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
     return {**message}
 
 
 def _ruled(message: dict[str, Any], rules: MediaRules) -> dict[str, Any]:
-    """Copies a message of blocks, whose media get their rules."""
+    """Copies a message of blocks and sets the rules of its media."""
     if not isinstance(message.get("content"), list):
         return message
     blocks = [

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Files of sounds and videos before a decoder sees them: that they are such files, and that they are whole."""
+"""Checks audio and video files before a decoder opens them: their format, and that they aren't cut off."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from typing import BinaryIO
 from .columns import MediaRef
 
 
-# Starts of the files that FFmpeg may be given: containers and streams of media, no lists of other files
+# Starts of the files that FFmpeg may open: media containers and streams, no playlists
 _MEDIA_STARTS = re.compile(
     rb"....ftyp|....(?:moov|mdat|free|skip|wide)|\x1aE\xdf\xa3|RIFF|RIFX|RF64|FORM.{4}AIF[FC]|caff|OggS|fLaC"
     rb"|\x30\x26\xb2\x75|FLV|\xff[\xe2-\xff]|\x00\x00\x01[\xb3\xba]|\x00\x00\x00\x01|#!AMR|\x0b\x77|GIF8|\.snd|DKIF|YUV4MPEG2"
@@ -19,44 +19,44 @@ _MEDIA_STARTS = re.compile(
     re.DOTALL,
 )
 
-# Those that tell where each frame is
+# Starts of files with an index of frames
 _INDEXED = re.compile(rb"....(?:ftyp|moov|mdat|free|skip|wide)|\x1aE\xdf\xa3", re.DOTALL)
 
-# Lists of files and of addresses, which FFmpeg finds behind any start: in the text before the first zero
+# Playlists and session descriptions, which FFmpeg detects after any start: in the text before the first zero
 _LISTS = re.compile(rb"<mpd|<smil|<assetmap|c=in ip|#extm3u|ffconcat", re.IGNORECASE)
-_PROBED = 2**20  # bytes by which FFmpeg knows a format
+_PROBED = 2**20  # bytes by which FFmpeg detects a format
 
-# What is written while it is recorded says of its length 0 or the largest number
+# Files that were written while recording have the length 0 or the largest number
 _LARGEST = 2**32 - 2**16
 
-_MOST_PARTS = 1_000_000  # of a file, that are looked at
-_ID3V1 = 128  # bytes of a tag behind an MP3, which some count as part of it
+_MOST_PARTS = 1_000_000  # parts of a file that are read
+_ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include in the length
 _OGG_FIRST, _OGG_LAST = 2, 4  # flags of the first and the last page of a stream
 _ASF_PROPERTIES = re.escape(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses what isn't a file of sounds or videos, such as a list of other files, which FFmpeg would open."""
-    _behind_tags(stream)
+    """Refuses files that aren't audio or video, such as playlists, whose files FFmpeg would open."""
+    _skip_tags(stream)
     start = stream.read(_PROBED)
     stream.seek(0)
     if not _MEDIA_STARTS.match(start) or _LISTS.search(start.partition(b"\0")[0]):
         fix = "WAV or FLAC" if ref.kind == "audio" else "MP4"
         raise ref.error(
-            f"this is no file of {ref.kind} that is read; it starts with {start[:16]!r}; convert it to {fix}"
+            f"this is no file of {ref.kind} that can be read, it starts with {start[:16]!r}; convert it to {fix}"
         )
 
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses a file that was cut off, which decoders read silently up to the cut.
+    Refuses truncated files, which decoders silently read up to the end.
 
-    Known of WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
-    IVF, GIF, and of MP3 with a header of LAME's. Others, such as MPEG-TS and AAC streams, don't say how long they are,
-    nor do recordings whose header was never completed: what there is of them is taken as all.
+    Covers WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
+    IVF, GIF, and MP3 with a LAME header. Other formats, such as MPEG-TS and AAC streams, and recordings with an
+    incomplete header don't store their length, and pass.
     """
     size = stream.seek(0, 2)
-    _behind_tags(stream)
+    _skip_tags(stream)
     start = stream.tell()
     head = stream.read(16)
     stream.seek(start)
@@ -68,7 +68,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses a PNG whose stream of pixels ends before the last of them, which decoders leave black."""
+    """Refuses a PNG whose pixel stream ends early, of which decoders leave the rest black."""
     place = stream.tell()
     stream.seek(8)
     expected, count, pixels = 0, 0, zlib.decompressobj()
@@ -83,7 +83,7 @@ def check_png(ref: MediaRef, stream: BinaryIO) -> None:
             while rest and count < expected and not pixels.eof:
                 try:
                     count += len(pixels.decompress(rest, 2**20))
-                except zlib.error:  # the decoder says so
+                except zlib.error:  # for which the decoder raises
                     count = expected
                 rest = pixels.unconsumed_tail
         if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
@@ -95,10 +95,10 @@ def check_png(ref: MediaRef, stream: BinaryIO) -> None:
 
 
 def _png_bytes(header: bytes) -> int:
-    """How many bytes all rows have, each with one for its filter."""
+    """The number of bytes of all pixel rows, each with one byte for its filter."""
     width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    # Adam7: where each pass begins, and its steps
+    # Adam7: the start and the steps of each pass
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     total = 0
     for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
@@ -107,27 +107,22 @@ def _png_bytes(header: bytes) -> int:
     return total
 
 
-def finds_frames(stream: BinaryIO) -> bool:
+def is_indexed(stream: BinaryIO) -> bool:
     """
-    Whether a file of a video tells where each frame is and when it is shown, as MP4, MOV, Matroska and WebM do. Of
-    others, such as AVI and MPEG-TS, what seems to be a frame's number or its time may be that of another.
-
-    Returns whether decoders may look for frames, which they otherwise must decode from the first.
+    Whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM have, so
+    that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
     """
-    _behind_tags(stream)
+    _skip_tags(stream)
     found = _INDEXED.match(stream.read(8))
     stream.seek(0)
     return found is not None
 
 
-def starts_anew(packet: bytes, extradata: bytes | None) -> bool:
+def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Whether no frame from a keyframe of H.264 on needs those before it. What players call keyframes may also be where a
-    picture begins to be refreshed part by part.
-
-    Returns whether it holds an IDR picture.
+    Whether no frame from an H.264 keyframe on depends on earlier frames. Other keyframes may start a gradual refresh.
     """
-    if not extradata or extradata[0] != 1:  # of files in which nobody seeks
+    if not extradata or extradata[0] != 1:  # a format in which decoders don't seek
         return False
     place, wide = 0, 1 + (extradata[4] & 3)
     while place + wide < len(packet):
@@ -137,8 +132,8 @@ def starts_anew(packet: bytes, extradata: bytes | None) -> bool:
     return False
 
 
-def _behind_tags(stream: BinaryIO) -> None:
-    """Moves to what is behind ID3 tags, which may stand before any format."""
+def _skip_tags(stream: BinaryIO) -> None:
+    """Skips ID3 tags, which may precede any format."""
     place = 0
     for _ in range(_MOST_PARTS):
         stream.seek(place)
@@ -151,12 +146,8 @@ def _behind_tags(stream: BinaryIO) -> None:
 
 
 def is_chained(stream: BinaryIO) -> bool:
-    """
-    Whether an Ogg file holds several streams one after the other, of which libsndfile reads the first alone.
-
-    Returns whether a stream begins behind the data of another.
-    """
-    _behind_tags(stream)
+    """Whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
+    _skip_tags(stream)
     begins, chained = True, False
     if stream.read(4) == b"OggS":
         stream.seek(-4, 1)
@@ -167,11 +158,11 @@ def is_chained(stream: BinaryIO) -> bool:
     return chained
 
 
-# Each says what is missing of a file, if it was cut off
+# Each returns what is missing of a truncated file
 
 
 def _short(begin: int, length: int, size: int) -> str | None:
-    """What is missing of a part of a file that says how many bytes it has."""
+    """What is missing of a part of this length."""
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 
@@ -182,7 +173,7 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
         samples = b"SSND"
     if stream.read(4) == b"AVI ":
         return _avi(stream, size)
-    large = 0  # what a header of RF64 says
+    large = 0  # the length in an RF64 header
     for _ in range(_MOST_PARTS):
         chunk = stream.read(8)
         if len(chunk) < 8:
@@ -199,7 +190,7 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
 
 
 def _avi(stream: BinaryIO, size: int) -> str | None:
-    """Several lists of chunks, one for each GB."""
+    """Several lists of chunks, one per GB."""
     place = stream.tell() - 12
     for _ in range(_MOST_PARTS):
         stream.seek(place)
@@ -214,7 +205,7 @@ def _avi(stream: BinaryIO, size: int) -> str | None:
 
 
 def _w64(stream: BinaryIO, size: int) -> str | None:
-    """As RIFF, with names of 16 bytes, and lengths of 8 that count themselves and the name."""
+    """As RIFF, with names of 16 bytes, and lengths of 8 bytes that include themselves and the name."""
     place = stream.tell() + 40
     for _ in range(_MOST_PARTS):
         stream.seek(place)
@@ -234,7 +225,7 @@ def _caf(stream: BinaryIO, size: int) -> str | None:
         stream.seek(place)
         chunk = stream.read(12)
         length = int.from_bytes(chunk[4:], "big", signed=True)
-        if len(chunk) < 12 or length < 0:  # no more of them, or one that goes to the end
+        if len(chunk) < 12 or length < 0:  # the end, or a chunk up to the end
             return None
         if missing := _short(place + 12, length, size):
             return missing
@@ -262,7 +253,7 @@ def _nist(stream: BinaryIO, size: int) -> str | None:
 
 
 def _boxes(stream: BinaryIO, size: int) -> str | None:
-    """Of MP4 and its like: each box is whole, and fragments are as many as an index says."""
+    """MP4 and related formats: each box is complete, and so are the fragments of an index."""
     fragments, ends = False, False
     for kind, begin, end in _box_places(stream, stream.tell(), size):
         if end > size:
@@ -272,32 +263,30 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
         if kind == b"sidx" and not ends:
             stream.seek(begin + 8)
             sizes = _index(stream.read(min(end - begin - 8, 2**20)))
-            # An index of one fragment may be followed by others, each with its own
+            # Each fragment may have its own index
             ends = len(sizes) > 1
             if ends and (missing := _short(end, sum(sizes), size)):
                 return missing
         ends = ends or kind == b"mfra"
     if fragments and not ends:
-        return (
-            "its fragments have no index behind them (`ffmpeg -i FILE -c copy NEW.mp4` repairs a file that is whole)"
-        )
+        return "its fragments have no index behind them (`ffmpeg -i FILE -c copy NEW.mp4` repairs a complete file)"
     return None
 
 
 def _box_places(stream: BinaryIO, place: int, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, begin and end of each box from a place on, the last of which may end behind the end."""
+    """Kind, start and end of each box from a place on; the last one may exceed the file."""
     for _ in range(_MOST_PARTS):
         stream.seek(place)
         head = stream.read(16)
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
-        if place >= size or length < 8:  # no more of them, or one that goes to the end
+        if place >= size or length < 8:  # the end, or a box up to the end
             return
         yield head[4:8], place, place + length
         place += length
 
 
 def _index(box: bytes) -> list[int]:
-    """The lengths of the segments that a `sidx` box lists, what is before the first of them included."""
+    """The lengths of the segments in a `sidx` box; the first includes what precedes it."""
     wide = box[:1] != b"\0"
     first, count = (box[20:28], box[30:32]) if wide else (box[16:20], box[22:24])
     begin = 32 if wide else 24
@@ -312,14 +301,14 @@ def _matroska(stream: BinaryIO, size: int) -> str | None:
     if header is None:
         return None
     stream.seek(header, 1)
-    if stream.read(4) != b"\x18\x53\x80\x67":  # all but the header is one segment
+    if stream.read(4) != b"\x18\x53\x80\x67":  # the segment that follows the header
         return None
     length = _ebml_number(stream)
     return None if length is None else _short(stream.tell(), length, size)
 
 
 def _ebml_number(stream: BinaryIO) -> int | None:
-    """A number, by whose first bits one knows its length; all ones mean unknown."""
+    """A number whose first bits encode its length; all ones mean unknown."""
     first = stream.read(1)
     if not first or not first[0]:
         return None
@@ -330,17 +319,17 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 
 
 def _ogg(stream: BinaryIO, size: int) -> str | None:
-    """Each page is whole, and each stream has its last."""
+    """Each page is complete, and each stream has its last page."""
     open_streams = set()
     for flags, serial, end in _ogg_pages(stream):
         if end > size:
-            return "its last page isn't whole"
+            return "its last page isn't complete"
         (open_streams.discard if flags & _OGG_LAST else open_streams.add)(serial)
     return "the last page of a stream is missing" if open_streams else None
 
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    """Flags, number of the stream and end of each page. What isn't one is passed over, as by decoders."""
+    """Flags, stream number and end of each page. Other data is skipped, as by decoders."""
     place = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(place)
@@ -359,22 +348,22 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _mp3(stream: BinaryIO, size: int) -> str | None:
-    """What the header says that LAME writes into the first frame."""
+    """The length in LAME's header, in the first frame."""
     begin = stream.tell()
     frame = stream.read(64)
     found = re.search(rb"Xing|Info", frame)
     if not found:
         return None
     flags, fields = int.from_bytes(frame[found.end() :][:4], "big"), frame[found.end() + 4 :]
-    if not flags & 2:  # doesn't tell its bytes
+    if not flags & 2:  # has no length
         return None
-    after = 4 * (flags & 1)  # behind the number of frames
+    after = 4 * (flags & 1)  # after the number of frames
     length = int.from_bytes(fields[after : after + 4], "big")
     return None if begin + length - _ID3V1 == size else _short(begin, length, size)
 
 
 def _flv(stream: BinaryIO, size: int) -> str | None:
-    """What its metadata say, which are the first tag."""
+    """The length in the metadata, the first tag."""
     begin = stream.tell()
     found = re.search(rb"\0\x08filesize\0(.{8})", stream.read(2**13), re.DOTALL)
     length = int(struct.unpack(">d", found.group(1))[0]) if found else 0
@@ -382,7 +371,7 @@ def _flv(stream: BinaryIO, size: int) -> str | None:
 
 
 def _asf(stream: BinaryIO, size: int) -> str | None:
-    """What the object of its properties says, unless that is of a broadcast."""
+    """The length in the properties object, unless that is a broadcast's."""
     begin = stream.tell()
     found = re.search(_ASF_PROPERTIES + rb".{24}(.{8}).{40}(.)", stream.read(2**16), re.DOTALL)
     if not found or found.group(2)[0] & 1:
@@ -404,9 +393,9 @@ def _ivf(stream: BinaryIO, size: int) -> str | None:
 
 
 def _gif(stream: BinaryIO, size: int) -> str | None:
-    """Blocks, each a list of parts that ends with an empty one, until the last."""
+    """Blocks, each a list of parts that ends with an empty one, up to the last block."""
     stream.seek(10, 1)
-    _pass_colors(stream, stream.read(3)[:1])
+    _skip_colors(stream, stream.read(3)[:1])
     within = False
     for _ in range(_MOST_PARTS):
         part = stream.read(1)
@@ -419,13 +408,13 @@ def _gif(stream: BinaryIO, size: int) -> str | None:
         if part == b";":
             return None
         if part == b",":
-            _pass_colors(stream, stream.read(9)[8:])
+            _skip_colors(stream, stream.read(9)[8:])
         stream.seek(1, 1)
         within = True
     return None
 
 
-def _pass_colors(stream: BinaryIO, flags: bytes) -> None:
+def _skip_colors(stream: BinaryIO, flags: bytes) -> None:
     if flags and flags[0] & 128:
         stream.seek(3 * 2 ** (1 + (flags[0] & 7)), 1)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How many media the prompts of a dataset have, told without decoding or copying any."""
+"""Counts the media of prompts without decoding or copying them."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,14 +11,14 @@ from datasets import Dataset
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, block_kind
-from .unread import feature_leaves
+from .nested import feature_leaves
 
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 class _Unknown(Exception):
-    """A column whose type doesn't tell how many media it holds."""
+    """A column whose type doesn't show how many media it holds."""
 
 
 def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | None:
@@ -40,7 +40,7 @@ def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | 
                 in_columns[kind] = np.maximum(in_columns[kind], counts)
     except _Unknown:
         return None
-    # Those of columns take the placeholders of the messages, or are put beside what is there
+    # Media of columns fill the placeholders of the messages, or are added to the media of the messages
     totals = {kind: in_messages[kind] + np.where(waiting[kind], 0, in_columns[kind]) for kind in MODALITIES}
     return {kind: int(total.max(initial=0)) for kind, total in totals.items()}
 
@@ -51,7 +51,7 @@ def _valid(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """How long each list is, 0 where there is none."""
+    """The length of each list, 0 for null."""
     if pa.types.is_null(column.type):
         return np.zeros(len(column), int)
     if not any(is_list(column.type) for is_list in _LISTS):
@@ -60,7 +60,7 @@ def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
 
 
 def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """For each row how many blocks are of each kind of media, and whether one waits for a medium of a column."""
+    """Per row, the number of media blocks of each kind, and whether one is a placeholder for a medium of a column."""
     counted = {kind: np.zeros(len(prompts), int) for kind in MODALITIES}
     waiting = {kind: np.zeros(len(prompts), bool) for kind in MODALITIES}
     first = 0
@@ -72,7 +72,7 @@ def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[
         if blocks is None:
             continue
         types = _field(blocks, "type").to_pylist()
-        # What a block holds beside its type may be its medium
+        # Any other field may hold the medium of a block
         others = [field.name for field in blocks.type if field.name not in ("type", "text")]
         held = np.zeros(len(blocks), bool)
         for name in others:
@@ -86,7 +86,7 @@ def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[
 
 
 def _items(lists: pa.Array | None, rows: np.ndarray) -> tuple[pa.Array | None, np.ndarray]:
-    """The items of lists and the rows that they are of; none of texts."""
+    """The items of lists and the row of each; none for texts."""
     if lists is None or any(is_text(lists.type) for is_text in (pa.types.is_string, pa.types.is_large_string)):
         return None, rows
     lengths = _lengths(lists)

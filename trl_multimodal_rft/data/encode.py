@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From media references to files that browsers show: for logs, and for servers."""
+"""Encodes media references as files that browsers show, for logs and servers."""
 
 import io
 import math
@@ -20,7 +20,7 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Files that browsers show, which are logged as they are: their extension, and how they start
+# Files that browsers show, which are logged unchanged: their extensions and starts
 _VIEWABLE = {
     "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
     "audio": {
@@ -31,23 +31,23 @@ _VIEWABLE = {
     },
     "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
 }
-_HEAD = 100  # bytes that tell
+_HEAD = 100  # bytes of a start
 
-_MOST_FRAMES = 64  # of a video that is encoded anew from a file
-_UNKNOWN_FPS = 2.0  # at which frames of unknown rate are played
+_MOST_FRAMES = 64  # of a re-encoded video
+_UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
 
 
 @dataclass(frozen=True)
 class EncodedMedium:
-    """A medium as it is stored."""
+    """An encoded medium."""
 
     kind: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # its extension, such as `"wav"`
-    rules: MediaRules = DEFAULT_RULES  # how large it may be, for the functions that decode
+    rules: MediaRules = DEFAULT_RULES  # limits for decoding it
 
     def ref(self) -> MediaRef:
-        """Returns a reference to the medium, for the functions that decode."""
+        """Returns a reference to the medium for decoders."""
         return MediaRef(self.kind, self.data, {}, self.kind, 0, self.rules)
 
 
@@ -55,9 +55,8 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     """
     Encodes a medium for logs.
 
-    A file that browsers show is taken as it is. Everything else becomes PNG, WAV (mono, 16 bits, of the source's own
-    rate) or MP4 (H.264, which needs PyAV): decoded values, files of other formats, and videos of which the message
-    asks for a span. Of a video file 64 frames are encoded, evenly spaced.
+    Files that browsers show stay unchanged. Decoded values, files of other formats and spans of videos become PNG, WAV
+    (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
     """
     with decoding(ref):
         file: Any = _source_file(ref)
@@ -68,13 +67,13 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
 
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
-            raise ref.error(f"{size / 1e6:.1f} MB to log are too many; raise `max_logged_megabytes`")
+            raise ref.error(f"{size / 1e6:.1f} MB are too much to log; raise `max_logged_megabytes`")
         with open_file(file) as stream:
             return EncodedMedium(ref.kind, stream.read(), suffix, ref.rules)
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
-    """Local path or bytes of a medium that is a file, `None` of decoded values."""
+    """Local path or bytes of a medium that is a file, `None` for decoded values."""
     source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
         source = source._hf_encoded
@@ -86,7 +85,7 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
 
 
 def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
-    """Extension of a file that browsers show and that is what the message asks for."""
+    """Extension of a file that browsers show, `None` for others and if the block selects a span."""
     if file is None or {"video_start", "video_end"} & ref.options.keys():
         return None
     with open_file(file) as stream:
@@ -102,9 +101,7 @@ def png(image: PIL.Image.Image | np.ndarray) -> bytes:
 
 
 def wav(samples: np.ndarray, rate: float) -> bytes:
-    """Encodes a sound, its channels averaged, with 16 bits."""
-    if samples.ndim > 1:
-        samples = samples.mean(axis=np.argmin(samples.shape))
+    """Encodes mono audio with 16 bits."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
@@ -131,7 +128,7 @@ def mp4(frames: np.ndarray, rate: float) -> bytes:
 
 
 def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Decodes evenly spaced frames of a video, of the span that its options `video_start` and `video_end` select."""
+    """Decodes evenly spaced frames of the span that the options `video_start` and `video_end` select."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
 
     def indices(metadata: VideoMetadata) -> list[int]:
@@ -147,7 +144,7 @@ def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]
 def _encode_audio(ref: MediaRef) -> bytes:
     samples, rate = read_audio(ref)
     if rate is None:
-        raise ref.error("its sampling rate isn't known")
+        raise ref.error("its sampling rate is unknown")
     return wav(samples, rate)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media of a dataset's features, which are left as they are stored until somebody looks at them."""
+"""Media features of a dataset, which are decoded when a function reads them."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from transformers.utils import is_torchcodec_usable
 
 from .columns import Encoded, MediaRef
 from .loading import check_file, decoding, encoded_source, install
+from .nested import feature_leaves, is_media_feature, map_features, map_items
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
 class _Stored:
-    """A feature that needs no torchcodec to leave media as they are."""
+    """A feature that stores media without torchcodec."""
 
     def encode_example(self, value):
         if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
@@ -43,7 +44,7 @@ def undecoded(dataset: Any) -> Any:
         if features is None or not any(map(_holds_media, features.values())):
             return dataset
         # `decode` undoes the decoding ahead that remote streams come with
-        stream = dataset.decode(num_threads=0).cast(_stored_features(features))
+        stream = dataset.decode(num_threads=0).cast(_stored(features))
         return stream.map(partial(_encoded_row, features=features))
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
         return _StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
@@ -55,7 +56,7 @@ class _StoredRows:
 
     def __init__(self, dataset: Dataset):
         self._features = dataset.features
-        self._stored = _stored_features(dataset.features)
+        self._stored = _stored(dataset.features)
         self._tables = dataset.with_format("arrow", columns=dataset.format["columns"])
 
     def __len__(self) -> int:
@@ -84,49 +85,26 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
     """Rows as their dataset gives them, for functions that read columns."""
     shared: dict[int, Decoded] = {}
 
-    def restored(value: Any, column: str, row: int) -> Any:
-        if isinstance(value, Encoded):
-            if id(value) not in shared:
-                shared[id(value)] = Decoded(MediaRef(value.kind, value, {}, column, row, rules))
-            return shared[id(value)]
-        if isinstance(value, list):
-            items = [restored(item, f"{column}[{i}]", row) for i, item in enumerate(value)]
-            return items if any(map(operator.is_not, items, value)) else value
-        if isinstance(value, dict):
-            held = {key: restored(item, f"{column}.{key}", row) for key, item in value.items()}
-            return held if any(map(operator.is_not, held.values(), value.values())) else value
-        return value
+    def decoded(value: Any, place: str, row: int) -> Any:
+        if not isinstance(value, Encoded):
+            return value
+        if id(value) not in shared:
+            shared[id(value)] = Decoded(MediaRef(value.kind, value, {}, place, row, rules))
+        return shared[id(value)]
 
-    numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
     return [
-        {key: restored(value, key, number) for key, value in row.items()}
-        for number, row in zip(numbers, rows, strict=True)
+        {key: map_items(value, partial(decoded, row=getattr(row, "number", i)), key) for key, value in row.items()}
+        for i, row in enumerate(rows)
     ]
 
 
 def as_encoded(value: Any) -> Any:
     """Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves."""
-    if type(value) is Decoded:  # another look would decode it
-        return _ref(value).source
-    if isinstance(value, list):
-        return [as_encoded(item) for item in value]
-    if isinstance(value, dict):
-        return {key: as_encoded(item) for key, item in value.items()}
-    return value
+    return map_items(value, lambda item, place: _ref(item).source if type(item) is Decoded else item)
 
 
 class Decoded:
-    """
-    What a feature makes of a medium, made when it is touched: it behaves as that object does, for `isinstance` too.
-
-    Args:
-        ref ([`~data.columns.MediaRef`]):
-            The medium, with an [`~data.columns.Encoded`] as its source.
-
-    Raises:
-        [`~data.columns.MediaError`]: When it is touched, if it can't be decoded, or may not be opened.
-        `ImportError`: When it is touched, if Datasets lacks torchcodec, or that FFmpeg.
-    """
+    """The object that a feature decodes a medium to, decoded on first use. It passes `isinstance` for that object."""
 
     __slots__ = ("_medium", "_ref")
 
@@ -150,21 +128,6 @@ class Decoded:
     def __eq__(self, other):
         return _medium(self) == (_medium(other) if type(other) is Decoded else other)
 
-    def __hash__(self):
-        return hash(_medium(self))
-
-    def __len__(self):
-        return len(_medium(self))
-
-    def __bool__(self):
-        return bool(_medium(self))
-
-    def __iter__(self):
-        return iter(_medium(self))
-
-    def __getitem__(self, key):
-        return _medium(self)[key]
-
     def __enter__(self):
         return _medium(self).__enter__()
 
@@ -181,6 +144,12 @@ class Decoded:
         return _medium(self).__reduce_ex__(protocol)
 
 
+# Python looks up special methods by type, which `__getattr__` doesn't see
+_FORWARDED = {"__len__": len, "__bool__": bool, "__iter__": iter, "__hash__": hash, "__getitem__": operator.getitem}
+for _name, _function in _FORWARDED.items():
+    setattr(Decoded, _name, lambda self, *args, function=_function: function(_medium(self), *args))
+
+
 def _ref(decoded: Decoded) -> MediaRef:
     return object.__getattribute__(decoded, "_ref")
 
@@ -194,7 +163,7 @@ def _medium(decoded: Decoded) -> Any:
 
 
 def _decode(ref: MediaRef) -> Any:
-    """What the feature gives, if the rules allow it and the file is one that is safe to open."""
+    """Decodes a medium by its feature, if the rules allow its source and the file is safe to open."""
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
         with open_file(file) as stream:
@@ -202,35 +171,29 @@ def _decode(ref: MediaRef) -> Any:
         value, feature = ref.source.value, ref.source.feature
         if not isinstance(feature, Image) and not is_torchcodec_usable(decode=ref.kind):
             name = type(feature).__name__
-            message = (
+            error = ref.error(
                 "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "
                 f"Install both (`{install('audio')}`), or cast the column to `{name}(decode=False)` and read its "
                 "files yourself"
             )
-            raise ImportError(str(ref.error(message)))
+            raise ImportError(str(error))
         return feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
 
 
 def _is_medium(feature: Any) -> bool:
-    """Whether a feature decodes media as the loaders do. One that chooses a mode or a stream decodes them its way."""
-    if not isinstance(feature, (Audio, Image, Video)) or not feature.decode:
-        return False
-    return getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
+    """Whether the loaders decode a feature's media as the feature does, which they don't in another mode or stream."""
+    decodes = is_media_feature(feature) and feature.decode
+    return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
 
 def _holds_media(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_holds_media, feature.values()))
-    return _holds_media(feature.feature) if isinstance(feature, (List, LargeList)) else _is_medium(feature)
-
-
-def _stored_features(features: Features) -> Features:
-    return Features({column: _stored(feature) for column, feature in features.items()})
+    return any(_is_medium(leaf) for _, leaf in feature_leaves(feature))
 
 
 def _stored(feature: Any) -> Any:
+    """A feature, or features, that leave media as they are stored."""
     if isinstance(feature, dict):
-        return {key: _stored(item) for key, item in feature.items()}
+        return type(feature)({key: _stored(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):
         return replace(feature, feature=_stored(feature.feature))
     if not _is_medium(feature):
@@ -240,14 +203,10 @@ def _stored(feature: Any) -> Any:
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
     return {
-        column: _encoded(value, features[column]) if _holds_media(features.get(column)) else value
+        column: map_features(value, features[column], _encoded) if _holds_media(features.get(column)) else value
         for column, value in row.items()
     }
 
 
-def _encoded(value: Any, feature: Any) -> Any:
-    if isinstance(feature, dict) and isinstance(value, dict):
-        return {key: _encoded(item, feature[key]) for key, item in value.items()}
-    if isinstance(feature, (List, LargeList)) and isinstance(value, list):
-        return [_encoded(item, feature.feature) for item in value]
+def _encoded(value: Any, feature: Any, place: str) -> Any:
     return Encoded(value, feature) if _is_medium(feature) and isinstance(value, dict) else value

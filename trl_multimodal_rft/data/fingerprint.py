@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Whether a dataset is the one that a run was begun with, told from a few of its rows."""
+"""Compares the dataset of a resumed run with that of its start, by some of its rows."""
 
 import os
 import zlib
@@ -10,17 +10,14 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 
-# Rows that are read, evenly spaced
+# Evenly spaced rows that are compared
 _ROWS = 64
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
-    """
-    What identifies a dataset in another process, and wherever its files are: that of Datasets changes with paths and
-    with how rows were made.
-    """
+    """Identifies a dataset independently of its folder and history, on which Datasets' fingerprint depends."""
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
     if not isinstance(dataset, Dataset):
@@ -33,7 +30,7 @@ def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """How two fingerprints differ."""
+    """Describes the differences of two fingerprints."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     found = []
     if "rows" in both and before["rows"] != now["rows"]:
@@ -58,7 +55,7 @@ def _checksum(row: pa.Table, columns: list[str], media_dir: str) -> int:
 
 
 def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
-    """What Arrow's values hold, however they are split into chunks."""
+    """The bytes of Arrow values, independent of their chunks."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:
             yield from _parts(chunk, media_dir)
@@ -82,7 +79,7 @@ def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
 
 
 def _of_file(value: Any, media_dir: str) -> Any:
-    """Name and size of a file in the place of its path."""
+    """Replaces the path of a file by its name and size."""
     if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
         return os.path.basename(path), os.path.getsize(path)
     return value

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets as folders of Parquet files that hold their media."""
+"""Writes datasets as folders of Parquet files that hold their media."""
 
 import os
 import shutil
@@ -10,35 +10,35 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Audio, Dataset, DatasetDict, Image, LargeList, List, Video
+from datasets import Dataset, DatasetDict
 
 from .columns import MediaRef
+from .nested import feature_leaves, is_media_feature, map_features
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 
 
-# Bytes and rows that are written at once, and bytes after which another file begins
+# Most bytes and rows of a row group, and bytes after which another file begins
 _GROUP_BYTES, _GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
 
 
 def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rules: MediaRules = DEFAULT_RULES) -> None:
     """
-    Writes a dataset, with the files of its media, where `load_dataset(folder)` reads it.
+    Writes a dataset and its media to a folder that `load_dataset(folder)` reads.
 
-    The media of features (`Audio`, `Image`, `Video`, also in lists and dictionaries) are in the Parquet files, with
-    the name of the file that they come from. Paths in columns of text stay text. The folder is there whole or not at
-    all.
+    The Parquet files hold the media of `Audio`, `Image` and `Video` features, also of nested ones, with their file
+    names. Paths in text columns stay text. If writing fails, no folder is left.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
-            Rows, or splits of them. What has no split is `"train"`.
+            Rows, or splits of them. Rows without a split become `"train"`.
         folder (`str` or `os.PathLike`):
-            Folder that is empty, or not there yet.
+            Folder that is empty or doesn't exist.
         rules ([`~data.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
 
     Raises:
-        `ValueError`: If the folder isn't empty, a split has no rows, or rows come out of a transform.
+        `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
         [`~data.columns.MediaError`]: If a medium can't be read. The message names the row and the column.
 
     Example:
@@ -56,7 +56,9 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
         (aside / "data").mkdir()
         for split, rows in splits.items():
             _write_split(rows, aside / "data", str(split), rules)
-        aside.chmod(0o777 & ~_umask())
+        mask = os.umask(0)  # `mkdtemp` ignores it
+        os.umask(mask)
+        aside.chmod(0o777 & ~mask)
         aside.replace(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -64,9 +66,9 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
 
 def check_empty(folder: str | os.PathLike) -> None:
-    """Looks whether [`write_folder`] would write to a folder, before there is anything to write."""
+    """Raises if [`write_folder`] can't write to a folder."""
     path = Path(folder)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"'{path}' isn't an empty folder; name another, or move what is there.")
 
 
@@ -91,14 +93,29 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules) -> 
 
 
 def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.Table]:
-    """Rows with their media, as many as are written at once."""
+    """Row groups, with the bytes of their media."""
+
+    def embedded(value: Any, feature: Any, place: str) -> Any:
+        if not is_media_feature(feature) or value is None or (value["path"] is None and value["bytes"] is None):
+            return value
+        path, data = value["path"], value["bytes"]
+        if data is None:
+            ref = MediaRef(type(feature).__name__.lower(), path, {}, place, number, rules)
+            with open_file(fetch_file(ref, path)) as stream:
+                data = stream.read()
+        return {"bytes": data, "path": None if path is None else os.path.basename(path)}
+
     tables: Any = rows.with_format("arrow")
-    media = [column for column, feature in rows.features.items() if _holds_media(feature)]
+    media = [
+        column
+        for column, feature in rows.features.items()
+        if any(is_media_feature(leaf) for _, leaf in feature_leaves(feature))
+    ]
     group, size = [], 0
     for number in range(len(rows)):
         table = tables[number : number + 1]
         for column in media:
-            value = _embedded(table[column][0].as_py(), rows.features[column], column, number, rules)
+            value = map_features(table[column][0].as_py(), rows.features[column], embedded, column)
             field = schema.field(column)
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))
         group.append(table.select(schema.names).cast(schema))
@@ -106,36 +123,3 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
         if size > _GROUP_BYTES or len(group) == _GROUP_ROWS or number == len(rows) - 1:
             yield pa.concat_tables(group).combine_chunks()
             group, size = [], 0
-
-
-def _embedded(value: Any, feature: Any, column: str, row: int, rules: MediaRules) -> Any:
-    """A value in which each medium has its bytes."""
-    if value is None:
-        return None
-    if isinstance(feature, dict):
-        return {key: _embedded(item, feature[key], f"{column}.{key}", row, rules) for key, item in value.items()}
-    if isinstance(feature, (List, LargeList)):
-        return [_embedded(item, feature.feature, f"{column}[{i}]", row, rules) for i, item in enumerate(value)]
-    if not isinstance(feature, (Audio, Image, Video)) or (value["path"] is None and value["bytes"] is None):
-        return value
-    data = value["bytes"]
-    if data is None:
-        ref = MediaRef(type(feature).__name__.lower(), value["path"], {}, column, row, rules)
-        with open_file(fetch_file(ref, value["path"])) as stream:
-            data = stream.read()
-    return {"bytes": data, "path": None if value["path"] is None else os.path.basename(value["path"])}
-
-
-def _holds_media(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_holds_media, feature.values()))
-    if isinstance(feature, (List, LargeList)):
-        return _holds_media(feature.feature)
-    return isinstance(feature, (Audio, Image, Video))
-
-
-def _umask() -> int:
-    """What is taken from the rights of new folders, which those for a while don't have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,12 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Requests to servers that are busy, break off, or drip: within a time and a size."""
+"""HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urljoin
 
@@ -14,33 +16,39 @@ import requests
 import urllib3
 
 
-# What a server may get over in a while
+# Temporary errors
+_CONNECTION_ERRORS = (
+    requests.ConnectionError,
+    requests.Timeout,
+    requests.exceptions.ChunkedEncodingError,
+    urllib3.exceptions.HTTPError,
+)
 _BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
 _MOST_REDIRECTS = 5
 _CHUNK = 2**20
-_GRACE = 0.5  # for an attempt to say itself that its time is over, in seconds
-_LONGEST_WAIT = 60.0  # between attempts, in seconds, whatever a server asks for
+_GRACE = 0.5  # seconds for an attempt to raise its timeout itself
+_LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 
 
 @dataclass
 class Answer:
-    """What a server answers."""
+    """The response of a server."""
 
-    status: int  # its status
-    body: bytes  # its whole body
-    is_html: bool  # whether it says, or looks, to be a page
+    status: int
+    body: bytes  # the whole body
+    is_html: bool  # by its content type or its start
 
 
 class NoAnswer(Exception):
-    """A request without a usable answer. The message tells the reason, which may pass."""
+    """A request without a usable response. The message is the reason, which may be temporary."""
 
 
 class TooLarge(Exception):
-    """An answer with more bytes than are wanted."""
+    """A response that exceeds the limit of bytes."""
 
 
 class TooManyRedirects(Exception):
-    """An answer that is always elsewhere."""
+    """A request that was redirected too often."""
 
 
 def ask(
@@ -57,25 +65,22 @@ def ask(
     may_visit: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
 ) -> Answer:
-    """Asks a server until it answers."""
+    """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
-    attempt = 0
-    while True:
-        attempt += 1
+    for attempt in itertools.count(1):
         until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
-        wait = backoff * 2.0 ** min(attempt - 1, 60)  # hours of patience have more attempts than floats have powers
+        wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
-            with nullcontext(session) if session else requests.Session() as own:
-                answer, asked_to_wait = within(
-                    until, lambda own=own, until=until: _attempt(method, url, until, max_bytes, json, own, may_visit)
-                )
+            with nullcontext(session) if session else requests.Session() as open_session:
+                call = partial(_attempt, method, url, until, max_bytes, json, open_session, may_visit)
+                answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
             text = answer.body[:200].decode(errors="replace")
-            reason, wait = f"status {answer.status}: {text!r}", max(wait, asked_to_wait)
-        except (NoAnswer, requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-            reason = str(error) if isinstance(error, NoAnswer) else type(error).__name__
-        except requests.exceptions.ChunkedEncodingError as error:
+            reason, wait = f"status {answer.status}: {text!r}", max(wait, retry_after)
+        except NoAnswer as error:
+            reason = str(error)
+        except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
@@ -84,7 +89,7 @@ def ask(
 
 
 def host_of(url: str) -> str | None:
-    """The host that a request connects to, which another parser may take for a part of the path."""
+    """The host that a request connects to, which other parsers may read as a part of the path."""
     try:
         host = urllib3.util.parse_url(requests.Request("GET", url).prepare().url or "").host
         return None if host is None else host.lower()
@@ -94,8 +99,8 @@ def host_of(url: str) -> str | None:
 
 def within(until: float, function: Callable[[], Any]) -> Any:
     """
-    Calls a function, and leaves it to itself, in a thread, if it takes too long, such as a read of what drips so
-    slowly that no byte is late.
+    Calls a function in a thread, which is abandoned after this time, such as a read from a server that sends so slowly
+    that no single read times out.
     """
     result: Future[Any] = Future()
 
@@ -109,19 +114,19 @@ def within(until: float, function: Callable[[], Any]) -> Any:
     try:
         return result.result(max(until - time.monotonic(), 0.1) + _GRACE)
     except TimeoutError:
-        raise NoAnswer("no whole answer in the time for it") from None
+        raise NoAnswer("no complete response in time") from None
 
 
 def _attempt(method, url, until, max_bytes, json, session, may_visit) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
-        # Some servers refuse the user agent of the library; what is compressed may be larger than it says
+        # Some servers refuse the library's user agent; compressed bodies may be larger than their header says
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         left = max(until - time.monotonic(), 0.1)
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json))
         settings = session.merge_environment_settings(request.url, {}, True, None, None)
-        # Not by the session, which reads what a redirect says to its end, wherever that is
+        # Not by the session, which reads the whole body of a redirect
         with session.get_adapter(request.url).send(request, timeout=left, **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
@@ -144,7 +149,7 @@ def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:
         if read > max_bytes:
             raise TooLarge
         if time.monotonic() > until:
-            raise NoAnswer(f"{read} bytes in the time for it")
+            raise NoAnswer(f"{read} bytes in time")
     if size is not None and read < size:
         raise NoAnswer(f"{read} of {size:.0f} bytes")
     return b"".join(chunks)

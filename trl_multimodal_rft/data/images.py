@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Images as Pillow opens them: of formats that it decodes itself, within a time and without headers that explode."""
+"""Opens images with Pillow: only formats that it decodes itself, within limits of time and header size."""
 
 import math
 import time
@@ -13,17 +13,17 @@ from .columns import MediaRef
 from .sources import Bounded
 
 
-# What is opened as an image: no documents, which other programs would have to draw
+# Image formats. No documents, which external programs would render
 _IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 
 _MOST_GIF_HEADER = 2**21  # bytes, as Pillow joins comments in quadratic time
-_MOST_EXIF = 2**16  # bytes in a JPEG: what one segment holds
+_MOST_EXIF = 2**16  # bytes in a JPEG, the size of one segment
 _SPARE = 2**20  # bytes of headers, which may be read twice
-_JPEG_WORK = 2**36  # pixels times bytes of a JPEG that are decoded at once: 30 bytes may be a scan of all pixels
+_JPEG_WORK = 2**36  # pixels times bytes of a JPEG per decoding step: 30 bytes may be a scan of all pixels
 
 
 class _Opened(Bounded):
-    """The file of an image. While its headers are read, the EXIF data in it is counted."""
+    """The file of an image, which counts the EXIF data in its headers."""
 
     exif = 0
 
@@ -31,21 +31,19 @@ class _Opened(Bounded):
         data = super().read(size)
         if self.most < math.inf and data.startswith(b"Exif\0\0"):
             self.exif += len(data)
-            if self.exif > _MOST_EXIF:  # Pillow joins the segments, and parses them at once
-                raise self._ref.error(
-                    "its EXIF data takes more than 65,536 bytes; save it without them, or remove the row"
-                )
+            if self.exif > _MOST_EXIF:  # Pillow joins all segments before it parses them
+                raise self._ref.error("its EXIF data exceeds 65,536 bytes; save it without them, or remove the row")
         return data
 
 
 def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
-    """Opens an image, whose pixels aren't decoded yet."""
+    """Opens an image without decoding its pixels."""
     size = stream.seek(0, 2)
     stream.seek(0)
     most = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
     stream.seek(0)
     opened: Any = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
-    PIL.Image.init()  # formats can be named only once they are known
+    PIL.Image.init()  # which registers the formats
     image = PIL.Image.open(opened, formats=_IMAGE_FORMATS)
     opened.most = math.inf
     if image.format in ("JPEG", "MPO"):
@@ -55,13 +53,13 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
 
 
 def check_object(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Refuses a PIL image that another program would have to draw."""
+    """Refuses a PIL image that an external program would render."""
     if getattr(image, "tile", None) and (image.format == "EPS" or isinstance(image, ImageFile.StubImageFile)):
-        raise ref.error(f"a document of format {image.format}; draw it before, and give the pixels")
+        raise ref.error(f"a document of format {image.format}; render it before, and give the pixels")
 
 
 def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
-    """Refuses EXIF data whose entries share their bytes, so that copies of them would fill the memory."""
+    """Refuses EXIF data whose entries share their bytes, so that copies would exhaust the memory."""
     data = image.info.get("exif")
     if data is None and "Raw profile type exif" in image.info:  # as ImageMagick writes it
         data = bytes.fromhex("".join(image.info["Raw profile type exif"].split("\n")[3:]))

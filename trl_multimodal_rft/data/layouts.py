@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets as other tools keep them, as rows that the trainers take."""
+"""Converts datasets in the layouts of other tools to rows for the trainers."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +12,21 @@ import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, concatenate_datasets
 
 from ..families import MODALITIES
-from .benchmarks import PROBLEM_TEMPLATE, _json_file, _read_dataset, _read_json, _required
+from .benchmarks import PROBLEM_TEMPLATE
 from .choices import without_letters
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, rows_to_messages, shortened
+from .named import json_file, load_rows, read_json, required
+from .nested import is_media_feature
 from .rows import Row
 
 
-# As [`load_geo3k`] asks, after the options
+# The prompt of [`load_geo3k`] with options
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
+
+# Makes messages of blocks of texts
+_Place = Callable[[list[dict[str, str]]], list[dict[str, Any]]]
 
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
@@ -35,7 +41,7 @@ def load_conversations(
     """
     Reads conversations about media in the layouts of ShareGPT, LLaVA and ms-swift.
 
-    A row holds messages, media, and other columns, which are kept:
+    A row has messages, media, and other columns, which are kept:
 
     - ShareGPT, as LLaMA-Factory reads it (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md):
       `conversations` of `from` (`"human"`, `"gpt"`, `"system"`) and `value`, or `messages` of `role` and `content`;
@@ -45,57 +51,55 @@ def load_conversations(
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
       as above; or `query`, `response` and `history` (pairs); or a `conversation` of `human` and `assistant`.
 
-    In what users and systems say, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a kind without
-    any mark come first in the first user message.
+    In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a kind without
+    any mark go to the start of the first user message.
 
     Args:
         path (`str` or `Path`):
             A file (JSON or JSON Lines), a folder that holds one, or a dataset in a folder or on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
-            Split of a dataset; a file has one.
+            Split of a dataset; a file has only one.
         task (`str`, *optional*, defaults to `"sft"`):
-            `"sft"` keeps whole conversations, as `messages`. `"rl"` takes what comes before the last answer as
+            `"sft"` keeps whole conversations as `messages`. `"rl"` keeps the messages before the last answer as
             `prompt`, and the row's `solution`, by default that answer, as `solution`.
         media_dir (`str` or `Path`, *optional*):
-            Folder that relative paths start from. By default that of the file.
+            Folder that relative paths start from, by default that of the file.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `messages`, or of `prompt` and `solution`, of media columns (`images` and so
         on) and the other columns.
 
     Raises:
-        `ValueError`: If a row holds no such conversation, its marks don't match its media, or a file isn't there. The
-            message names the row and the column.
+        `ValueError`: If a row has no such conversation, if its marks don't match its media, or if a file doesn't
+            exist. The message names the row and the column.
 
     Example:
     ```python
     dataset = load_conversations("llava_v1_5_mix665k.json", media_dir="playground/data")
     ```
     """
-    rows, media, counts = _read(path, split, media_dir)
-    columns: dict[str, list] = {"messages": []} if task == "sft" else {"prompt": [], "solution": []}
-    used = {"messages", "conversations", "conversation", "query", "response", "history", "system", "solution"}
-    for number, row in enumerate(rows):
+
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         chat, column = _conversation(row, number)
         answered = chat[-1]["role"] == "assistant"
+        if task == "sft" and not answered:
+            raise ValueError(
+                f"row {number}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
+                "end with the assistant's; remove the row, or convert with `task='rl'`."
+            )
         if task == "sft":
-            if not answered:
-                raise ValueError(
-                    f"row {number}, column '{column}': the last message is the {chat[-1]['role']}'s, where supervised "
-                    "rows end with the assistant's; remove the row, or convert for reinforcement with `task='rl'`."
-                )
-            columns["messages"].append(_placed(chat, counts[number], number))
-            continue
-        solution = row.get("solution")
+            return {"messages": place(chat)}
         if answered and len(chat) == 1:
             raise ValueError(f"row {number}, column '{column}': the conversation has no user turn; remove the row.")
-        columns["prompt"].append(_placed(chat[:-1] if answered else chat, counts[number], number))
-        columns["solution"].append(chat[-1]["content"] if solution is None and answered else solution)
-    if task == "sft":
-        used.remove("solution")
-    elif all(solution is None for solution in columns["solution"]):
-        del columns["solution"]
-    return _assemble(columns, rows, used, media)
+        answer = chat.pop()["content"] if answered else None
+        solution = row.get("solution")
+        return {"prompt": place(chat), "solution": answer if solution is None else solution}
+
+    used = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
+    dataset = _convert(path, split, media_dir, convert, used)
+    if task == "rl" and dataset.features["solution"] == Value("null"):
+        return dataset.remove_columns("solution")
+    return dataset
 
 
 def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
@@ -111,33 +115,26 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     See [`load_conversations`] for the arguments and errors. Files may also be Parquet.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages in which media have their places), `solution`, media columns
-        and the other columns.
+        [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `solution`, media columns and the other
+        columns.
 
     Example:
     ```python
     dataset = load_verl("geo3k/train.parquet")
     ```
     """
-    options: list[dict[str, list[dict[str, Any]]]] = []  # of the media of each row, by kind
 
-    def with_media(number: int, row: dict[str, Any]) -> dict[str, Any]:
-        options.append({kind: _media_options(row, kind, number) for kind in MODALITIES})
-        return row
-
-    rows, media, counts = _read(path, split, media_dir, with_media)
-    names = sorted({name for row in options for each in row.values() for given in each for name in given})
-    columns: dict[str, list] = {"prompt": [], "solution": []}
-    for number, row in enumerate(rows):
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         chat, _ = _conversation(row, number, ("prompt",))
-        placed = _placed(chat, counts[number], number)
-        given = {kind: iter(each) for kind, each in options[number].items()}
-        for block in (block for message in placed for block in message["content"]):
-            block.update(dict.fromkeys(names) | next(given.get(block["type"], iter(())), {}))
-        answer = _required(row, number, "reward_model")
-        columns["prompt"].append(placed)
-        columns["solution"].append(_required(answer if isinstance(answer, dict) else {}, number, "ground_truth"))
-    return _assemble(columns, rows, {"prompt", "reward_model"}, media, names)
+        prompt = place(chat)
+        options = {kind: iter(_media_options(row, kind, number)) for kind in MODALITIES}
+        for block in (block for message in prompt for block in message["content"]):
+            block.update(next(options.get(block["type"], iter(())), {}))
+        answer = required(row, number, "reward_model")
+        solution = required(answer if isinstance(answer, dict) else {}, number, "ground_truth")
+        return {"prompt": prompt, "solution": solution}
+
+    return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
 
 
 def load_easyr1(
@@ -173,13 +170,13 @@ def load_easyr1(
     dataset = load_easyr1("hiyouga/geometry3k", split="train")
     ```
     """
-    rows, media, counts = _read(path, split, media_dir)
-    columns: dict[str, list] = {"prompt": [], "solution": []}
-    for number, row in enumerate(rows):
-        asked = template.format(problem=_required(row, number, prompt_key))
-        columns["prompt"].append(_placed([{"role": "user", "content": asked}], counts[number], number))
-        columns["solution"].append(_required(row, number, answer_key))
-    return _assemble(columns, rows, {prompt_key, answer_key}, media)
+
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
+        asked = template.format(problem=required(row, number, prompt_key))
+        prompt = place([{"role": "user", "content": asked}])
+        return {"prompt": prompt, "solution": required(row, number, answer_key)}
+
+    return _convert(path, split, media_dir, convert, {prompt_key, answer_key})
 
 
 def load_geo3k(
@@ -188,17 +185,10 @@ def load_geo3k(
     """
     Reads [Geometry3K](https://huggingface.co/papers/2105.04165), geometry problems with figures.
 
-    The layout is that of https://huggingface.co/datasets/hiyouga/geometry3k, which is EasyR1's, see [`load_easyr1`]:
-    `images` (a list), `problem`, `answer` (a number or an expression in LaTeX), and in its later version `id`,
-    `choices` and `ground_truth` (the letter of the answer). The prompt doesn't tell the choices.
-
-    Args:
-        path (`str` or `Path`, *optional*, defaults to `"hiyouga/geometry3k"`):
-            The dataset, on the Hub or in a folder.
-        split (`str`, *optional*, defaults to `"test"`):
-            `"train"`, `"validation"` or `"test"`.
-        template (`str`, *optional*):
-            Prompt, with `{problem}`.
+    The layout of https://huggingface.co/datasets/hiyouga/geometry3k is EasyR1's, see [`load_easyr1`]: `images`,
+    `problem`, `answer` (a number or an expression in LaTeX), and in its later version `id`, `choices` and
+    `ground_truth` (the letter of the answer). The prompt doesn't contain the choices. The splits are `"train"`,
+    `"validation"` and `"test"`. See [`load_conversations`] for the other arguments and the errors.
 
     Example:
     ```python
@@ -235,9 +225,9 @@ def load_video_r1(
         template (`str`, *optional*):
             Prompt, with `{problem}` and `{options}`, one in each line.
         nframes (`int`, *optional*):
-            Frames of each video that the model gets. By default, its processor's choice.
+            Frames of each video, by default the choice of the processor.
         max_pixels (`int`, *optional*):
-            Most pixels of an image, and of a frame. By default, the processor's.
+            Most pixels of an image or a frame, by default the processor's.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
@@ -251,71 +241,97 @@ def load_video_r1(
     ```
     """
 
-    def with_media(number: int, row: dict[str, Any]) -> dict[str, Any]:
-        kind = _required(row, number, "data_type")
+    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
+        kind = required(row, number, "data_type")
         if kind not in ("image", "video"):
             raise ValueError(f"row {number}, column 'data_type': {kind!r} is neither 'video' nor 'image'; correct it.")
-        return {**row, f"{kind}s": [_required(row, number, "path")]}
+        return {**row, f"{kind}s": [required(row, number, "path")]}
 
-    rows, media, counts = _read(path, split, media_dir, with_media)
-    names = ("prompt", "solution", "choices") if task == "rl" else ("messages",)
-    columns: dict[str, list] = {name: [] for name in names}
-    for number, row in enumerate(rows):
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         options = row.get("options") or []
-        asked = template.format(problem=_required(row, number, "problem"), options="\n".join(options))
-        chat, solution = [{"role": "user", "content": asked}], _required(row, number, "solution")
+        asked = template.format(problem=required(row, number, "problem"), options="\n".join(options))
+        chat, solution = [{"role": "user", "content": asked}], required(row, number, "solution")
         if task == "sft":
-            chat.append({"role": "assistant", "content": f"{_required(row, number, 'process')}\n{solution}"})
-        placed = _placed(chat, counts[number], number)
+            chat.append({"role": "assistant", "content": f"{required(row, number, 'process')}\n{solution}"})
+        placed = place(chat)
         for block in placed[0]["content"]:
             if nframes is not None:
                 block["nframes"] = nframes if block["type"] == "video" else None
             if max_pixels is not None:
                 block["max_pixels"] = max_pixels if block["type"] != "text" else None
+        kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
-            columns["messages"].append(placed)
-            continue
-        columns["prompt"].append(placed)
-        columns["solution"].append(solution)
-        columns["choices"].append(without_letters(options) if options else None)
-    rows = [{key: row.get(key) for key in ("problem_type", "problem_id", "data_source")} for row in rows]
-    given = {"nframes": nframes, "max_pixels": max_pixels}
-    return _assemble(columns, rows, set(), media, [name for name, value in given.items() if value is not None])
+            return {"messages": placed, **kept}
+        choices = without_letters(options) if options else None
+        return {"prompt": placed, "solution": solution, "choices": choices, **kept}
+
+    return _convert(path, split, media_dir, convert, None, with_media)
+
+
+def _convert(
+    path: str | Path,
+    split: str,
+    media_dir: str | Path | None,
+    convert: Callable[[dict[str, Any], int, _Place], dict[str, Any]],
+    used: set[str] | None,
+    with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, number: row,
+) -> Dataset:
+    """A dataset of what `convert` returns for each row, messages first, media, and columns that aren't `used`."""
+    rows, media, counts = _read(path, split, media_dir, with_media)
+    converted = [
+        convert(row, number, partial(_placed, counts=counts[number], number=number)) for number, row in enumerate(rows)
+    ]
+    columns = {name: [row[name] for row in converted] for name in converted[0]}
+    chat = next(iter(columns))
+    if used is not None:
+        extras = {key: None for row in rows for key in row if key not in used | columns.keys() | MEDIA_COLUMNS.keys()}
+        columns |= {key: [row.get(key) for row in rows] for key in extras}
+    blocks = [block for messages in columns[chat] for message in messages for block in message["content"]]
+    options = sorted({key for block in blocks for key in block} - {"type", "text"})
+    types = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
+    block = {"type": Value("string"), "text": Value("string"), **types}
+    parts = []
+    for name, values in columns.items():
+        is_chat = name == chat
+        features = Features({name: List({"role": Value("string"), "content": List(block)})}) if is_chat else None
+        try:
+            parts.append(Dataset.from_dict({name: values}, features))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ValueError(f"column '{name}': its values are of several types ({error}); make them one.") from error
+    return concatenate_datasets([parts[0], *media, *parts[1:]], axis=1)
 
 
 def _read(
-    path: str | Path, split: str, media_dir: str | Path | None, with_media=lambda number, row: row
+    path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
-    """Rows without their media, columns of media, and how many media of which column each row has."""
-    file = _json_file(path, "*.json*")
+    """Rows, columns of media, and how many media each row has in each of these columns."""
+    file = json_file(path, "*.json*")
     place = file or Path(path).expanduser()
     folder = Path(media_dir) if media_dir is not None else place.parent if place.is_file() else place
-    stored = []
+    media: list[Dataset] = []
     if file is not None:
-        rows = _read_json(file)
+        rows = read_json(file)
     else:
-        dataset = _read_dataset(path, split)
-        names = [name for name in dataset.column_names if name in MEDIA_COLUMNS and _is_stored(dataset.features[name])]
-        stored = [_cast(dataset, name) for name in names]
-        rows = list(dataset.remove_columns(names))
+        dataset = load_rows(str(path), None, split, streaming=False)
+        media = [stored for name in dataset.column_names if (stored := _stored(dataset, name)) is not None]
+        rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
     if not rows:
         raise ValueError(f"{path} has no rows; is it another file that holds them?")
-    rows = [with_media(number, _checked(row, number)) for number, row in enumerate(rows)]
+    rows = [with_media(_checked(row, number), number) for number, row in enumerate(rows)]
     counts: list[dict[str, int]] = [{} for _ in rows]
-    for column in stored:
-        (name,) = column.column_names
-        array = column.data.column(name)
+    for stored in media:
+        (name,) = stored.column_names
+        array = stored.data.column(name)
         numbers = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
         for count, number in zip(counts, pc.fill_null(numbers, 0).to_pylist(), strict=True):
             count[name] = number
-    media = []
     for kind, feature in _FEATURES.items():
         values = [_files(row, kind, number, folder) for number, row in enumerate(rows)]
         if any(values):
             media.append(Dataset.from_dict({f"{kind}s": values}, Features({f"{kind}s": List(feature)})))
             for count, value in zip(counts, values, strict=True):
                 count[f"{kind}s"] = len(value)
-    return [{key: row[key] for key in row if key not in MEDIA_COLUMNS} for row in rows], stored + media, counts
+    return rows, media, counts
 
 
 def _checked(row: Any, number: int) -> dict[str, Any]:
@@ -323,32 +339,28 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
         raise ValueError(f"row {number} is a {type(row).__name__}, not an object with columns; is it another layout?")
     if row.get("objects"):
         raise ValueError(
-            f"row {number}, column 'objects': boxes depend on the model, and aren't converted; write them into the "
-            "messages, and remove the column."
+            f"row {number}, column 'objects': boxes depend on the model and aren't converted; write them into the "
+            "messages and remove the column."
         )
     return row
 
 
-def _is_stored(feature: Any) -> bool:
-    """Whether a column holds media, not paths."""
-    feature = feature.feature if isinstance(feature, List) else feature
-    return isinstance(feature, (Audio, Image, Video)) or (
-        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
-    )
-
-
-def _cast(dataset: Dataset, name: str) -> Dataset:
-    """A column of media as it is stored, whose feature says so."""
-    column = dataset.select_columns([name])
-    feature = column.features[name]
-    if isinstance(feature, dict) or (isinstance(feature, List) and isinstance(feature.feature, dict)):
-        own = _FEATURES[MEDIA_COLUMNS[name]]
-        return column.cast_column(name, List(own) if isinstance(feature, List) else own)
-    return column
+def _stored(dataset: Dataset, name: str) -> Dataset | None:
+    """A column of stored media with the feature of its kind, `None` for other columns and for paths."""
+    if name not in MEDIA_COLUMNS:
+        return None
+    column, feature = dataset.select_columns([name]), dataset.features[name]
+    inner = feature.feature if isinstance(feature, List) else feature
+    if is_media_feature(inner):
+        return column
+    if not (isinstance(inner, dict) and "bytes" in inner and inner.keys() <= {"bytes", "path"}):
+        return None
+    of_kind = _FEATURES[MEDIA_COLUMNS[name]]
+    return column.cast_column(name, List(of_kind) if isinstance(feature, List) else of_kind)
 
 
 def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[Any]:
-    """The media of a kind that a row names."""
+    """The media of a kind in a row, with absolute paths."""
     found: list[Any] = []
     for column in (kind, f"{kind}s"):
         value = row.get(column)
@@ -365,8 +377,8 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
                 found.append(path)
             elif not os.path.isfile(folder / path):
                 raise ValueError(
-                    f"row {number}, column '{column}': there is no file '{shortened(str(folder / path))}'; name the "
-                    "folder that paths start from as `media_dir`, or remove the row."
+                    f"row {number}, column '{column}': the file '{shortened(str(folder / path))}' doesn't exist; pass "
+                    "the folder that paths start from as `media_dir`, or remove the row."
                 )
             else:
                 found.append(str((folder / path).absolute()))
@@ -374,7 +386,7 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
 
 
 def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
-    """The options of the media of a kind, which qwen-vl-utils reads from the same block."""
+    """The options of the media of a kind, which verl keeps with the media as qwen-vl-utils does."""
     found = []
     for i, item in enumerate(row.get(f"{kind}s") or ()):
         others = item.items() if isinstance(item, dict) else ()
@@ -391,10 +403,10 @@ def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str
 def _conversation(
     row: dict[str, Any], number: int, columns: Sequence[str] = ("messages", "conversations", "conversation", "query")
 ) -> tuple[list[dict[str, str]], str]:
-    """The messages of a row, and the column that they come from."""
+    """The messages of a row and the column they come from."""
     column = next((name for name in columns if row.get(name)), columns[-1])
     if column == "query":
-        pairs = [*(row.get("history") or ()), [_required(row, number, "messages", "conversations", "query"), None]]
+        pairs = [*(row.get("history") or ()), [required(row, number, "messages", "conversations", "query"), None]]
         pairs[-1][1] = row.get("response")
         turns: Iterable = [
             {"role": role, "content": text}
@@ -403,7 +415,7 @@ def _conversation(
             if text is not None
         ]
     else:
-        turns = _required(row, number, column)
+        turns = required(row, number, column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError(
                 f"row {number}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
@@ -426,50 +438,22 @@ def _conversation(
 
 
 def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: int) -> list[dict[str, Any]]:
-    """Messages of blocks, with one for each medium in its place."""
+    """Messages of blocks, with a placeholder block for each medium."""
     row: dict[str, Any] = {"prompt": [dict(message) for message in chat]}
-    for column, count in counts.items():  # only their number counts
+    for column, count in counts.items():  # only their number matters
         row[column] = ["it"] * count if column.endswith("s") else "it" if count else None
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
     for kind in MODALITIES:
         if f"<{kind}>" in words and not (row.get(kind) or row.get(f"{kind}s")):
             raise ValueError(
-                f"row {number}, column '{kind}s': there is none for '<{kind}>' in the text; add it, or write the text "
-                "without it."
+                f"row {number}, column '{kind}s': has no {kind} for '<{kind}>' in the text; add it, or remove the tag "
+                "from the text."
             )
     (placed,) = rows_to_messages([Row(number, row)])
     messages = []
     for message in placed["prompt"]:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        messages.append(
-            {
-                "role": message["role"],
-                "content": [{"type": block["type"], "text": block.get("text")} for block in blocks],
-            }
-        )
+        blocks = [{"type": block["type"], "text": block.get("text")} for block in blocks]
+        messages.append({"role": message["role"], "content": blocks})
     return messages
-
-
-def _assemble(
-    columns: dict[str, list],
-    rows: list[dict[str, Any]],
-    used: set[str],
-    media: Sequence[Dataset],
-    options: Sequence[str] = (),
-) -> Dataset:
-    """The columns of messages, with the options of their blocks, then media, then all others."""
-    numbers = {name: Value("float64" if name in FRACTIONAL_OPTIONS else "int64") for name in options}
-    block = {"type": Value("string"), "text": Value("string"), **numbers}
-    messages = List({"role": Value("string"), "content": List(block)})
-    parts = []
-    for name in ("prompt", "messages"):
-        if name in columns:
-            parts.append(Dataset.from_dict({name: columns.pop(name)}, Features({name: messages})))
-    extras = {key: None for row in rows for key in row if key not in used and key not in columns}
-    for name, values in {**columns, **{key: [row.get(key) for row in rows] for key in extras}}.items():
-        try:
-            parts.append(Dataset.from_dict({name: values}))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise ValueError(f"column '{name}': its values are of several types ({error}); make them one.") from error
-    return concatenate_datasets([parts[0], *media, *parts[1:]], axis=1)

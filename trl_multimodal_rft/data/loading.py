@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From media references to decoded images, waveforms and frames."""
+"""Decodes media references to images, waveforms and frames."""
 
 import importlib
 import itertools
@@ -21,58 +21,47 @@ from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_complete, check_container, check_png, finds_frames, is_chained, starts_anew
+from .containers import check_complete, check_container, check_png, has_idr_picture, is_chained, is_indexed
 from .images import check_exif, check_object, open_image
 from .sources import fetch_file, open_file
 
 
-# Floats beyond this were never scaled to -1 to 1
-_LOUDEST = 16.0
+_LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
+_LOUDEST_24_BITS = 2**23  # 32-bit integers up to this hold 16 or 24 bits, which would be nearly silent
+_RATES = 1000, 1_000_000  # valid sampling rates in Hz
+_SHORTEST = 0.025  # seconds, one window of a spectrogram
+_CANCELLED = 1e-3  # channels cancel each other out if their average keeps less of the amplitude
+_FASTEST = 1000.0  # frames per second
 
-# 32-bit integers up to this hold samples of 16 or 24 bits, which would be near silence
-_LOUDEST_24_BITS = 2**23
-
-# Sampling rates of sounds, in Hz
-_RATES = 1000, 1_000_000
-
-# What is shorter holds not one window of a spectrogram, in seconds
-_SHORTEST = 0.025
-
-# Channels whose average keeps less of their amplitude than this cancel each other out
-_CANCELLED = 1e-3
-
-# What is decoded at once: samples of all channels together, and pixels of frames
+# Samples of all channels, and pixels of frames, that are decoded at once
 _SAMPLES_AT_ONCE = 2**20
 _PIXELS_AT_ONCE = 2**22
 
-# What libsndfile says where a header doesn't tell how many samples there are
+# libsndfile's length of files whose header doesn't contain it
 _UNKNOWN_LENGTH = 2**63 - 1
 
-# Formats whose header tells how many samples there are, by FFmpeg's names
+# Formats whose header contains the number of samples, by FFmpeg's names
 _COUNTED = ("ape", "tta", "wv")
 
-# Options by which frames of a file are chosen
+# Options that select frames of a file
 _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
 
-# Frames per second that a header may tell
-_FASTEST = 1000.0
-
-# Samples of a sound and their rate in Hz, `None` if unknown
+# Samples and their rate in Hz, `None` if unknown
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
 
 
 def load_image(ref: MediaRef) -> PIL.Image.Image:
     """
-    Decodes an image, turned as its EXIF orientation says.
+    Decodes an image in its EXIF orientation.
 
-    What is transparent becomes white, as in qwen-vl-utils; palettes, grey and CMYK are converted, as
-    `transformers.image_utils.load_image` does.
+    Transparent pixels become white, as in qwen-vl-utils. Palettes, grey and CMYK are converted, as in
+    `transformers.image_utils.load_image`.
 
     Args:
         ref ([`MediaRef`]):
-            Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with C
-            in 1, 3, 4 (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other fsspec
-            URL; a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
+            Its source is a PIL image; an array, tensor or nested list of shape (H, W), (H, W, C) or (C, H, W) with 1,
+            3 or 4 channels (integers in 0 to 255 or floats in 0 to 1); a path; a `file://`, `http(s)://` or other
+            fsspec URL; a base64 `data:` URI; the encoded bytes; or a dictionary with `"bytes"`, `"path"` or `"url"`.
 
     Returns:
         `PIL.Image.Image`: RGB image.
@@ -94,7 +83,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if stream is not None and image.format == "PNG":
             check_png(ref, stream)
         image.load()
-        _check_pixels(ref, image.size)  # an icon's header may not say what is in it
+        _check_pixels(ref, image.size)  # the header of an icon may be wrong
         check_exif(ref, image)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
@@ -113,30 +102,30 @@ def load_audio(
     overlong: Literal["raise", "truncate"] = "raise",
 ) -> np.ndarray:
     """
-    Decodes a sound, averages its channels and resamples it.
+    Decodes audio, averages its channels and resamples it.
 
-    Files are read with soundfile and, where it does not know the format, with PyAV, piece by piece: what is too long
-    or isn't kept is never decoded, and a sound takes no more memory than its samples at the rate of the result.
+    Files are read in chunks, with soundfile or, for other formats, with PyAV. Audio beyond the limits is never
+    decoded, and memory holds no more than the samples at the target rate.
 
     Args:
         ref ([`MediaRef`]):
             Its source is a dictionary with `"array"` and `"sampling_rate"`; an `(array, sampling_rate)` tuple; a bare
             array or list, if the option `sampling_rate` is set; a torchcodec `AudioDecoder`; or a path, URL, bytes or
             dictionary as in [`load_image`]. Integer samples of 8, 16 or 32 bits are scaled to -1 to 1. The shorter
-            axis of a two-dimensional array is its channels.
+            axis of a two-dimensional array holds the channels.
         sampling_rate (`int`):
             Sampling rate of the result, in Hz.
         max_seconds (`float`, *optional*):
-            Longest sound to accept, in seconds.
+            Maximum duration in seconds.
         overlong (`str`, *optional*, defaults to `"raise"`):
-            What to do with a longer one: `"raise"`, or `"truncate"` to decode its first `max_seconds` only.
+            What to do with longer audio: `"raise"`, or `"truncate"` to decode only the first `max_seconds`.
 
     Returns:
         `np.ndarray`: Waveform of shape (N,), float32.
 
     Raises:
-        MediaError: If the sound is missing, unreadable, cut off, empty, overlong or not finite, or its rate unknown or
-            invalid.
+        MediaError: If the audio is missing, unreadable, cut off, empty, overlong or not finite, or if its rate is
+            unknown or invalid.
         ImportError: If soundfile, PyAV or soxr is needed and not installed.
     """
     cuts = overlong == "truncate" and max_seconds is not None
@@ -163,14 +152,14 @@ def load_audio(
                 if (loudest := np.abs(piece).max(initial=0)) > _LOUDEST:
                     raise ref.error(f"float samples up to {loudest:g}; scale them to -1 to 1, or give 16-bit integers")
                 if rate != sampling_rate:
-                    # Bit for bit what `soxr.resample` makes of the whole
+                    # Bitwise equal to `soxr.resample` of the whole
                     resampler = resampler or require_module("soxr", "audio").ResampleStream(rate, sampling_rate, 1)
                     piece = resampler.resample_chunk(piece)
                 pieces.append(piece)
         if rate is None or count == 0:
             raise ref.error("the audio is empty; remove the row")
         if count < _SHORTEST * rate:
-            raise ref.error(f"{count} samples are too short to hear anything; remove the row")
+            raise ref.error(f"{count} samples are too short for a spectrogram; remove the row")
         if resampler is not None:
             pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
         samples = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -183,28 +172,29 @@ def load_video(
     resize_fn: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """
-    Decodes frames of a video, which are those that `ffmpeg` shows: with torchcodec if that is usable and the file says
-    where frames are (MP4, MOV, Matroska, WebM, unless trimmed without encoding them anew), else with PyAV, from the
-    first to the last that is wanted.
+    Decodes frames of a video, the same that `ffmpeg` shows.
+
+    torchcodec decodes files with an index of frames (MP4, MOV, Matroska, WebM, unless trimmed without re-encoding), if
+    it is usable. PyAV decodes the others, from the first frame to the last selected one.
 
     Args:
         ref ([`MediaRef`]):
             Its source is a path, URL, bytes or dictionary as in [`load_image`]; a torchcodec `VideoDecoder`; or
             frames: a list of what [`load_image`] takes, or an array or tensor of shape (T, H, W, C) or (T, C, H, W).
-            Of a video, the options `video_start` and `video_end` (seconds) select a span, and `fps` or `nframes` how
-            many of its frames are decoded (default: all). Frames are returned whole; their option `sample_fps` or
-            `fps` tells at what rate they were taken.
+            The options `video_start` and `video_end` (seconds) select a span of a video, and `fps` or `nframes` the
+            number of decoded frames (default: all). Lists of frames are returned whole; their option `sample_fps` or
+            `fps` is the rate at which they were sampled.
         sample_indices_fn (`Callable`, *optional*):
             Replaces these options: a function of `metadata` (`VideoMetadata` of the video) that returns the increasing
             indices of the frames to decode, such as `processor.video_processor.sample_frames`.
         resize_fn (`Callable`, *optional*):
-            Resizes frames of shape (N, H, W, 3) as they are decoded, a few at a time, from them and the number of all.
+            Resizes decoded frames of shape (N, H, W, 3), a few at a time, from these and the number of all frames.
 
     Returns:
-        `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and metadata to be passed to the processor as
-        `video_metadata`: `total_num_frames` of the selected span, `fps` of the whole video, `duration` (seconds; this
-        and `fps` are `None` if not known), `frames_indices` of the returned frames. A processor can sample further
-        (`do_sample_frames=True`) only if all frames were decoded.
+        `tuple[np.ndarray, dict]`: Frames of shape (T, H, W, 3), uint8, and `video_metadata` for the processor:
+        `total_num_frames` of the selected span, `fps` and `duration` (seconds) of the whole video (`None` if unknown),
+        and `frames_indices` of the returned frames. A processor can sample further (`do_sample_frames=True`) only if
+        all frames were decoded.
 
     Raises:
         MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
@@ -242,18 +232,11 @@ def load_with_qwen_vl_utils(
     frame_size_fn: Callable[[int, int, int], Sequence[int]] | None = None,
 ) -> PIL.Image.Image | tuple[torch.Tensor, dict[str, Any]]:
     """
-    Decodes an image or a video, sampled and resized as qwen-vl-utils does.
+    Decodes an image or a video, sampled and resized as by qwen-vl-utils, whose options it reads. The processor must
+    not resize or sample again (`do_resize=False, do_sample_frames=False`).
 
-    Honours the options of [qwen-vl-utils](https://github.com/QwenLM/Qwen3-VL/tree/main/qwen-vl-utils): `min_pixels`,
-    `max_pixels`, `total_pixels`, `resized_height`, `resized_width`, `fps`, `nframes`, `min_frames`, `max_frames`,
-    `video_start`, `video_end`, `sample_fps`. The processor must neither resize nor sample a second time
-    (`do_resize=False, do_sample_frames=False`), and needs the metadata, from which it computes the timestamps
-    (Qwen3-VL) or the seconds per grid step (Qwen2.5-VL).
-
-    An MP4, MOV, Matroska or WebM gives exactly what `qwen_vl_utils.fetch_video` gives, which however reads no bytes,
-    needs torchcodec, takes other frames of other files than it chose, and resizes lists of frames twice, first to
-    multiples of twice the patch. Frames are resized as they are decoded, a few at a time, so that no more of them are
-    in memory at their full size.
+    MP4, MOV, Matroska and WebM give exactly the frames of `qwen_vl_utils.fetch_video`. That function reads no bytes,
+    needs torchcodec, misses frames in other formats, and resizes lists of frames twice.
     """
     vision = require_module("qwen_vl_utils.vision_process", ref.kind)
     with decoding(ref):
@@ -275,7 +258,7 @@ def load_with_qwen_vl_utils(
 
 
 def qwen_frame_indices(options: dict[str, Any], metadata: VideoMetadata) -> list[int]:
-    """The frames of a video that qwen-vl-utils samples."""
+    """Indices of the frames that qwen-vl-utils samples from a video."""
     vision = require_module("qwen_vl_utils.vision_process", "video")
     first, last, total = vision.calculate_video_frame_range(options, metadata.total_num_frames, metadata.fps)
     metadata.total_num_frames = total
@@ -299,10 +282,7 @@ def qwen_frame_size(
 
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
-    """
-    Refuses a file that isn't safe to open by others, without decoding it: documents, lists of other files, images of
-    too many pixels.
-    """
+    """Refuses files that are unsafe for other decoders: documents, playlists and images with too many pixels."""
     if ref.kind == "image":
         _check_pixels(ref, open_image(ref, stream).size)
     else:
@@ -311,7 +291,7 @@ def check_file(ref: MediaRef, stream: BinaryIO) -> None:
 
 @contextmanager
 def decoding(ref: MediaRef) -> Iterator[None]:
-    """Turns any error of a decoder within the context into one that names the row and the column."""
+    """Turns errors of decoders within the context into ones that name the row and the column."""
     try:
         yield
     except (MediaError, ImportError):
@@ -320,7 +300,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
-        # Shortened last, as half a secret isn't known for one
+        # Shortened last, as half a secret isn't recognized
         name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
         reason = ref.shown(str(error))[:500]
         raise ref.error(
@@ -338,12 +318,12 @@ def require_module(module: str, extra: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """How to install an optional dependency."""
+    """The command that installs an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """Where an encoded medium is."""
+    """The bytes, path or URL of an encoded medium."""
     source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if not isinstance(source, dict):
         return source
@@ -354,7 +334,7 @@ def encoded_source(ref: MediaRef) -> Any:
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    if isinstance(values, torch.Tensor):  # Accelerate moves the tensors of a row to its device
+    if isinstance(values, torch.Tensor):  # which Accelerate moves to its device
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return np.asarray(values)
@@ -363,7 +343,7 @@ def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
 def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Pixels of shape (H, W) or (H, W, C), uint8."""
     array, channels = _as_numpy(image), (1, 3, 4)
-    # where the shape allows both orders, tensors have their channels first and arrays last
+    # If the shape allows both orders, tensors have their channels first and arrays last
     ambiguous = array.ndim == 3 and array.shape[2] in channels and not isinstance(image, torch.Tensor)
     if array.ndim == 3 and array.shape[0] in channels and not ambiguous:
         array = array.transpose(1, 2, 0)
@@ -380,7 +360,7 @@ def _pixels(ref: MediaRef, image: np.ndarray | torch.Tensor | list) -> np.ndarra
 
 
 def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
-    """Decodes a sound without resampling: samples `(N,)` in float32, and their rate in Hz, `None` if unknown."""
+    """Decodes audio without resampling: samples `(N,)` in float32, and their rate in Hz, `None` if unknown."""
 
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
@@ -394,8 +374,8 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
 
 def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
     """
-    Pieces of a sound, of shape (N,), its channels averaged, up to `stop` seconds, and their rate. `check_length` gets
-    how many samples a header tells of, and how many there are.
+    Chunks of audio of shape (N,), channels averaged, up to `stop` seconds, and their rate. `check_length` gets the
+    number of samples in the header and after each chunk.
     """
     count, known_rate, loudest, heard = 0, None, 0.0, 0.0
 
@@ -408,9 +388,8 @@ def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[floa
 
     with closing(_decode_pieces(ref, stop, check)) as pieces:
         for piece, rate in pieces:
-            left = math.inf if stop is None or rate is None else int(stop * rate) - count
-            if len(piece) > left:
-                piece = piece[: int(left)]
+            left = len(piece) + 1 if stop is None or rate is None else int(stop * rate) - count
+            piece = piece[:left]
             count += len(piece)
             if rate is not None:
                 check(count, rate)
@@ -426,25 +405,24 @@ def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[floa
 
 
 def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
-    """Pieces of shape (N, channels), see [`_read_pieces`], which may be more than `stop` seconds."""
+    """Chunks of shape (N, channels), see [`_read_pieces`], which may exceed `stop` seconds."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
-        # A second more, as samples are counted, and times aren't exact
+        # One second more, as samples are counted and times aren't exact
         most = (ref.rules.max_audio_seconds if stop is None else stop) + 1
         decoded = source.get_samples_played_in_range(0, (source.metadata.begin_stream_seconds or 0) + most)
         yield decoded.data.cpu().numpy().T, decoded.sample_rate
-    elif isinstance(source, dict) and source.get("array") is not None:
-        rate = source.get("sampling_rate", ref.options.get("sampling_rate"))
-        yield _of_array(ref, source["array"]), None if rate is None else float(rate)
+        return
+    array, rate = source, ref.options.get("sampling_rate")
+    if isinstance(source, dict) and source.get("array") is not None:
+        array, rate = source["array"], source.get("sampling_rate", rate)
     elif isinstance(source, tuple):
         array, rate = source
-        yield _of_array(ref, array), None if rate is None else float(rate)
-    elif isinstance(source, (np.ndarray, torch.Tensor, list)):
-        rate = ref.options.get("sampling_rate")
-        yield _of_array(ref, source), None if rate is None else float(rate)
-    else:
+    elif not isinstance(source, (np.ndarray, torch.Tensor, list)):
         with open_file(fetch_file(ref, encoded_source(ref))) as stream:
             yield from _decode_file(ref, stream, check)
+        return
+    yield _of_array(ref, array), None if rate is None else float(rate)
 
 
 def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _Pieces:
@@ -452,7 +430,7 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
 
     class Streamed(soundfile.SoundFile):
         def seekable(self) -> bool:
-            return False  # else it seeks to where it is after each piece, which isn't exact in an MP3
+            return False  # else it seeks after each chunk, which isn't exact in an MP3
 
     check_container(ref, stream)
     check_complete(ref, stream)
@@ -466,7 +444,7 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         yield from _decode_with_pyav(ref, stream)
         return
     with sound:
-        # That of an MP3 may be a guess
+        # The length of an MP3 may be an estimate
         known = sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH
         if known:
             check(sound.frames, sound.samplerate)
@@ -477,17 +455,19 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
             yield piece, sound.samplerate
         if known:
             _check_count(ref, count, sound.frames)
-            if sound.format == "FLAC":  # is read no further than its header says
+            if sound.format == "FLAC":  # of which no more is read than its header says
                 _check_count(ref, count, _samples_of_packets(stream))
 
 
-def _check_count(ref: MediaRef, count: int, told: int) -> None:
-    if count != told:
-        raise ref.error(f"the file is damaged or cut off: {count} of {told} samples; fetch it again or remove the row")
+def _check_count(ref: MediaRef, count: int, expected: int) -> None:
+    if count != expected:
+        raise ref.error(
+            f"the file is damaged or cut off: {count} of {expected} samples; fetch it again or remove the row"
+        )
 
 
 def _samples_of_packets(stream: BinaryIO) -> int:
-    """How many samples all packets of a sound have together, without decoding them."""
+    """The number of samples in all packets, without decoding them."""
     stream.seek(0)
     with require_module("av", "audio").open(stream) as container:
         sound = container.streams.best("audio")
@@ -500,7 +480,7 @@ def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
     with av.open(stream) as container:
         sound = container.streams.best("audio")
         if sound is None:
-            raise ref.error("the file has no sound; remove the row")
+            raise ref.error("the file has no audio; remove the row")
         floats, count = av.AudioResampler(format="fltp"), 0
         for frame in container.decode(sound):
             for piece in floats.resample(frame):
@@ -513,13 +493,13 @@ def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
 def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
     limit = getattr(ref.rules, option)
     if seconds > limit:
-        raise ref.error(f"{seconds:.0f} s where {limit:g} s are allowed; cut it, or raise `{option}`")
+        raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
 
 
 def _check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
     if size[0] * size[1] > ref.rules.max_image_pixels:
         raise ref.error(
-            f"{size[0]} x {size[1]} pixels where {ref.rules.max_image_pixels:,} are allowed; make it smaller, or "
+            f"{size[0]} x {size[1]} pixels exceed the limit of {ref.rules.max_image_pixels:,}; make it smaller, or "
             "raise `max_image_pixels`"
         )
 
@@ -562,7 +542,7 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
     if first > last:
         raise ref.error(
             f"no frames from {start} s to {end} s of {metadata.total_num_frames} at {metadata.fps} per second; "
-            "correct 'video_start' and 'video_end', or encode the video as MP4, which tells its number of frames"
+            "correct 'video_start' and 'video_end', or encode the video as MP4, which stores its number of frames"
         )
     metadata.total_num_frames = last - first + 1
     return first + default_sample_indices_fn(metadata, count, fps)
@@ -571,7 +551,7 @@ def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
 def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
     fps = metadata.fps or 0.0
     if not 0 < fps <= _FASTEST:
-        raise ref.error(f"the video doesn't say how fast it is, but {fps:g} frames per second; encode it anew, as MP4")
+        raise ref.error(f"the video has an invalid rate of {fps:g} frames per second; encode it again, as MP4")
     _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
     _check_pixels(ref, (metadata.width or 0, metadata.height or 0))
 
@@ -587,7 +567,7 @@ def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
 
 @contextmanager
 def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[int]], Iterator[np.ndarray]]]]:
-    """What is known of a video, and what reads frames of it, a few at a time, of shape (N, H, W, 3)."""
+    """The metadata of a video, and a function that reads frames of it in chunks of shape (N, H, W, 3)."""
     source = encoded_source(ref)
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         yield _listed_frames(ref, source)
@@ -600,7 +580,7 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
             metadata, may_seek = _scan_video(ref, stream)
-            if may_seek and finds_frames(stream) and is_torchcodec_usable(decode="video"):
+            if may_seek and is_indexed(stream) and is_torchcodec_usable(decode="video"):
                 decoders = importlib.import_module("torchcodec.decoders")
                 yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
             else:
@@ -613,7 +593,7 @@ def _listed_frames(ref: MediaRef, source: Any):
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
     unused = sorted(_FRAME_CHOICES & ref.options.keys())
     if unused:
-        raise ref.error(f"{', '.join(unused)} of a list of frames has no effect, as all are taken; remove it")
+        raise ref.error(f"{', '.join(unused)} has no effect on a list of frames, which is used whole; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
     metadata.frames_indices = list(range(count))
@@ -637,7 +617,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any):
         for i in range(0, len(indices), at_once):
             batch = decoder.get_frames_at(indices[i : i + at_once])
             if (batch.pts_seconds.diff() <= 0).any():
-                raise ref.error("its decoder gives other frames than it counts; give the file in its place")
+                raise ref.error("its decoder gives other frames than it counts; give the file itself")
             frames = batch.data.cpu().numpy()
             yield frames if frames.shape[-1] == 3 else frames.transpose(0, 2, 3, 1)
 
@@ -646,26 +626,26 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any):
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
     """
-    What is known of a video, and whether each packet is a frame and decoding may begin at any keyframe. Where packets
-    aren't frames, as in clips that were cut without encoding them anew, these are counted by decoding them.
+    The metadata of a video, and whether each packet is a frame and decoding may start at any keyframe. Otherwise, as
+    in clips that were cut without re-encoding, frames are counted by decoding them.
     """
     av = require_module("av", "video")
     with av.open(stream) as container:
         video = container.streams.best("video")
         if video is None:
             raise ref.error("the file has no video; remove the row")
-        told = video.average_rate if container.duration else None  # else it is FFmpeg's default
-        fps = float(told or video.codec_context.framerate or video.guessed_rate or 0)
-        count, first, exact, anew = 0, None, True, True
+        average = video.average_rate if container.duration else None  # else it is FFmpeg's default
+        fps = float(average or video.codec_context.framerate or video.guessed_rate or 0)
+        count, first, exact, independent = 0, None, True, True
         for packet in container.demux(video):
             if packet.size:
                 count += 1
                 first = packet.pts if count == 1 else first
-                # Pictures shown before the first keyframe may need those that were cut away
+                # Frames shown before the first keyframe may depend on frames that were cut off
                 exact = exact and not packet.is_discard and packet.pts is not None and packet.pts >= first
                 exact = exact and (packet.is_keyframe or count > 1)
-                if anew and packet.is_keyframe and video.codec_context.name == "h264":
-                    anew = starts_anew(bytes(packet), video.codec_context.extradata)
+                if independent and packet.is_keyframe and video.codec_context.name == "h264":
+                    independent = has_idr_picture(bytes(packet), video.codec_context.extradata)
         if container.format.name == "ivf" and count < video.frames:
             raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
         size = video.width, video.height
@@ -677,11 +657,11 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
         count = len(times)
         if count > 1 and None not in times and times[-1] > times[0]:
             fps = (count - 1) / (times[-1] - times[0])
-    return VideoMetadata(count, fps, *size, duration=count / fps), exact and anew
+    return VideoMetadata(count, fps, *size, duration=count / fps), exact and independent
 
 
 def _decoded(stream: BinaryIO) -> Generator[Any]:
-    """All frames of a video from the first, as FFmpeg shows them."""
+    """All frames of a video in the order of FFmpeg."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
         yield from container.decode(container.streams.best("video"))
@@ -692,6 +672,6 @@ def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]
     with closing(_decoded(stream)) as frames:
         for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
-                # Players turn what a phone has filmed on its side
+                # Videos of phones may be stored rotated
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
                 yield np.ascontiguousarray(upright)[None]

@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets by their names."""
+"""Loads datasets by name, and the JSON files and columns of their rows."""
 
 import glob
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ..paths import local_path
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
     """Loads a dataset."""
     path = local_path(name)
-    where = ", which is no file or folder here," if path is None and "://" not in name else ""
+    where = ", which is no local file or folder," if path is None and "://" not in name else ""
     with reading(f"the dataset {name!r}{where}"):
         if config is not None and path is not None and (path.is_file() or is_saved(path)):
             kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
@@ -39,19 +40,19 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns what `datasets` raises within the context into one line."""
+    """Turns errors of `datasets` within the context into one line."""
     try:
         yield
     except StopIteration as error:  # of an empty file of JSON Lines
         raise ValueError(f"{what} can't be read: it has no rows") from error
     except (OSError, ValueError, DatasetsError) as error:
-        # What went wrong, rather than that something did
+        # The cause, rather than that generating failed
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise ValueError(f"{what} can't be read: {' '.join(str(reason).split())}") from error
 
 
 def load_arguments(name: str, split: str) -> dict[str, Any]:
-    """How `datasets.load_dataset` reads a dataset."""
+    """The arguments by which `datasets.load_dataset` reads a dataset."""
     path = local_path(name)
     if path is None:
         return {"path": name}
@@ -65,5 +66,34 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a folder is one of `save_to_disk`."""
+    """Whether `save_to_disk` wrote a folder."""
     return any((path / each).is_file() for each in ("dataset_dict.json", "state.json"))
+
+
+def json_file(path: str | Path, pattern: str) -> Path | None:
+    """The JSON file that holds the rows, `None` where `path` is a dataset."""
+    path = local_path(str(path)) or Path(path)
+    if path.is_file():
+        return None if path.suffix == ".parquet" else path
+    files = sorted(path.glob(pattern)) if path.is_dir() else []
+    if len(files) > 1:
+        raise ValueError(f"{path} holds {[file.name for file in files]}; name one of them as `path`.")
+    return files[0] if files else None
+
+
+def read_json(file: Path) -> list[dict[str, Any]]:
+    """Reads rows of JSON or JSON Lines."""
+    text = file.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def required(row: dict[str, Any], number: int, *names: str) -> Any:
+    """The first of these columns that a row has."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(
+        f"row {number} has no {' or '.join(map(repr, names))}, only {sorted(row)}; is it of another layout?"
+    )

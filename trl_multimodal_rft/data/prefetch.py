@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows that worker processes read before they are needed."""
+"""Prefetches rows in worker processes."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -23,11 +23,11 @@ logger = logging.get_logger(__name__)
 
 class PrefetchPool:
     """
-    Reads rows in forked workers, which start with the first row. Where no worker can be forked, `take` reads.
+    Reads rows in forked workers, which start with the first row. If no worker can be forked, `take` reads.
 
-    Workers of a `DataLoader` aren't enough. When one crashes in a decoder, torch raises an error in whatever line the
-    main process is at, which ends the run and doesn't name the row. They also send tensors through shared memory, of
-    which containers have little; here bytes go through a pipe.
+    `DataLoader` workers don't suffice: when one crashes in a decoder, torch raises in the main process at an arbitrary
+    line, which ends the run without naming the row. They also need shared memory for tensors, of which containers have
+    little; these workers send bytes through a pipe.
     """
 
     def __init__(self, read: Callable[[int], Any], num_workers: int = 1):
@@ -38,7 +38,7 @@ class PrefetchPool:
         self._can_fork = True
 
     def want(self, rows: Iterable[int]) -> None:
-        """Has these rows read, and drops all others."""
+        """Starts reading these rows, and drops all others."""
         before, self._jobs = self._jobs, {}
         for row in dict.fromkeys(rows):
             self._jobs[row] = before.pop(row, None) or self._submit(row)
@@ -46,7 +46,7 @@ class PrefetchPool:
             job.cancel()
 
     def take(self, row: int) -> Any:
-        """What was read of a row, which is dropped here."""
+        """Returns a row that was read, and drops it here."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
             found = job.result()
@@ -62,7 +62,7 @@ class PrefetchPool:
             self._pool = None
 
     def _isolate(self, row: int) -> bytes | None:
-        """Reads a row again, alone, after a worker died and all rows were lost: it may be the one at fault."""
+        """Reads a row again, in isolation, after a worker died and all rows were lost: it may be the cause."""
         others = list(self._jobs)
         self.close()
         try:
@@ -70,8 +70,8 @@ class PrefetchPool:
         except BrokenProcessPool as error:
             self.close()
             raise MediaError(
-                f"row {row}: the process that decoded its media was killed, by a decoder that crashed or for want of "
-                "memory; take the row out, or write its media again"
+                f"row {row}: the process that decoded its media was killed, by a decoder that crashed or out of "
+                "memory; remove the row, or write its media again"
             ) from error
         finally:
             self.want(others)
@@ -83,10 +83,10 @@ class PrefetchPool:
                     context = multiprocessing.get_context("fork")
                     self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._read,))
                 return self._pool.submit(_work, row)
-            except BrokenProcessPool:  # a worker was killed since, while it read another row
+            except BrokenProcessPool:  # a worker was killed while it read another row
                 self._pool = None
             except OSError as error:  # of `fork`
-                logger.warning(f"Media aren't read ahead of need from here on, for want of memory: {error}")
+                logger.warning(f"Media prefetching is disabled, as no worker can be forked: {error}")
                 self._can_fork, self._pool = False, None
         unread: Future = Future()
         unread.set_result(None)
@@ -102,7 +102,7 @@ def _start(read: Callable[[int], Any]) -> None:
     torch.set_num_threads(1)  # the parent's other threads don't exist here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setpgid(0, 0)  # signals of a launcher to the whole group are for the parent, too
+    os.setpgid(0, 0)  # a launcher's signals to the whole group are handled by the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -115,6 +115,6 @@ def _end_with_parent() -> None:
 def _work(row: int) -> bytes | None:
     found = _read(row)
     try:
-        return pickle.dumps(found, protocol=5)  # a fifth of the default's time for tensors
-    except (pickle.PicklingError, TypeError, AttributeError):  # such as decoders
+        return pickle.dumps(found, protocol=5)  # five times as fast as the default for tensors
+    except (pickle.PicklingError, TypeError, AttributeError):  # of decoders
         return None

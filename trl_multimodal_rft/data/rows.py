@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a dataset, with their media as they are stored."""
+"""Rows of a dataset with their stored media."""
 
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ class Row(dict):
 
 
 class DatasetRows:
-    """The rows of a dataset by their numbers."""
+    """The rows of a dataset by number."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = undecoded(dataset)
@@ -41,7 +41,7 @@ class DatasetRows:
 
 
 class EndlessRows:
-    """The rows of a dataset in one shuffled order after the other."""
+    """The rows of a dataset in one shuffled order per epoch, endlessly."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.rows = DatasetRows(dataset)
@@ -53,7 +53,7 @@ class EndlessRows:
         return self.rows.__getitems__(self.numbers(start, n))
 
     def numbers(self, start: int, n: int) -> list[int]:
-        """Which rows are at positions of the endless order."""
+        """Row numbers at positions of the endless order."""
         places = (divmod(place, len(self.rows)) for place in range(start, start + n))
         return [int(self._order(epoch)[place]) for epoch, place in places]
 
@@ -62,7 +62,7 @@ class EndlessRows:
 
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
-    """Arrow gives arrays back as lists, which are slow to copy."""
+    """Converts numeric lists, as which Arrow returns arrays, back to arrays, which copy faster."""
     media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
     for column in ("prompt", "messages"):
         if isinstance(row.get(column), list):
@@ -86,6 +86,6 @@ def _as_array(value: Any) -> Any:
     if isinstance(first, (int, float)):
         try:
             return np.asarray(value, dtype=np.float32 if isinstance(first, float) else None)
-        except ValueError:  # ragged: what loads it will say which medium it is
+        except ValueError:  # ragged, for which the loader of the medium raises
             return value
     return [_as_array(item) for item in value]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where the bytes of media come from, and from where they may not."""
+"""Fetches the bytes of media from the sources that the rules allow."""
 
 import base64
 import binascii
@@ -25,24 +25,22 @@ from .columns import MediaError, MediaRef, shown_url
 from .http import NoAnswer, TooLarge, TooManyRedirects, ask, host_of, within
 
 
-# Protocols that connect to any host a URL names, rather than to a store of the user's
+# Protocols that connect to any host in a URL, rather than to a configured store
 _WITH_HOSTS = ("http", "https", "hdfs", "webhdfs")
 
-# What parsers of URLs disagree on: by one of them, another host or path follows
+# Characters on which URL parsers disagree: some see another host or path after them
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f\\]")
 
-# Text that is a file in base64, rather than a long path, which has an ending
+# A file in base64, rather than a long path, which has an ending
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
 
 _CHUNK = 2**20
-_MOST_AT_ONCE = 2**26  # bytes that are read of an archive in one go, such as its list of files
-
-# How often a server is asked that is busy, or that breaks off
-_ATTEMPTS = 4
+_MOST_AT_ONCE = 2**26  # bytes of an archive in one read, such as its list of files
+_ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
 def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> Any:
-    """Fetches a file, without reading more than the rules of its medium allow."""
+    """Fetches a file within the limits of its medium's rules: bytes, or a local path."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _limited(ref, bytes(source))
     path = os.fspath(source)
@@ -79,17 +77,16 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     try:
         return within(until, read)
     except NoAnswer as error:
-        raise ref.error(
-            f"cannot read '{shown_url(path)}' ({error}); remove the row, or raise `media_timeout`"
-        ) from None
+        remedy = "remove the row, or raise `media_timeout`"
+        raise ref.error(f"cannot read '{shown_url(path)}' ({error}); {remedy}") from None
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
-        raise ImportError(str(ref.error(f"no package is installed that reads {protocol}: {error}"))) from error
+        raise ImportError(str(ref.error(f"no installed package reads {protocol}: {error}"))) from error
 
 
 class Bounded:
-    """A stream that ends its reader: by an error, whatever is read next, once its time or its bytes are used up."""
+    """A stream of which every read raises once its time or its number of bytes is used up."""
 
     def __init__(self, ref: MediaRef, stream: Any, until: float, most: float = math.inf, at_once: float = math.inf):
         self.most, self.until = most, until
@@ -101,13 +98,12 @@ class Bounded:
             seconds = self._ref.rules.media_timeout
             raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
         if size is not None and size > self._at_once:
-            raise self._ref.error(f"an archive with {size:,} bytes of headers; split it, or remove the row")
+            raise self._ref.error(f"the archive has {size:,} bytes of headers; split it, or remove the row")
         data = self._stream.read(size)
         self._read += len(data)
         if self._read > self.most:
-            raise self._ref.error(
-                f"its metadata takes more than {self.most:,} bytes; save it without metadata, or remove the row"
-            )
+            remedy = "save it without metadata, or remove the row"
+            raise self._ref.error(f"its metadata takes more than {self.most:,} bytes; {remedy}")
         return data
 
     def __getattr__(self, name: str) -> Any:
@@ -115,20 +111,20 @@ class Bounded:
 
 
 def open_file(file: str | bytes) -> BinaryIO:
-    """Opens what [`fetch_file`] returns. Decoders get streams, as names can mean more than one file to them."""
+    """Opens what [`fetch_file`] returns. Decoders get streams, since a name can stand for several files."""
     if isinstance(file, bytes):
         return BytesIO(file)
-    # By its number, as decoders read patterns and formats out of a stream's name, too
+    # By its descriptor, as decoders read patterns and formats from the name of a stream, too
     number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     stream = open(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):
         stream.close()
-        raise OSError("it is no regular file")
+        raise OSError("it isn't a regular file")
     return stream
 
 
 def _links(path: str) -> list[str]:
-    """The archives of a chained URL, from the inside out, and the file that the outermost one is."""
+    """The archives of a chained URL, innermost first, and the file of the outermost one."""
     link, chained, rest = path.partition("::")
     return [link, *_links(rest)] if chained and link.partition("://")[0] in _ARCHIVES else [path]
 
@@ -136,8 +132,8 @@ def _links(path: str) -> list[str]:
 def _in_zip(ref: MediaRef, stream: Any, name: str) -> Any:
     archive = zipfile.ZipFile(stream)
     member = archive.getinfo(name)
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others aren't unpacked in pieces
-        raise ref.error(f"'{name}' is packed by method {member.compress_type}; pack it anew by 'deflate'")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others can't be read in chunks
+        raise ref.error(f"'{name}' is compressed by method {member.compress_type}; compress it by 'deflate'")
     if member.file_size > ref.rules.max_media_bytes:
         raise _too_large(ref)
     return archive.open(member)
@@ -149,7 +145,7 @@ def _in_tar(ref: MediaRef, stream: Any, name: str) -> Any:
     archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else stream, mode="r:")
     found = None
     while (member := archive.next()) is not None:
-        archive.members.clear()  # by which one could look back
+        archive.members.clear()  # which would grow with the archive
         found = member if member.name.strip("/") == name else found
     if found is None or not found.isreg():
         raise ref.error(f"no file '{name}' in the archive; correct the name or remove the row")
@@ -167,7 +163,7 @@ _ARCHIVES = {"zip": _in_zip, "tar": _in_tar, "gzip": _in_gzip}
 
 
 def _read(ref: MediaRef, stream: Any) -> bytes:
-    """All of a stream, of which no second copy is made."""
+    """Reads a whole stream without a second copy."""
     data = BytesIO()
     while chunk := stream.read(_CHUNK):
         data.write(chunk)
@@ -203,13 +199,13 @@ def _from_data_uri(ref: MediaRef, uri: str) -> bytes:
 def _check_protocol(ref: MediaRef, protocol: str) -> None:
     if protocol not in ref.rules.allowed_media_protocols:
         raise ref.error(
-            f"the protocol '{protocol}' isn't one of `allowed_media_protocols`, those that rows may name; copy the "
-            "media to a place that is, or add it if you trust the data"
+            f"the protocol '{protocol}' isn't one of `allowed_media_protocols`; add it if you trust the data, or copy "
+            "the media to an allowed source"
         )
 
 
 def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
-    """A path that doesn't depend on where relative ones start."""
+    """A path with the folder that relative paths start from."""
     return os.path.join(ref.rules.media_dir or "", path)
 
 
@@ -235,26 +231,26 @@ def _local(ref: MediaRef, path: str) -> str:
 def _check_store(ref: MediaRef, protocol: str, url: str) -> None:
     _check_protocol(ref, protocol)
     if "::" in url:
-        raise ref.error(f"'{protocol}' can't be chained; only archives can be: {', '.join(_ARCHIVES)}")
+        raise ref.error(f"'{protocol}' can't be chained; only archives can: {', '.join(_ARCHIVES)}")
     if protocol in _WITH_HOSTS:
         _check_domain(ref, url)
 
 
 def _check_domain(ref: MediaRef, url: str) -> None:
-    """Checks the host that is connected to, and that no other could be meant."""
+    """Checks the host of a URL, and that all parsers agree on it."""
     if _AMBIGUOUS.search(url):
         raise ref.error("its URL has a backslash or a control character; encode it, such as '%5C'")
     try:
         if "@" in urlsplit(url).netloc:
-            raise ref.error("its URL has a user or a password; take them out, or copy the media to a local folder")
+            raise ref.error("its URL has a user or a password; remove them, or copy the media to a local folder")
         host = host_of(url)
         allowed = [host_of(f"http://{each}") for each in ref.rules.allowed_media_domains or ()]
     except MediaError:
         raise
     except ValueError:  # whose message may hold half a password
-        raise ref.error(f"'{shown_url(url)}' is no URL; correct it or remove the row") from None
+        raise ref.error(f"'{shown_url(url)}' isn't a URL; correct it or remove the row") from None
     if ref.rules.allowed_media_domains is not None and host not in allowed:
-        raise ref.error(f"'{host}' is none of `allowed_media_domains`; add it if you trust the data")
+        raise ref.error(f"'{host}' isn't one of `allowed_media_domains`; add it if you trust the data")
 
 
 def _download(ref: MediaRef, url: str) -> bytes:
@@ -267,23 +263,16 @@ def _download(ref: MediaRef, url: str) -> bytes:
         _check_domain(ref, url)
 
     try:
-        answer = ask(
-            "GET",
-            url,
-            seconds=ref.rules.media_timeout,
-            attempts=_ATTEMPTS,
-            max_bytes=ref.rules.max_media_bytes,
-            may_visit=may_visit,
-        )
+        limits = {"seconds": ref.rules.media_timeout, "max_bytes": ref.rules.max_media_bytes}
+        answer = ask("GET", url, attempts=_ATTEMPTS, may_visit=may_visit, **limits)
     except TooLarge:
         raise _too_large(ref) from None
     except NoAnswer as error:
-        raise ref.error(
-            f"cannot download '{url}' ({error}); repair the URL, remove the row, or raise `media_timeout`"
-        ) from None
+        remedy = "correct the URL, remove the row, or raise `media_timeout`"
+        raise ref.error(f"cannot download '{url}' ({error}); {remedy}") from None
     except (TooManyRedirects, requests.RequestException) as error:
         reason = str(error) if isinstance(error, TooManyRedirects) else type(error).__name__
-        raise ref.error(f"cannot download '{url}' ({reason}); repair the URL or remove the row") from None
+        raise ref.error(f"cannot download '{url}' ({reason}); correct the URL or remove the row") from None
     if answer.status >= 300:
-        raise ref.error(f"'{url}' gives status {answer.status}; correct the URL or remove the row")
+        raise ref.error(f"'{url}' returns status {answer.status}; correct the URL or remove the row")
     return answer.body

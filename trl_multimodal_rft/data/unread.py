@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media of a dataset that nothing reads, found before a model would train on text alone."""
+"""Finds media of a dataset that no prompt contains, before a model silently trains on text alone."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,15 +10,16 @@ from datasets import Dataset, IterableDataset, LargeList, List, Value
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
+from .nested import feature_leaves
 
 
-# Rows that are looked at, from all over a dataset
+# Evenly spaced rows that are inspected
 _N_ROWS = 16
 
-# What prompts are called elsewhere
+# Names of prompt columns in other tools
 _PROMPTS = ("messages", "conversations", "conversation", "question", "problem", "query", "instruction")
 
-# Columns by which layouts of other tools are told, those first that have columns of others, too
+# Columns that identify the layouts of other tools, supersets of others first
 _LAYOUTS = {
     "verl": {"prompt", "data_source", "reward_model"},
     "video-r1": {"problem", "data_type", "path"},
@@ -31,7 +32,7 @@ _LAYOUTS = {
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
-# What tells the kind of media whose data don't
+# Names that show the kind of media whose data doesn't
 _NAMES = {
     "audio": "audio|sound|speech|voice|wav|music",
     "image": "image|img|picture|photo|figure|screenshot",
@@ -45,7 +46,7 @@ class _Unread:
     place: str  # in the column
     kind: str | None
     several: bool
-    how: str
+    how: str  # how it was recognized
     certain: bool
     everywhere: bool = True  # in each row that has a value
 
@@ -83,8 +84,8 @@ def check_columns(
     takes: Collection[str] = (),
 ) -> str | None:
     """
-    Looks for media that nothing reads, in the features of a dataset and in up to 16 of its rows, which aren't decoded.
-    No row is read of a stream, whose features count if they are known, nor of a dataset with a transform.
+    Looks for media that no prompt contains, in the features of a dataset and in up to 16 rows, without decoding them.
+    It reads no rows of streams and of datasets with a transform.
     """
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
@@ -102,9 +103,8 @@ def check_columns(
     unread = [found for found in looked if found is not None]
     if not unread:
         return None
-    has_media = has_media or any(_has_media(row, reads, ignored) for row in rows)
-    if not has_media and isinstance(dataset, Sequence):
-        has_media = any(_has_media(row, reads, ignored) for row in dataset)
+    every_row = dataset if isinstance(dataset, Sequence) else rows
+    has_media = has_media or any(_has_media(row, reads, ignored) for row in every_row)
     if extent == "first":
         has_media = has_media or any(column in MEDIA_COLUMNS and column not in ignored for column in columns)
     takes = {*MODALITIES}.intersection(takes)
@@ -122,14 +122,15 @@ def check_columns(
 
 def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
     """Checks that a row has a prompt."""
+    number = getattr(row, "number", place)
     if "prompt" not in row:
-        raise ValueError(f"row {getattr(row, 'number', place)} {_no_prompt(row, row)}")
+        raise ValueError(f"row {number} {_no_prompt(row, row)}")
     if "solution" not in row and other_layout(row) == "verl":
-        raise ValueError(f"row {getattr(row, 'number', place)} {_VERL}")
+        raise ValueError(f"row {number} {_VERL}")
 
 
 def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
-    """Checks that reward functions can get the columns of a row by their names."""
+    """Checks that no column has a name that reward functions get other values under."""
     for column in ("prompts", "completions"):
         if column in row:
             raise ValueError(
@@ -149,8 +150,8 @@ def other_layout(row: Mapping[str, Any]) -> str | None:
 
 
 def prepared(layout: str, options: str = "") -> str:
-    """How rows of another layout become ones that are taken."""
-    return f"convert its rows, which are those of {layout}, by `trl-multimodal-rft prepare {layout}{options}`"
+    """The remedy for rows of another layout."""
+    return f"convert the {layout} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
 _VERL = (
@@ -179,18 +180,14 @@ def check_ignored(columns: Collection[str] | None) -> None:
 
 
 def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]]) -> bool:
-    """
-    Whether a dataset tells its columns before its rows are read.
-
-    Returns `False` for a dataset with a transform, and for a stream without features.
-    """
+    """Whether the columns are known before rows are read: not with a transform, nor for a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
 def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
-    """The features of a dataset, the text of its rows, and whether it is known to have media that are read."""
+    """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
     if not columns_known(dataset):
         return {}, [], False
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
@@ -203,7 +200,7 @@ def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[di
     if isinstance(dataset, Dataset):
         features = {column: features[column] for column in dataset.format["columns"]}
         filled = {c for c in filled & features.keys() if dataset.data.column(c).null_count < len(dataset.data)}
-        # Others tell by their features, and would be decoded
+        # The features of other columns show their media, which reading them would decode
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
@@ -211,15 +208,15 @@ def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[di
 
 
 def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
-    """The media in a column, those first that are sure to be some."""
+    """Media in a column, if any: what certainly is a medium takes precedence over what may name one."""
     for place, kind, how in _in_feature(feature, column):
-        return _Unread(column, place, kind, isinstance(feature, (list, List, LargeList)), how, certain=True)
+        return _Unread(column, place, kind, isinstance(feature, (List, LargeList)), how, certain=True)
     media = [[*find_media(value, column)] for value in values]
     everywhere = all(each or _absent(value) or not value for each, value in zip(media, values, strict=True))
     found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
     for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, Encoded):
-            continue  # as the feature tells
+            continue  # found by its feature
         if isinstance(medium, str):
             shown = shown_url(medium) if "://" in medium else medium
             how = f"what looks like files, such as {shown[:60]!r}"
@@ -231,14 +228,12 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
 
 
 def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str]]:
-    """Where a feature has media, of what kind, and how it tells."""
+    """Place and kind of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
     if name in _FEATURES:
         yield place, _FEATURES[name], f"feature {name}"
     elif isinstance(feature, (List, LargeList)):
         yield from _in_feature(feature.feature, place)
-    elif isinstance(feature, list):
-        yield from _in_feature(feature[0], place)
     elif isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys():
         yield place, "audio", "arrays with their rate"
     elif isinstance(feature, dict):
@@ -249,22 +244,9 @@ def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str
 
 
 def _lists_media(feature: Any) -> bool:
-    """Whether a feature is a list of media, which frames of a video aren't."""
+    """Whether a feature is a list of media. Frames of a video aren't."""
     inner = feature.feature if isinstance(feature, (List, LargeList)) else None
     return type(inner).__name__ in ("Audio", "Video")
-
-
-def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """What a feature is made of."""
-    if isinstance(feature, (List, LargeList)):
-        yield from feature_leaves(feature.feature, key)
-    elif isinstance(feature, list):
-        yield from feature_leaves(feature[0], key) if feature else ()
-    elif isinstance(feature, dict):
-        for name, item in feature.items():
-            yield from feature_leaves(item, name)
-    elif not (isinstance(feature, Value) and feature.dtype == "null"):
-        yield key, feature
 
 
 def _holds_text(feature: Any) -> bool:
@@ -283,7 +265,7 @@ def _has_media_features(
 
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
-    """Whether a prompt gets media."""
+    """Whether the prompt of a row contains media."""
     columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
     if any(not _absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
         return True

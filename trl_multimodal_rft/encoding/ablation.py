@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Replacements of decoded media, of the same duration and size, so that a prompt keeps its tokens."""
+"""Replaces decoded media by others of the same duration and size, so that the prompt keeps its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,29 +12,19 @@ import torch
 from ..data.columns import MediaRef
 
 
-# Of pixels
-_GREY = 128
+_GREY = 128  # pixel value
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """
-    What replaces a prompt's media of a kind.
+    """The replacement of a prompt's media of one kind."""
 
-    Args:
-        kind (`str`):
-            `"image"`, `"audio"` or `"video"`.
-        others (`Sequence[MediaRef]`, *optional*, defaults to `()`):
-            Media of this kind from elsewhere, which take the places in turn. Without any, sounds are silent, and
-            images and frames grey.
-    """
-
-    kind: str
-    others: Sequence[MediaRef] = ()
+    kind: str  # "image", "audio" or "video"
+    others: Sequence[MediaRef] = ()  # replacements of this kind, in turn; without any, silence or grey pixels
 
 
 def blank(medium: Any) -> Any:
-    """Silence or grey pixels, of the type, duration and size of a medium."""
+    """Silence or grey pixels of the type, duration and size of a medium."""
     if isinstance(medium, PIL.Image.Image):
         return PIL.Image.new("RGB", medium.size, (_GREY,) * 3)
     if isinstance(medium, torch.Tensor):
@@ -43,7 +33,7 @@ def blank(medium: Any) -> Any:
 
 
 def fitted(other: Any, medium: Any) -> Any:
-    """A medium in the duration and size of another."""
+    """Fits `other` to the duration and size of a medium."""
     if isinstance(medium, PIL.Image.Image):
         return other.resize(medium.size)
     if isinstance(medium, torch.Tensor):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a prompt must hold, so that errors name the row and the column."""
+"""Checks of messages, media and placeholders of a prompt, whose errors name the row and the column."""
 
 from typing import Any
 
@@ -10,34 +10,32 @@ from ..families import family_of_processor
 
 
 def write_chat(messages: list[dict[str, Any]], processor, place: str, **template_kwargs) -> str:
-    """What a chat template writes."""
+    """Renders the chat template."""
     try:
         return processor.apply_chat_template(messages, tokenize=False, **template_kwargs)
-    except Exception as error:  # of any type, as templates check little
+    except Exception as error:  # templates raise any type
         raise template_error(error, processor, template_kwargs, place) from error
 
 
-def lacks_template(processor, template_kwargs: dict[str, Any]) -> bool:
-    """Whether nothing says how messages are written."""
-    own = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
-    # Mistral's tokenizers have their rules elsewhere
-    return not own and not family_of_processor(processor).takes_base64_audio
+def has_template(processor, template_kwargs: dict[str, Any]) -> bool:
+    """Whether the processor can render messages."""
+    given = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
+    # Mistral's tokenizers have no template, but rules
+    return bool(given) or family_of_processor(processor).takes_base64_audio
 
 
 def template_error(error: Exception, processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
-    """The error of a chat template, or of its absence."""
+    """The error for a chat template that raised or is missing."""
     name = type(processor).__name__
-    if lacks_template(processor, template_kwargs):
-        return MediaError(
-            f"{place}: {name} has no chat template that could write messages; set `processing_class.chat_template`"
-        )
-    return MediaError(
-        f"{place}: the chat template of {name} rejected the messages ({error}); change them to what it takes"
-    )
+    if not has_template(processor, template_kwargs):
+        problem = f"{name} has no chat template that could write messages; set `processing_class.chat_template`"
+    else:
+        problem = f"the chat template of {name} rejected the messages ({error}); change them to what it takes"
+    return MediaError(f"{place}: {problem}")
 
 
 def check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, processor_kwargs: dict[str, Any]) -> None:
-    """Names the image or the video that the processor rejects on its own, too."""
+    """Raises for the image or the video that the processor rejects in isolation, too."""
     videos = 0
     for ref in refs:
         medium: Any = decoded[id(ref)]
@@ -59,21 +57,20 @@ def check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, process
 
 
 def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], tokens: list[str], row: int | None) -> None:
-    """Refuses placeholders in the text of a prompt."""
-    for message in [{"content": messages}] if isinstance(messages, str) else messages:
-        content = message.get("content") or ""
-        for part in [{"text": content}] if isinstance(content, str) else content:
-            found = next((token for token in tokens if token in (part.get("text") or "")), None)
-            if found is not None and refs:
-                raise refs[0].error(
-                    f"the text of the prompt holds the placeholder {found!r} itself; remove it, the chat template "
-                    "writes one for each medium"
-                )
-            if found is not None:
-                raise MediaError(
-                    f"{of_row(row)}column 'prompt': its text holds the placeholder {found!r} but no media; give the "
-                    "row its media, or remove the placeholder from the text"
-                )
+    """Refuses placeholder tokens in the text of a prompt."""
+    contents = [messages] if isinstance(messages, str) else [message.get("content") or "" for message in messages]
+    parts = [part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each)]
+    found = next((token for part in parts for token in tokens if token in (part.get("text") or "")), None)
+    if found is not None and refs:
+        raise refs[0].error(
+            f"the text of the prompt holds the placeholder {found!r} itself; remove it, as the chat template writes "
+            "one for each medium"
+        )
+    if found is not None:
+        raise MediaError(
+            f"{of_row(row)}column 'prompt': its text holds the placeholder {found!r} but no media; add the media, or "
+            "remove the placeholder from the text"
+        )
 
 
 def check_blocks(
@@ -82,7 +79,7 @@ def check_blocks(
     template_kwargs: dict[str, Any],
     row: int | None = None,
 ) -> None:
-    """Refuses blocks of types that only the chat template could know, and doesn't: it writes them as it would any."""
+    """Refuses blocks of types that the chat template silently ignores: it renders them like an unknown type."""
     for m, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list):
@@ -90,24 +87,24 @@ def check_blocks(
         for b, block in enumerate(content):
             if block["type"] in ("text", *THOUGHT_TYPES) or block_kind(block["type"]) is not None:
                 continue
-            of_no_type = [*content[:b], {"type": "-"}, *content[b + 1 :]]
-            others = [*messages[:m], {**message, "content": of_no_type}, *messages[m + 1 :]]
+            unknown = [*content[:b], {"type": "-"}, *content[b + 1 :]]
+            others = [*messages[:m], {**message, "content": unknown}, *messages[m + 1 :]]
             try:
                 written, other = (
                     processor.apply_chat_template(chat, tokenize=False, **template_kwargs)
                     for chat in (messages, others)
                 )
-            except Exception:  # a template that refuses one of them says so, or knows the other
+            except Exception:  # a template that raises knows its types
                 continue
             if written == other:
                 raise MediaError(
                     f"{of_row(row)}column 'prompt[{m}].content[{b}]': the chat template leaves out blocks of type "
-                    f"{block['type']!r}, so that the model would not get it; known types are {KNOWN_TYPES}"
+                    f"{block['type']!r}, so the model would not get it; known types are {KNOWN_TYPES}"
                 )
 
 
 def of_row(row: int | None) -> str:
-    """The beginning of a message about a row."""
+    """The start of a message about a row."""
     return "" if row is None else f"row {row}, "
 
 
@@ -118,19 +115,19 @@ def check_placeholders(
     placeholders: dict[str, set[int]],
     row: int | None,
 ) -> None:
-    """Refuses ids in which media and placeholders don't agree."""
+    """Refuses ids whose placeholders don't match the media."""
     present = set(input_ids.tolist())
     for ref in refs:
-        # A processor may write its videos with the image token
+        # A processor may write videos with the image token
         ids = placeholders[ref.kind] | (placeholders["image"] if ref.kind == "video" else set())
         if not media or not ids & present:
             raise ref.error(
                 f"the chat template wrote no placeholder for this {ref.kind}, so the model would not get it; use the "
-                "template that belongs to the model's processor"
+                "template of the model's processor"
             )
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:
         raise MediaError(
-            f"{of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; give the "
-            "row its media, or remove the placeholder from the text"
+            f"{of_row(row)}column 'prompt': holds the placeholder token ids {sorted(stray)} but no media; add the "
+            "media, or remove the placeholder from the text"
         )

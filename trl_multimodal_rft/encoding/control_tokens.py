@@ -1,8 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Control tokens in the texts of rows and tools, which a tokenizer can't tell from those of the chat template."""
+"""Control tokens in the texts of rows and tools, which a tokenizer can't distinguish from the chat template's."""
 
 from collections.abc import Callable, Collection
-from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The control tokens of a tokenizer."""
-    added = getattr(tokenizer, "added_tokens_decoder", None)  # a property that Mistral's own tokenizers don't have
+    added = getattr(tokenizer, "added_tokens_decoder", None)  # which Mistral's tokenizers don't have
     added = added.values() if isinstance(added, dict) else ()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
 
@@ -29,13 +28,13 @@ def checked_text(
     place: str,
     tokens: Collection[str],
 ) -> str:
-    """A text that is to become part of a message."""
+    """Checks a text before it becomes part of a message; `"strip"` removes its control tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise MediaError(
             f"{place}: the text has the lone surrogate {text[error.start]!a} at character {error.start}, which no "
-            "tokenizer reads; decode the text with `errors='replace'`, or remove the row"
+            "tokenizer can encode; decode the text with `errors='replace'`, or remove the row"
         ) from error
     if mode == "allow":
         return text
@@ -43,13 +42,13 @@ def checked_text(
         if mode == "raise":
             raise MediaError(
                 f"{place}: the text holds the control token {found[0]!r}, which the model would take for one of the "
-                "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if it is meant"
+                "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if intended"
             )
         if mode == "warn":
             logger.warning_once(
                 f"A text of the dataset holds the control token {found[0]!r}, which the model takes for one of the "
-                "chat template. Set `special_tokens_in_text` to 'raise', which names the row, to 'strip', which "
-                "removes such tokens, or to 'allow' if they are meant."
+                "chat template. Set `special_tokens_in_text` to 'raise' to find the row, to 'strip' to remove such "
+                "tokens, or to 'allow' if they are intended."
             )
             break
         for token in found:
@@ -58,7 +57,7 @@ def checked_text(
 
 
 def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection[str]) -> list[str]:
-    """The tokens that stand in a text and that the tokenizer reads there, the first in the alphabet first."""
+    """The control tokens that the tokenizer finds in a text, in alphabetical order."""
     found = sorted(token for token in tokens if token in text)
     ids = set(tokenizer(text, add_special_tokens=False)["input_ids"]) if found else set()
     return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
@@ -70,11 +69,10 @@ def checked_texts(
     mode: Literal["allow", "warn", "raise", "strip"],
     place: str,
 ) -> Any:
-    """[`checked_text`] of all texts in messages, or in the content of one."""
+    """[`checked_text`] of all texts in messages or content."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    return _map_texts(
-        value, partial(checked_text, tokenizer=tokenizer, mode=mode, place=place, tokens=control_tokens(tokenizer))
-    )
+    tokens = control_tokens(tokenizer)
+    return _map_texts(value, lambda text: checked_text(text, tokenizer, mode, place, tokens))
 
 
 def checked_prompt(
@@ -84,10 +82,9 @@ def checked_prompt(
     row: int,
     column: str = "prompt",
 ) -> Any:
-    """[`checked_texts`] of a row of a dataset."""
-    return checked_texts(
-        prompt, processor, "allow" if isinstance(prompt, str) else mode or "warn", f"row {row}, column '{column}'"
-    )
+    """[`checked_texts`] of a column of a row. A plain text may hold control tokens."""
+    allowed = "allow" if isinstance(prompt, str) else mode or "warn"
+    return checked_texts(prompt, processor, allowed, f"row {row}, column '{column}'")
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

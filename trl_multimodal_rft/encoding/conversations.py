@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations with tools: what these return is appended to a completion as the chat template goes on."""
+"""Conversations with tools, whose results continue a completion as rendered by the chat template."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from .join import continued_field, join_media
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 
 
-# A chat template that writes what it is given
+# A chat template that returns a text unchanged
 _VERBATIM = {"chat_template": "{{ continuation }}"}
 
 
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt together with what tools returned within one of its completions, where that holds media.
+    A prompt with the tool results within one of its completions, if these hold media.
 
-    What it inherits are the fields of the prompt alone, and the modalities of both.
+    The inherited fields are those of the prompt, except for the modalities, which are those of both.
     """
 
-    prompt: EncodedPrompt  # the prompt, the same object for all its completions
+    prompt: EncodedPrompt  # the same object for all its completions
     # What follows the prompt, up to the end of the last result: token ids, fields, media and positions
     later: EncodedPrompt
-    # Whether all tokens see what comes before them alone, so that the prompt is the same whatever follows it
+    # Whether attention is causal, so that the prompt is independent of what follows it
     is_causal: bool
 
     @property
@@ -63,20 +63,18 @@ def encode_turn(
     keep_decoded: bool = False,
     row: int | None = None,
 ) -> EncodedPrompt:
-    """Encodes what tools returned as the chat template goes on with it after the assistant's turn."""
-    before = [*history, normalize_tool_calls(results)]
-    text, longer = (
-        _written(each, processor, template_kwargs, end) for each, end in ((before, False), ([*before, *results], True))
-    )
-    # Many templates write a line break behind the end of a turn, which the model doesn't
+    """Encodes tool results as the chat template renders them after the assistant's turn."""
+    before, messages = [*history, normalize_tool_calls(results)], list(results)
+    text = _rendered(before, processor, template_kwargs, False)
+    longer = _rendered([*before, *messages], processor, template_kwargs, True)
+    # Many templates write a line break after the end of a turn, which the model doesn't
     cut = max((place + len(end) for end in ends if (place := text.rfind(end)) >= 0), default=len(text))
     if longer[:cut] != text[:cut]:
         raise ValueError(
-            "The chat template writes the messages before a tool's result in another way once the result is there, so "
-            "that what was sampled can't go on with it. Use a template that keeps what it wrote."
+            "The chat template renders the messages before a tool's result differently once the result follows, so "
+            "the sampled completion can't be continued. Use a template that preserves its prefix."
         )
     continuation = longer[cut:]
-    messages = list(results)
     check_blocks([*before, *messages], processor, template_kwargs, row)
     if not isinstance(processor, ProcessorMixin) and next(iter_refs(messages), None) is None:
         ids = torch.tensor(processor(continuation, add_special_tokens=False)["input_ids"], dtype=torch.long)
@@ -92,22 +90,22 @@ def encode_turn(
         add_special_tokens=False,
     )
     if not turn.modalities:
-        return replace(turn, media={})  # nor any blank ones
+        return replace(turn, media={})  # without blank media
     if masks := family_of(model).token_masks:
         raise MediaError(
-            f"{model.config.model_type} looks at media through a mask for each token ({', '.join(masks)}), so tools "
+            f"{model.config.model_type} attends to media through a mask per token ({', '.join(masks)}), so tools "
             "can't return media to it."
         )
     return turn
 
 
 def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """An assistant's message that calls tools, which stands for what was sampled."""
+    """An assistant message with tool calls, which represents the sampled turn."""
     calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _written(messages, processor, template_kwargs, add_generation_prompt: bool) -> str:
+def _rendered(messages, processor, template_kwargs, add_generation_prompt: bool) -> str:
     if isinstance(processor, ProcessorMixin):
         messages = prepare_multimodal_messages(messages)
     return processor.apply_chat_template(
@@ -122,7 +120,7 @@ def encode_prefix(
     model: PreTrainedModel,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
 ) -> EncodedPrompt:
-    """A prompt and a completion up to the end of its last result, as a prompt that is to be completed."""
+    """A prompt and a completion up to the end of its last result, as a prompt for the next turn."""
     n = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])
     fields = {}
@@ -138,7 +136,7 @@ def encode_prefix(
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
         return replace(prompt, input_ids=ids, token_fields=fields, position_ids=positions, mask_cache={})
     media = join_media([prompt, *shown])
-    # To the rules of some families, tokens that open a medium are one, even if they were sampled
+    # The position rules of some families count a sampled token that opens a medium as a medium
     plain = ids.clone()
     plain[len(prompt) :] = prompt.input_ids[-1]
     for start, turn in turns:
@@ -159,7 +157,7 @@ def encode_prefix(
 
 
 def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -> tuple:
-    """The decoded parts of a conversation, none unless all are kept."""
+    """The decoded parts of a conversation if all are kept, else none."""
     parts = [(0, prompt), *((len(prompt) + start, turn) for start, turn in turns)]
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
@@ -173,7 +171,7 @@ def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -
 def conversation(
     prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]], whole: EncodedPrompt, is_causal: bool
 ) -> EncodedPrompt:
-    """A completion's prompt, as it is scored with."""
+    """The prompt that a completion is scored with."""
     shown = [turn for _, turn in turns if turn.media]
     if not shown:
         return prompt
@@ -187,7 +185,7 @@ def conversation(
     )
     return Conversation(
         input_ids=prompt.input_ids,
-        token_fields={name: own for name, (own, _) in fields.items()},
+        token_fields={name: before for name, (before, _) in fields.items()},
         media=prompt.media,
         position_ids=whole.position_ids[..., :n],
         modalities=whole.modalities,

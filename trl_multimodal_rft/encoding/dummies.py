@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts with the smallest media there are, for encoders that must run where there are none."""
+"""Prompts with minimal media, for encoders that must run on ranks without media."""
 
 import numpy as np
 import PIL.Image
@@ -20,15 +20,13 @@ _MEDIA = {
 
 
 class DummyPrompt(EncodedPrompt):
-    """A prompt beside others that stands for none of the data, so that no loss counts its tokens."""
+    """A dummy input, which keeps every rank's encoders in the collectives and has no tokens in the loss."""
 
 
 def dummy_prompt(kind: str, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
     """
-    A prompt with one small medium.
-
-    In a batch beside others, without a completion, it changes nothing for them, and gives the encoder of its kind a
-    gradient that is exactly 0.
+    A prompt with one small medium. Without a completion, it doesn't affect the other prompts of a batch, and the
+    encoder of its kind gets a gradient of exactly 0.
     """
     (row,) = rows_to_messages([{"prompt": "-", kind: _MEDIA[kind]()}])
     return DummyPrompt(**vars(encode_prompt(row["prompt"], processor, model)))

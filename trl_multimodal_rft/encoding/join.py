@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts in one forward: their media and token fields joined, and whether two are the same."""
+"""Joins the media and token fields of prompts for one forward, and compares prompts."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -36,33 +36,28 @@ def same_prompt(a: Any, b: Any) -> bool:
 
 
 def continued_field(model: PreTrainedModel, name: str, values: torch.Tensor, n_new: int) -> torch.Tensor:
-    """
-    A token field of prompts `(B, P, ...)` with that of text after them, as `generate` continues it: `(B, P + n_new,
-    ...)`.
-    """
+    """Continues a token field `(B, P, ...)` over new text, as `generate` does: `(B, P + n_new, ...)`."""
     family = family_of(model)
-    behind = values[:, -1:]
+    new = values[:, -1:]
     if name not in family.token_masks:
-        behind = torch.full_like(behind, family.token_field_fill.get(name, 0))
-    return torch.cat([values, behind.expand(-1, n_new, *behind.shape[2:])], dim=1)
+        new = torch.full_like(new, family.token_field_fill.get(name, 0))
+    return torch.cat([values, new.expand(-1, n_new, *new.shape[2:])], dim=1)
 
 
 def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     """
-    Joins the media of several prompts into one forward's arguments.
-
-    Tensors are concatenated on their first dimension, or the last if they are a row of patches, and padded on the
-    right on the others. Indices into another tensor are shifted by what earlier prompts hold of it.
+    Joins the media of several prompts for one forward: concatenated on the first dimension (rows of patches on the
+    last), right-padded on the others. Indices into another tensor are shifted by its length in earlier prompts.
     """
     collected: dict[str, list[torch.Tensor]] = {}
-    places: Counter[str] = Counter()  # in each tensor so far
+    lengths: Counter[str] = Counter()  # of each tensor so far
     for prompt in prompts:
         for name, value in prompt.media.items():
             indexed = indexed_media(name)
             if indexed is not None:
-                value = torch.where(value < 0, value, value + places[indexed])
+                value = torch.where(value < 0, value, value + lengths[indexed])
             collected.setdefault(name, []).append(value)
-        places.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
+        lengths.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
     rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
     return {
         name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)
@@ -71,7 +66,7 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
 
 
 def cat_padded(tensors: list[torch.Tensor], value: int, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors on one dimension, the others padded on the right to the largest."""
+    """Concatenates tensors on one dimension and right-pads the others to the largest."""
     largest = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     padded = []
     for tensor in tensors:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Media as a processor takes them: decoded, sampled and resized as it would."""
+"""Decodes media as a processor expects them, sampled and resized by its rules."""
 
 import base64
 import io
@@ -33,15 +33,15 @@ from .ablation import Ablation, blank, fitted
 
 logger = logging.get_logger(__name__)
 
-# Options by which a block chooses the frames of its video, and their size, and those that are qwen-vl-utils' alone
+# Options of a block that select the frames of its video, and their size, and those that only qwen-vl-utils has
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
 _QWEN_ONLY = {"min_frames", "max_frames"}
 _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"}
 
-# Settings of a video processor that it doesn't hand to its rule of sampling
+# Settings that a video processor doesn't pass to `sample_frames`
 _NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
 
-# Frames per second that Qwen's models are given where nothing says more
+# Default frames per second of Qwen's models
 _QWEN_FPS = 2.0
 
 
@@ -51,15 +51,12 @@ def decode_media(
     audio_overlong: Literal["raise", "truncate"],
     ablation: Ablation | None = None,
 ) -> tuple[dict[int, Any], dict[str, Any]]:
-    """
-    Decodes media as a processor takes them, by the `id` of their reference, with `processor_kwargs` that describe
-    them.
-    """
+    """Decodes media for a processor, keyed by the `id` of their reference, with the `processor_kwargs` for them."""
     decoded: dict[int, Any] = {}
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
-    # One call of the processor resizes all images or none
+    # A call of the processor resizes all images or none
     resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
     others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
     turns = itertools.cycle(others)
@@ -67,8 +64,8 @@ def decode_media(
         unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS)
         if unused:
             logger.warning_once(
-                f"{type(processor).__name__} doesn't read {', '.join(unused)} of blocks, which have no effect; set "
-                "them in the configuration of its processor."
+                f"{type(processor).__name__} ignores {', '.join(unused)} of blocks; set them in the configuration of "
+                "its processor."
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
         if ablation is not None and ref.kind == ablation.kind:
@@ -88,7 +85,7 @@ def decode_media(
 def _decode(
     ref: MediaRef, processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A medium, of a kind that is resized here or by the processor, and the metadata of a video."""
+    """A medium and the metadata of a video. Kinds in `resized` are resized here, others by the processor."""
     if ref.kind == "audio":
         return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
     if ref.kind == "image":
@@ -96,19 +93,17 @@ def _decode(
             raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
         if "image" not in resized:
             return load_image(ref), None
-        ref_with_limits = replace(
-            ref, options={**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
-        )
-        return load_with_qwen_vl_utils(ref_with_limits, processor.image_processor.patch_size), None
+        options = {**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
+        return load_with_qwen_vl_utils(replace(ref, options=options), processor.image_processor.patch_size), None
     if "video" in resized:
         return _qwen_video(ref, processor)
     return load_video(ref, _frame_sampler(ref, processor))
 
 
 def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A video sampled and resized by the options of its block, within the processor's limits, or by the processor."""
+    """A video, sampled and resized by the options of its block within the processor's limits, or by the processor."""
     video_processor, options = processor.video_processor, ref.options
-    size = getattr(processor, "videos_kwargs", {}).get("size", video_processor.size)  # what its call goes by
+    size = getattr(processor, "videos_kwargs", {}).get("size", video_processor.size)  # which its call uses
     sampler = _frame_sampler(ref, processor)
     if sampler is None:
         names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
@@ -131,7 +126,7 @@ def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]
 
 
 def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> np.ndarray:
-    """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them together."""
+    """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them."""
     if not video_processor.do_resize:
         return frames
     whole = video_processor.resize(
@@ -142,7 +137,7 @@ def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> 
         temporal_factor=video_processor.temporal_patch_size,
         cap_pixels_per_frame=getattr(video_processor, "cap_pixels_per_frame", None),
     )
-    from transformers.video_processing_utils import BaseVideoProcessor  # which takes torchvision
+    from transformers.video_processing_utils import BaseVideoProcessor  # which needs torchvision
 
     size = SizeDict(height=whole.size(-2), width=whole.size(-1))
     tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
@@ -155,7 +150,7 @@ def _chooses_its_size(ref: MediaRef) -> bool:
 
 
 def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, float]:
-    """Limits of an image or a frame, where `size` bounds `count` of them. An option for one moves the other."""
+    """Limits of an image or a frame if `size` bounds `count` of them. The option for one limit can move the other."""
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
         "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
@@ -169,7 +164,7 @@ def _base64_wav(waveform: np.ndarray, rate: int) -> str:
 
 
 def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
-    """Sampling rate the processor wants, in Hz, and the longest audio its encoder sees whole, in seconds."""
+    """The processor's sampling rate in Hz, and the longest audio that its encoder sees whole, in seconds."""
     extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
     if extractor is None:
         raise ref.error(f"{type(processor).__name__} takes no audio; use a model that does, or drop the column")
@@ -178,7 +173,7 @@ def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
 
 
 def _frame_sampler(ref: MediaRef, processor):
-    """The processor's own choice of frames, where the block doesn't choose."""
+    """The processor's function that samples frames, `None` if the block selects them or all are used."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
     known = _FRAME_OPTIONS if family_of_processor(processor).has_qwen_vl_utils else _FRAME_OPTIONS - _QWEN_ONLY
@@ -187,13 +182,13 @@ def _frame_sampler(ref: MediaRef, processor):
         return None
     video_processor = processor.video_processor
     names = video_processor.valid_kwargs.__annotations__.keys() - _NOT_FOR_SAMPLING
-    # Those of its settings that the processor hands to its rule, which needn't look at the others
+    # Its call passes these settings to `sample_frames`, which may ignore them otherwise
     settings = {name: getattr(video_processor, name, None) for name in names}
     return partial(video_processor.sample_frames, **{**settings, **sampling})
 
 
 def frame_sampling(processor) -> dict[str, Any] | None:
-    """Arguments by which a processor samples frames of a file; `None` where it takes all of them."""
+    """Arguments by which a processor samples frames of a file, `None` if it uses all of them."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
     if video_processor.do_sample_frames or (has_rate and (family.samples_frames or family.has_qwen_vl_utils)):
@@ -214,7 +209,7 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
         return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
 
     return [
-        {**message, "content": [block(part) for part in message["content"]]}
+        {**message, "content": list(map(block, message["content"]))}
         if isinstance(message.get("content"), list)
         else message
         for message in messages

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What is missing where a model or its processor can't be loaded by its name."""
+"""Errors for models and processors that can't be loaded by their names."""
 
 import os
 from collections.abc import Iterator
@@ -41,10 +41,10 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
 
 @contextmanager
 def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
-    """Within the context, errors about files that can't be found name them and the folder."""
+    """Makes errors about missing files name these and the folder."""
     try:
         yield
-    except ImportError as error:  # of transformers, which says how to install the package alone
+    except ImportError as error:  # of transformers, which doesn't name the extra
         for package, extra in _EXTRAS.items():
             if package in str(error).lower():
                 raise ImportError(f"The {what} {name!r} needs {package}: `{install(extra)}`") from error
@@ -70,15 +70,15 @@ def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can't be one on the Hub, or starts with a folder that is here."""
+    """Whether a name can't be one on the Hub, or starts with a local folder."""
     parts = name.replace(os.sep, "/").split("/")
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
 
 
 def _near(name: str) -> str:
-    """What is where a path ends to be one."""
+    """Names near a path that doesn't exist."""
     if name.startswith("~"):
-        return f" `~` isn't replaced; write {os.path.expanduser(name)!r}."
+        return f" `~` isn't expanded; write {os.path.expanduser(name)!r}."
     try:
         text, is_like_it = nearest(Path(name))
     except OSError:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The processor of a model, as its checkpoint has it."""
+"""Loads and checks the processor of a model."""
 
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -10,9 +10,7 @@ from .model_folders import naming_what_is_missing
 def load_processor(
     name: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """
-    Loads a processor as it was saved. A `padding_side` or `truncation_side` here would reach more than the tokenizer.
-    """
+    """Loads a processor as it was saved. `padding_side` and `truncation_side` would change more than the tokenizer."""
     with naming_what_is_missing(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
@@ -20,26 +18,26 @@ def load_processor(
 
 
 def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) -> None:
-    """Refuses a processor that pads audio on another side than it was made for. The tokenizer's sides don't matter."""
+    """Refuses a processor that pads audio on another side than its default. The tokenizer's sides don't matter."""
     for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
-        side, own = getattr(extractor, "padding_side", None), _own_side(extractor)
-        if side != own:
+        side, default = getattr(extractor, "padding_side", None), _default_side(extractor)
+        if side != default:
             raise ValueError(
-                f"The {part} of {type(processor).__name__} pads audio on the {side}, {type(extractor).__name__} by "
-                f"itself on the {own}: encoders would hear the padding and miss the sound. Load it without "
-                "`padding_side`, which `AutoProcessor.from_pretrained` gives not to the tokenizer alone; if it was "
-                f"saved like that, delete `padding_side` of `{part}` in its `processor_config.json` (in older "
-                f"folders, in `preprocessor_config.json`), or set `processor.{part}.padding_side = {own!r}`."
+                f"The {part} of {type(processor).__name__} pads audio on the {side}, but {type(extractor).__name__} "
+                f"by default on the {default}: encoders would hear the padding and miss the sound. Load it without "
+                "`padding_side`, which `AutoProcessor.from_pretrained` passes not only to the tokenizer. If it was "
+                f"saved with it, delete `padding_side` of `{part}` in its `processor_config.json` (in older folders, "
+                f"in `preprocessor_config.json`), or set `processor.{part}.padding_side = {default!r}`."
             )
 
 
-def _own_side(extractor) -> str | None:
-    """The side on which an extractor pads when it isn't told."""
+def _default_side(extractor) -> str | None:
+    """The side on which an extractor pads by default."""
     if not hasattr(extractor, "padding_side"):
         return None
     settings = {name: value for name, value in extractor.to_dict().items() if name != "padding_side"}
     try:
         return type(extractor).from_dict(settings).padding_side
-    except TypeError:  # what isn't built of its settings was never loaded
+    except TypeError:  # the extractor can't be loaded from its settings
         return extractor.padding_side

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""From chat messages to tensors: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
+"""Encodes chat messages: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from ..data.loading import encoded_source
 from ..data.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from .ablation import Ablation
-from .checks import check_blocks, check_each, check_placeholders, check_text, lacks_template, of_row, template_error
+from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .media import decode_media, frame_sampling, replace_refs
 
 
@@ -30,35 +30,21 @@ logger = logging.get_logger(__name__)
 
 @dataclass(eq=False)
 class DecodedPrompt:
-    """
-    A prompt before its processor has seen the media, for engines that run the processor themselves.
-
-    Args:
-        messages (`list[dict]`):
-            Messages with decoded media.
-        media (`dict[str, list]`):
-            The media of each modality, in prompt order.
-        processor_kwargs (`dict[str, Any]`):
-            Arguments of the processor that describe them.
-        template_kwargs (`dict[str, Any]`):
-            Arguments for `apply_chat_template`.
-        tokenizer_kwargs (`dict[str, Any]`, *optional*):
-            Arguments for the tokenizer.
-    """
+    """A prompt with decoded media, for engines that run the processor themselves."""
 
     messages: list[dict[str, Any]]
-    media: dict[str, list]
+    media: dict[str, list]  # by modality, in prompt order
     processor_kwargs: dict[str, Any]
     template_kwargs: dict[str, Any]
     tokenizer_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
-        """Tokenizes what the chat template writes, one placeholder per medium."""
+        """Tokenizes the rendered chat template, with one placeholder per medium."""
         text = processor.apply_chat_template(
             self.messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
         )
         bos = processor.tokenizer.bos_token
-        # As `apply_chat_template` does where the template writes it
+        # As `apply_chat_template` does if the template writes it
         special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
         return processor.tokenizer(text, **{**special, **self.tokenizer_kwargs})["input_ids"]
 
@@ -66,7 +52,7 @@ class DecodedPrompt:
 @dataclass(eq=False)
 class EncodedPrompt:
     """
-    A prompt as the model takes it, encoded once and shared by its completions, generation, scoring and the update.
+    A prompt as model inputs, encoded once and shared by its completions, generation, scoring and the update.
 
     Args:
         input_ids (`torch.Tensor`):
@@ -75,20 +61,20 @@ class EncodedPrompt:
             Per-token processor outputs such as `mm_token_type_ids`, each of shape `(P,)`, and masks of cross-attention
             such as `cross_attention_mask`, each of shape `(P, ...)`.
         media (`dict[str, torch.Tensor]`):
-            All other processor outputs, on the CPU. Empty for a text-only prompt, but where there is no forward
+            All other processor outputs, on the CPU. Empty for text-only prompts, unless the model has no forward
             without media.
         position_ids (`torch.Tensor`):
-            Positions the model itself would use, or an engine that samples, shape `(1, P)` or, with multimodal rotary
-            positions, `(R, 1, P)`.
+            Positions of the model, or of the engine that samples: shape `(1, P)`, with multimodal rotary positions
+            `(R, 1, P)`.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]`, *optional*):
-            Its parts that hold media, where they are in it, and what they were before the processor, where that is
-            kept: the prompt, and in a conversation what tools returned.
+            If kept, the place and the decoded media of each part with media: the prompt, and the tool results of a
+            conversation.
         modalities (`frozenset[str]`, *optional*):
-            Which of `"image"`, `"video"` and `"audio"` the prompt holds.
+            Which of `"image"`, `"video"` and `"audio"` the prompt contains.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
         mask_cache (`dict`, *optional*):
-            Attention masks of this prompt with text after it, by layer type, filled in when completions are packed.
+            Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
     """
 
     input_ids: torch.Tensor
@@ -110,12 +96,12 @@ class EncodedPrompt:
 
     @property
     def parts(self) -> list["EncodedPrompt"]:
-        """The prompt, and where tools returned media, what follows it up to the last of them."""
+        """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
 
     def positions_after(self, n: int) -> torch.Tensor:
         """
-        Positions of what follows the prompt.
+        Positions of the tokens after the prompt.
 
         Args:
             n (`int`):
@@ -128,7 +114,7 @@ class EncodedPrompt:
 
     def field_after(self, name: str, n: int, fill: int) -> torch.Tensor:
         """
-        What a token field holds on what follows the prompt.
+        Values of a token field on the tokens after the prompt.
 
         Args:
             name (`str`):
@@ -136,7 +122,7 @@ class EncodedPrompt:
             n (`int`):
                 Number of tokens.
             fill (`int`):
-                What it holds on text.
+                Its value on text.
 
         Returns:
             `torch.Tensor`: Shape `(n,)`.
@@ -144,16 +130,14 @@ class EncodedPrompt:
         return torch.full((n,), fill)
 
     def __getstate__(self) -> dict:
-        # What is saved is for the update, which needs no decoded media and can build the masks again
+        # The update needs no decoded media and can build the masks again
         return {**self.__dict__, "decoded": (), "mask_cache": {}}
 
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:
     """
-    Ids of the tokens that stand for media, by modality.
-
-    Collects `<modality>_token_id`, `<modality>_token_index` and `<modality>_pad_token_id` from the model's config, its
-    sub-configs and the processor, since each family keeps them elsewhere.
+    Ids of placeholder tokens by modality: `<modality>_token_id`, `<modality>_token_index` and
+    `<modality>_pad_token_id` of the model's config, its sub-configs and the processor, as families differ.
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
@@ -195,7 +179,7 @@ def encode_prompt(
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             Processing class with a chat template (for messages).
         model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model; gives the placeholder ids and the positions.
+            Unwrapped model, which determines the placeholder ids and the positions.
         template_kwargs (`dict[str, Any]`, *optional*):
             Arguments for `apply_chat_template`, such as `tools` or `chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
@@ -203,9 +187,9 @@ def encode_prompt(
         keep_decoded (`bool`, *optional*, defaults to `False`):
             Whether to keep the decoded media, for engines that process them themselves.
         engine_positions (`bool`, *optional*, defaults to `False`):
-            Whether positions are those of vLLM, see [`engine_position_ids`], instead of the model's own.
+            Whether to use vLLM's positions, see [`engine_position_ids`], instead of the model's.
         ablation ([`~encoding.ablation.Ablation`], *optional*):
-            What replaces the media of a kind.
+            Replacement of the media of one kind.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -213,16 +197,16 @@ def encode_prompt(
         [`EncodedPrompt`]: The encoded prompt.
 
     Raises:
-        [`MediaError`]: If a medium can't be decoded, if the processing class can't take it, if the prompt's
-            placeholders don't agree with its media, or if the chat template leaves out a block. The message names the
-            row and the column.
+        [`MediaError`]: If a medium can't be decoded, if the processing class doesn't support it, if the placeholders
+            of the prompt don't match its media, or if the chat template leaves out a block. The message names the row
+            and the column.
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_blocks(messages, processor, template_kwargs or {}, row)
     if next(iter_refs(messages), None) is None and (needed := _needed_media(model)):
         raise MediaError(
-            f"{of_row(row)}column 'prompt': holds no media, and {type(model).__name__} has no forward without "
-            f"{' and '.join(f'`{name}`' for name in needed)}; drop the row"
+            f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "
+            f"{' and '.join(f'`{name}`' for name in needed)}; remove the row"
         )
     prompt = encode_messages(
         messages,
@@ -234,19 +218,16 @@ def encode_prompt(
         ablation=ablation,
         row=row,
     )
-    input_ids = prompt.input_ids
-    positions = prompt_position_ids(model, input_ids, prompt.media, prompt.token_fields)
-    if engine_positions:
-        placeholders = all_placeholder_ids(model, processor)
-        own = positions
-        positions = engine_position_ids(own, torch.isin(input_ids, torch.tensor(sorted(placeholders))))
-        if not torch.equal(own, positions):
-            logger.warning_once(
-                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM "
-                "continues at other positions than transformers. Completions are scored at those of vLLM, which "
-                "samples them."
-            )
+    positions = prompt_position_ids(model, prompt.input_ids, prompt.media, prompt.token_fields)
     prompt.position_ids = positions
+    if engine_positions:
+        placeholders = torch.tensor(sorted(all_placeholder_ids(model, processor)))
+        prompt.position_ids = engine_position_ids(positions, torch.isin(prompt.input_ids, placeholders))
+        if not torch.equal(positions, prompt.position_ids):
+            logger.warning_once(
+                f"{model.config.model_type}: a video has more steps in time than in space, after which vLLM continues "
+                "at other positions than transformers. Completions are scored at vLLM's positions."
+            )
     return prompt
 
 
@@ -262,9 +243,7 @@ def encode_messages(
     row: int | None = None,
     **processor_options,
 ) -> EncodedPrompt:
-    """
-    Decodes media and runs the processor over them, once. Positions depend on what comes before, and are left out.
-    """
+    """Encodes messages without positions, which depend on what precedes them."""
     refs = list(iter_refs(messages))
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
@@ -299,7 +278,7 @@ def encode_messages(
 
 
 def _needed_media(model: PreTrainedModel) -> list[str]:
-    """Media without which a model has no forward."""
+    """Media arguments that the forward of a model requires."""
     parameters = inspect.signature(type(model).forward).parameters
     needed = [name for name, each in parameters.items() if each.default is each.empty]
     return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
@@ -338,13 +317,13 @@ def processor_outputs(
             )
         except ImportError:
             raise
-        except Exception as error:  # of any type, as templates and processors check little
-            if not refs or isinstance(error, TemplateError) or lacks_template(processor, options):
+        except Exception as error:  # templates and processors raise any type
+            if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
             check_each(refs, decoded, processor, processor_kwargs)
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
-                "template writes one placeholder per medium and that the text holds none of its own"
+                "template writes one placeholder per medium and that the text contains none"
             ) from error
     return {
         name: value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
@@ -354,7 +333,7 @@ def processor_outputs(
 
 
 def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> list[dict[str, Any]]:
-    """Messages as processors take them, which know fewer roles than tokenizers."""
+    """Messages for processors, which support fewer roles than tokenizers."""
     if not isinstance(processor, ProcessorMixin):
         return messages
     try:
@@ -364,7 +343,7 @@ def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> lis
 
 
 def _flat(processor_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, with those that some `apply_chat_template` looks for where it does."""
+    """The same arguments, with `do_sample_frames` where some `apply_chat_template` looks for it."""
     videos_kwargs = dict(processor_kwargs.get("videos_kwargs", {}))
     if "do_sample_frames" not in videos_kwargs:
         return processor_kwargs
@@ -379,8 +358,8 @@ def outputs_of_files(
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    What a processor makes of a prompt whose videos it reads itself, as transformers documents it. `None` if not all
-    videos are local files without options, or transformers can't read files.
+    The processor's outputs for a prompt whose videos it reads itself, as transformers documents it. `None` unless all
+    videos are local files without options that transformers can read.
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.kind == "video"]
@@ -406,13 +385,12 @@ def prompt_position_ids(
     token_fields: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """
-    Positions of a prompt by the model's own rule, the one its `generate` uses: `(1, P)` or `(R, 1, P)`.
-
-    Text after the prompt continues at `positions[..., -1:] + 1`. Ids and token fields have the shape `(P,)`.
+    Positions of a prompt by the rule of the model's `generate`: `(1, P)` or `(R, 1, P)`, from ids and token fields
+    `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
     """
     ids = input_ids[None]
     model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
-    # The rule stores its offset on the backbone for the decoding steps of `generate`; we carry positions ourselves.
+    # The rule stores its offset on the backbone for the decoding steps of `generate`, which aren't used here
     holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
     before = holder.rope_deltas if holder is not None else None
     positions = model._prepare_position_ids_for_generation(
@@ -425,10 +403,9 @@ def prompt_position_ids(
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Positions by the rule of vLLM: what follows a medium continues behind its last position in time.
+    Positions by the rule of vLLM, after which text continues after the last temporal position of a medium.
 
-    Takes the model's own positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`, and returns positions
-    of the same shape.
+    Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`; the shape stays.
     """
     if positions.dim() < 3:
         return positions

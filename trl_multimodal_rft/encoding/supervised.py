@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of a supervised dataset: as prompts and completions that a policy can score, and as whole sequences."""
+"""Encodes rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode
 @dataclass(eq=False)
 class SupervisedSequence(EncodedPrompt):
     """
-    A row of a supervised dataset, from its first token to its last.
+    A whole row of a supervised dataset.
 
     Args:
         learned (`torch.Tensor`):
-            Which tokens are learned, shape `(P,)`, boolean.
+            Mask of the tokens in the loss, shape `(P,)`, boolean.
     """
 
     learned: Any = None
@@ -39,19 +39,17 @@ class SupervisedSequence(EncodedPrompt):
             n (`int`):
                 Number of tokens.
             from_end (`bool`, *optional*, defaults to `False`):
-                Whether they are the last ones.
+                Whether to take the last tokens.
 
         Returns:
-            [`SupervisedSequence`]: The part, with positions from the first on.
+            [`SupervisedSequence`]: The part, whose positions start with the first one.
         """
         part = slice(-n, None) if from_end else slice(n)
-        fields = {name: value[part] for name, value in self.token_fields.items()}
-        positions = self.position_ids[..., :n]
         return replace(
             self,
             input_ids=self.input_ids[part],
-            token_fields=fields,
-            position_ids=positions,
+            token_fields={name: value[part] for name, value in self.token_fields.items()},
+            position_ids=self.position_ids[..., :n],
             learned=self.learned[part],
             mask_cache={},
         )
@@ -67,45 +65,45 @@ def encode_sequence(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     ignored_media_columns: Collection[str] = (),
-    own_tokens: Collection[str] = (),
+    placeholders: Collection[str] = (),
     media_rules: MediaRules = DEFAULT_RULES,
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> SupervisedSequence:
     """
-    Encodes a row with its media, and which of its tokens are learned.
+    Encodes a row with its media and the mask of its learned tokens.
 
     Args:
         row (`Mapping[str, Any]`):
-            Row with `prompt` and `completion`, or with `messages`; and media columns. A prompt and a completion that
-            are both text, without media, are taken as they are, and the completion's end is added; all others are
-            written by the chat template. Errors name the `number` of a [`~data.rows.Row`].
+            Row with `prompt` and `completion`, or with `messages`; and media columns. A text prompt and completion
+            without media stay unchanged, except for the end of the completion, which is added. The chat template
+            renders all others. Errors name the `number` of a [`~data.rows.Row`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
         completion_only (`bool`, *optional*):
-            Whether the completion alone is learned, by default of rows that have one.
+            Whether to learn only the completion, by default of rows that have one.
         assistant_only (`bool`, *optional*, defaults to `False`):
-            Whether the assistant's turns alone are learned, each from what the template writes before an answer on.
+            Whether to learn only the assistant's turns, each without the generation prompt.
         template_kwargs (`dict`, *optional*):
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             See [`encode_prompt`].
         ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that are not for the messages.
-        own_tokens (`Collection[str]`, *optional*, defaults to `()`):
-            The model's own placeholders.
+            Media columns that aren't for the messages.
+        placeholders (`Collection[str]`, *optional*, defaults to `()`):
+            The model's placeholder tokens.
         media_rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
+            Allowed sources and sizes of media.
         special_tokens_in_text (`str`, *optional*):
-            See [`~encoding.control_tokens.checked_prompt`].
+            `"allow"`, `"raise"` or `"strip"` control tokens in texts of messages. By default, they warn.
 
     Returns:
         [`SupervisedSequence`]: The sequence.
 
     Raises:
-        `ValueError`: If a row has nothing to learn, if the assistant says media, or if the chat template writes a
-            turn otherwise when others follow.
+        `ValueError`: If a row has nothing to learn, if an assistant message has media, or if the chat template renders
+            a turn differently when others follow.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
     number, template_kwargs = getattr(row, "number", 0), dict(template_kwargs or {})
@@ -113,7 +111,7 @@ def encode_sequence(
     if whole and completion_only:
         raise ValueError(
             f"row {number}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
-            "`assistant_only_loss=True` to learn what the assistant says."
+            "`assistant_only_loss=True` to learn the assistant's turns."
         )
     for column in ("prompt", "completion", "messages"):
         check_decoded(row.get(column), column, number)
@@ -123,15 +121,15 @@ def encode_sequence(
         chat, answer = _chat(row, f"row {number}", f"row {number}")
     try:
         whole_row = Row(number, {**row, "prompt": [*chat, *answer]})
-        (placed_row,) = rows_to_messages([whole_row], ignored_media_columns, own_tokens, rules=media_rules)
+        (placed_row,) = rows_to_messages([whole_row], ignored_media_columns, placeholders, rules=media_rules)
         messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, number)
-        said = [message for message in messages if message["role"] == "assistant"]
-        if (medium := next(iter_refs(said), None)) is not None:
-            raise medium.error("what the assistant says is text; put media into the messages before it")
+        turns = [message for message in messages if message["role"] == "assistant"]
+        if (medium := next(iter_refs(turns), None)) is not None:
+            raise medium.error("assistant messages are text; move media into the messages before them")
         options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": number}
         if whole:
-            own = {**template_kwargs, "add_generation_prompt": False}
-            before = encode_prompt(messages, processing_class, model, template_kwargs=own, **options)
+            no_answer = {**template_kwargs, "add_generation_prompt": False}
+            before = encode_prompt(messages, processing_class, model, template_kwargs=no_answer, **options)
             ids = []
         else:
             name, end = f"row {number}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
@@ -148,7 +146,7 @@ def encode_sequence(
     if assistant_only:
         if _is_text(row) and not before.modalities:
             raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
-        sequence.learned &= _said_by_assistant(messages, sequence, processing_class, model, template_kwargs, options)
+        sequence.learned &= _assistant_mask(messages, sequence, processing_class, model, template_kwargs, options)
     _check_learned(sequence, len(before), model, f"row {number}")
     return sequence
 
@@ -158,13 +156,19 @@ def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTraine
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
     if family_of(model).token_field_fill and sequence.learned[:n_prompt].any():
         raise ValueError(
-            f"{name}: {model.config.model_type} reads what comes before an answer in both directions, so that it "
-            "can't be learned; give the row as `prompt` and `completion`, and leave `completion_only_loss` alone."
+            f"{name}: {model.config.model_type} has bidirectional attention before an answer, so these tokens "
+            "can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
         )
 
 
 def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """The labels of a tokenized row: its own, or those of its masks, or all tokens."""
+    """
+    The labels of a tokenized row: its `labels`, those of its masks, or all tokens. See [`given_sequence`] for the
+    arguments.
+
+    Returns:
+        `list[int]`: One label per token, -100 on tokens that aren't learned.
+    """
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -179,24 +183,24 @@ def given_sequence(
     completion_only: bool | None = None,
 ) -> SupervisedSequence:
     """
-    A tokenized row of text.
+    Encodes a tokenized row of text.
 
     Args:
         row (`Mapping[str, Any]`):
-            Row with `input_ids`, and `labels`, -100 on tokens that aren't learned, or `assistant_masks` and
-            `completion_mask`. Without any of them all tokens are learned.
+            Row with `input_ids`, and `labels` (-100 on tokens that aren't learned) or `assistant_masks` and
+            `completion_mask`. Without any of them, all tokens are learned.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
         completion_only (`bool`, *optional*):
-            Whether `completion_mask` holds.
+            Whether to use `completion_mask`.
 
     Returns:
         [`SupervisedSequence`]: The sequence.
 
     Raises:
-        `ValueError`: If ids stand for media, if labels aren't the ids, or if there is nothing to learn.
+        `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
     """
     name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
     labels = torch.tensor(given_labels(row, completion_only))
@@ -205,7 +209,7 @@ def given_sequence(
     placeholders = all_placeholder_ids(model, processing_class)
     if not placeholders.isdisjoint(row["input_ids"]):
         raise ValueError(f"{name}, column 'input_ids': placeholders of media have no media; give `messages`.")
-    # Fields and positions of text are the same for all texts
+    # Fields and positions are the same for all texts
     text = encode_prompt("-", processing_class, model)
     first = {field: value[:1] for field, value in text.token_fields.items()}
     start = replace(
@@ -221,7 +225,18 @@ def given_sequence(
 def encode_text(
     text: str, number: int, processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> SupervisedSequence:
-    """A text with its end, tokenized as by TRL, of which all is learned."""
+    """
+    Encodes a text with its end, tokenized as by TRL. See [`given_sequence`] for the other arguments.
+
+    Args:
+        text (`str`):
+            Text, all of which is learned.
+        number (`int`):
+            Number of the row, for errors.
+
+    Returns:
+        [`SupervisedSequence`]: The sequence.
+    """
     end = _tokenizer(processing_class).eos_token or ""
     ids = processing_class(text=_ended(text, end))["input_ids"]
     ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
@@ -229,7 +244,7 @@ def encode_text(
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
-    """A prompt with text behind it, of which nothing is learned yet."""
+    """A prompt followed by text, without learned tokens yet."""
     n = len(ids)
     return SupervisedSequence(
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids, dtype=torch.long)]),
@@ -244,37 +259,37 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
     )
 
 
-def _said_by_assistant(messages: list, sequence, processing_class, model, template_kwargs: dict, options: dict):
+def _assistant_mask(messages: list, sequence, processing_class, model, template_kwargs: dict, options: dict):
     """
-    Which tokens of a conversation the assistant says. The template writes the conversation up to each turn; what media
-    add to that is the same wherever as many of them have come.
+    The mask of the assistant's tokens. The template renders the conversation up to each turn. The tokens that media
+    add to it depend only on the number of media so far.
     """
     row, n_media = options["row"], len(list(iter_refs(messages)))
     tokenizer, ids = _tokenizer(processing_class), sequence.input_ids.tolist()
 
-    def written(n: int, **own) -> list[int]:
-        text = write_chat(messages[:n], processing_class, f"row {row}", **{**template_kwargs, **own})
+    def rendered(n: int, **kwargs) -> list[int]:
+        text = write_chat(messages[:n], processing_class, f"row {row}", **{**template_kwargs, **kwargs})
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    added = {n_media: len(ids) - len(written(len(messages)))}
-    said = torch.zeros(len(ids), dtype=torch.bool)
+    added = {n_media: len(ids) - len(rendered(len(messages)))}
+    mask = torch.zeros(len(ids), dtype=torch.bool)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, through = written(turn, add_generation_prompt=True), written(turn + 1)
+        before, through = rendered(turn, add_generation_prompt=True), rendered(turn + 1)
         seen = len(list(iter_refs(messages[:turn])))
         if seen not in added:
-            own = {**template_kwargs, "add_generation_prompt": True}
-            prefix = encode_messages(messages[:turn], processing_class, model, template_kwargs=own, **options)
+            answered = {**template_kwargs, "add_generation_prompt": True}
+            prefix = encode_messages(messages[:turn], processing_class, model, template_kwargs=answered, **options)
             added[seen] = len(prefix.input_ids) - len(before)
         start, end = len(before) + added[seen], len(through) + added[seen]
         if through[: len(before)] != before or ids[start:end] != through[len(before) :]:
             raise ValueError(
-                f"row {row}: the chat template writes message {turn} otherwise when others follow, so that what the "
-                "assistant says can't be told from the rest; pass a `chat_template` that doesn't."
+                f"row {row}: the chat template renders message {turn} differently when others follow, so the "
+                "assistant's tokens can't be found; pass a `chat_template` that doesn't."
             )
-        said[start:end] = True
-    return said
+        mask[start:end] = True
+    return mask
 
 
 def encode_supervised(
@@ -290,36 +305,24 @@ def encode_supervised(
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None,
 ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
     """
-    Encodes prompts with their media, and the completions that are to be learned.
+    Encodes prompts with their media, and the completions to learn.
+
+    See [`encode_sequence`] for the other arguments.
 
     Args:
         rows (`list[dict]`):
-            Rows with `prompt` and `completion`, or with `messages`, whose last one, the assistant's, is the
-            completion; and media columns. A prompt and a completion that are both text, without media, are taken as
-            they are; all others are written by the chat template.
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The policy's processor.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped policy.
+            Rows with `prompt` and `completion`, or with `messages`, of which the last one, the assistant's, is the
+            completion; and media columns. A text prompt and completion without media stay unchanged. The chat template
+            renders all others.
         end_ids (`list[int]`):
-            Tokens that end a completion. It goes to the first of them, or gets the first of this list.
-        template_kwargs (`dict`, *optional*):
-            Arguments for `apply_chat_template`.
-        audio_overlong (`str`, *optional*, defaults to `"raise"`):
-            See [`encode_prompt`].
-        ignored_media_columns (`Collection[str]`, *optional*, defaults to `()`):
-            Media columns that are not for the prompt.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
-            From where media may come, and how large they may be.
-        special_tokens_in_text (`str`, *optional*):
-            See [`~encoding.control_tokens.checked_prompt`].
+            Tokens that end a completion. It is cut after the first of them, or the first of this list is appended.
 
     Returns:
-        `tuple`: The prompts, length `B`, the completions' ids padded on the right, `(B, C)`, and their mask.
+        `tuple`: The prompts, length `B`, the right-padded ids of the completions, `(B, C)`, and their mask.
 
     Raises:
-        `ValueError`: If a row has no completion, if that isn't the assistant's or holds media, or if the chat template
-            can't write it after the prompt.
+        `ValueError`: If a row has no completion, if it isn't the assistant's or has media, or if the chat template
+            can't render it after the prompt.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
     chats = [_chat(row, f"row {index} of `ptx_dataset`", f"row {index}") for index, row in enumerate(rows)]
@@ -334,9 +337,8 @@ def encode_supervised(
         prompt, completion = messages[: len(chat)], messages[len(chat) :]
         medium = next(iter_refs(completion), None)
         if medium is not None:
-            raise medium.error("a completion is text; put media into the messages before it")
-        name = f"row {index} of `ptx_dataset`"
-        template: dict[str, Any] = template_kwargs or {}
+            raise medium.error("a completion is text; move media into the messages before it")
+        name, template = f"row {index} of `ptx_dataset`", dict(template_kwargs or {})
         options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": index}
         before, ids = _encode_pair(row, prompt, completion, name, processing_class, model, template, **options)
         encoded.append(before)
@@ -363,12 +365,12 @@ def _encode_pair(
     end: str = "",
     **options,
 ) -> tuple[EncodedPrompt, list[int]]:
-    """A prompt, and the ids of its completion; if both are text, without media, with an end and without a template."""
+    """Encodes a prompt and its completion: without media, a pair of texts gets its end and no template."""
     if _is_text(columns) and next(iter_refs(prompt), None) is None:
         prompt = before = columns["prompt"]
         whole = before + _ended(columns["completion"], end)
     else:
-        before, whole = _written(prompt, completion, processing_class, template_kwargs, name)
+        before, whole = _rendered(prompt, completion, processing_class, template_kwargs, name)
     encoded = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
     return encoded, _ids_after(before, whole, processing_class)
 
@@ -381,11 +383,11 @@ def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, r
     placeholders = all_placeholder_ids(model, processing_class)
     if not placeholders.isdisjoint(ids):
         found = _tokenizer(processing_class).convert_ids_to_tokens(next(i for i in ids if i in placeholders))
-        raise ValueError(f"{row}: the completion holds {found!r}, which stands for media.")
+        raise ValueError(f"{row}: the completion contains {found!r}, a placeholder of media; remove it.")
 
 
 def _checked(row: Mapping[str, Any], messages: list, n: int, processing_class, mode: Any, number: int) -> list:
-    """The messages of a row, of which the first `n` are its prompt; or its texts, where no template wraps them."""
+    """Checks control tokens in the messages of a row, of which the first `n` are its prompt, or in its texts."""
     if _is_text(row) and next(iter_refs(messages), None) is None:
         for column in ("prompt", "completion"):
             checked_prompt(row[column], processing_class, mode, number, column)
@@ -409,8 +411,8 @@ def _chat(row: Mapping[str, Any], name: str, short: str) -> tuple[list, list]:
         completion = [last]
     if not prompt or not completion:
         raise ValueError(
-            f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs "
-            "`prompt` and `completion`, or `messages` with the assistant's answer at the end."
+            f"{name} has {sorted(key for key in row if row[key] is not None)}; it needs `prompt` and `completion`, or "
+            "`messages` with the assistant's answer at the end."
         )
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -422,28 +424,28 @@ def _chat(row: Mapping[str, Any], name: str, short: str) -> tuple[list, list]:
     return prompt, completion
 
 
-def _written(prompt: list, completion: list, processing_class, template_kwargs: dict, row: str) -> tuple[str, str]:
-    """What the chat template writes, without the completion and with it."""
+def _rendered(prompt: list, completion: list, processing_class, template_kwargs: dict, row: str) -> tuple[str, str]:
+    """Renders the chat template without and with the completion."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
-            f"{row}: {type(processing_class).__name__} has no chat template that could write "
-            "an answer; set `processing_class.chat_template`."
+            f"{row}: {type(processing_class).__name__} has no chat template that could write an answer; set "
+            "`processing_class.chat_template`."
         )
     before = write_chat(prompt, processing_class, row, add_generation_prompt=True, **template_kwargs)
     whole = write_chat([*prompt, *completion], processing_class, row, **template_kwargs)
     if not whole.startswith(before):
         raise ValueError(
-            f"{row}: the chat template writes the prompt otherwise when an answer follows, so "
-            "that the answer can't be told from it; pass a `chat_template` that doesn't."
+            f"{row}: the chat template renders the prompt differently when an answer follows, so the answer can't be "
+            "found; pass a `chat_template` that doesn't."
         )
     return before, whole
 
 
 def _ids_after(before: str, whole: str, processing_class) -> list[int]:
-    """Ids of what `whole` has after `before`."""
+    """Ids of the text in `whole` after `before`."""
     tokenizer = _tokenizer(processing_class)
     first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
     if both[: len(first)] == first:
         return both[len(first) :]  # some tokenizers mark the start of a text, which this isn't
-    # A token would reach over the border, which no sampled completion does
+    # A token would cross the boundary, unlike in sampled completions
     return tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]

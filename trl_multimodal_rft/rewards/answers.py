@@ -1,8 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rule-based rewards of the R1-AQA recipe (https://huggingface.co/papers/2503.11197): a right answer, in answer tags.
+"""Rule-based rewards of R1-AQA (https://huggingface.co/papers/2503.11197): a right answer, in answer tags.
 
-Both functions read the completions and nothing else. A prompt of this recipe shows the literal tags to the model
-("... in `<answer> </answer>`"), so a reward that searched prompt and completion together would find the prompt's.
+Both read only the completions, since prompts of this recipe contain the tags, too ("... in `<answer> </answer>`").
 """
 
 import re
@@ -10,42 +9,42 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from ..data.choices import LETTER
+from ..data.choices import LETTER, letter_of
 from . import expressions
 from .checks import RowError
 
 
-# One answer and nothing but whitespace around it; a second tag inside would make "the answer" ambiguous.
+# One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
-# "The answer is 7.", "**Final answer:** 7", with what Minerva's prompts add. Not "I wonder which answer is right".
+# "The answer is 7.", "**Final answer:** 7", also with the suffix of Minerva. Not "I wonder which answer is right".
 _STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
 _BEFORE_STATED = re.compile(r"(?:^|\W|\b(?:the|my|our|final|correct|right|best|so|thus|hence))\Z", re.IGNORECASE)
 _HOPE = re.compile(r"\. I hope it is correct\.?\Z")
-# All of an answer in math mode, in text or after the word "option"
+# A whole answer in math mode, in text or after the word "option"
 _WRAPPED = re.compile(
     r"\$\$?([^$]+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     r"|\\(?:text|mathrm|mathbf|mbox)\w*\s*\{([^{}]*)\}|(?:option|choice) (\S+)",
     re.DOTALL | re.IGNORECASE,
 )
 _MOST_WRAPPINGS = 5
-# Behind a number: "7 \text{ cm}^2", "7 cm"
+# After a number: "7 \text{ cm}^2", "7 cm"
 _UNIT = re.compile(
     r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
     r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,})",
     re.DOTALL,
 )
 _LONGEST_MEASURE = 100
-# Words that are no units
+# Words that aren't units
 _FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
-# Marks of prose. Not those that belong to a number or an expression: "-5", "3.5", "1,000", "5!".
+# Punctuation of prose. Not that of a number or an expression: "-5", "3.5", "1,000", "5!".
 _PUNCTUATION = re.compile(r"(?<!\d)!|[.,;:?\"'`“”‘’](?!\d)")
-# Not for math_verify, which reads "cat" as c*a*t (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60: text
-# with a word in it, after LaTeX commands are set aside, numbers side by side, and clock times.
+# Words (except LaTeX commands), adjacent numbers and clock times aren't for math_verify, which reads "cat" as c*a*t
+# (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _PROSE = re.compile(r"[^\W\d_]{2,}|\d\s+\d|:")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
-# Letters that have a value, so that they may equal a number
+# Letters with a value, which may equal a number
 _CONSTANTS = ("e", "π")
 
 
@@ -53,32 +52,29 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     """
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
 
-    The answer is what [`extract_answer`] finds: the content of the first `<answer>...</answer>`; without such tags, of
-    the last `\\boxed{}`, what follows `####` or a closing "the answer is"; or else the whole completion. It equals the
-    reference when the two are the same text except for case, whitespace and punctuation, or the same number (`"0.5"`
-    and `".50"`), or the same choice (`"B"`, `"(B)"`, `"dog"` and `"B. dog"`), or else, both of them a bare expression,
-    when they are symbolically equal (`"0.5"` and `"\\frac{1}{2}"`), which takes `math_verify`. Units of an answer in
-    LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number inside a
-    sentence is not an expression.
+    [`extract_answer`] finds the answer in the completion. It equals the reference if both are the same text except for
+    case, whitespace and punctuation, the same number (`"0.5"` and `".50"`), the same choice (`"B"`, `"(B)"`, `"dog"`
+    and `"B. dog"`), or two expressions that `math_verify` finds equal (`"0.5"` and `"\\frac{1}{2}"`). Units of an
+    answer in LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number
+    inside a sentence is not an expression.
 
-    Symbolic comparisons run in a process of their own, from whatever thread they are asked for: one that takes more
-    than 3 seconds is given up, and the answer is wrong.
+    Symbolic comparisons run in a separate process, from any thread. One that takes more than 3 seconds is aborted, and
+    the answer is wrong.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. Of a conversational one, the last message is the answer.
+            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
-            Reference answer of each completion, a text or number, from which the answer is read as from a completion;
-            or a list, any of which is right. `None` where the reward does not apply.
+            Reference of each completion, a text or number, in which [`extract_answer`] finds the answer, too; or a
+            list, any of which is right. `None` where the reward does not apply.
         **kwargs:
             Other dataset columns and trainer arguments, not used.
 
     Returns:
-        `list[float | None]`:
-            1.0 or 0.0 for each completion, `None` where its reference is `None` or an empty list.
+        `list[float | None]`: 1.0 or 0.0 for each completion, `None` where its reference is `None` or an empty list.
 
     Raises:
-        ValueError: If there is no `solution`, or not one for each completion, or if one is a dictionary.
+        ValueError: If `solution` is missing or has another length than the completions, or if one is a dictionary.
 
     Example:
     ```python
@@ -88,11 +84,11 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     """
     if solution is None:
         raise ValueError(
-            "accuracy_reward compares with the dataset column `solution`, which it was not given: add the column, or "
-            f"rename the one that holds the reference answers. Columns received: {sorted(kwargs)}."
+            "accuracy_reward compares with the dataset column `solution`, which is missing: add the column, or rename "
+            f"the one with the reference answers. Columns received: {sorted(kwargs)}."
         )
     if len(solution) != len(completions):
-        raise ValueError(f"accuracy_reward was given {len(completions)} completions and {len(solution)} solutions.")
+        raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
     for place, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, place, "accuracy_reward")
@@ -104,17 +100,16 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
 def format_reward(completions, **kwargs) -> list[float]:
     """
-    Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and nothing else but whitespace, else 0.0.
+    Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and otherwise only whitespace, else 0.0.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. Of a conversational one, the last message is read.
+            Completions, plain or conversational. Only the last message of a conversational one is read.
         **kwargs:
             Dataset columns and trainer arguments, not used.
 
     Returns:
-        `list[float]`:
-            1.0 or 0.0 for each completion.
+        `list[float]`: 1.0 or 0.0 for each completion.
 
     Example:
     ```python
@@ -125,11 +120,11 @@ def format_reward(completions, **kwargs) -> list[float]:
     return [float(_FORMAT.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
-vars(format_reward)["required_in_prompt"] = "<answer>"  # which prompts ask for, see `missing_instructions`
+vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:
-    """Text of a completion: of a conversational one that of its last message, empty if a tool wrote that."""
+    """Text of a completion: that of the last message if conversational, empty if it is a tool's."""
     if isinstance(completion, str):
         return completion
     last = completion[-1]
@@ -145,9 +140,9 @@ def extract_answer(text: str) -> str:
             Completion.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`. Without such tags, content of the last `\\boxed{}`, what
-        follows `####` in the last line, or "the answer is" at the end. The whole text if it has nothing of these, or
-        an `<answer>` that isn't closed. Without space and Markdown around; of a `\\boxed{}` in tags, its content.
+        `str`: Content of the first `<answer>...</answer>`, or of a `\\boxed{}` in it. Without such tags, content of
+        the last `\\boxed{}`, or the text after `####` in the last line or after a final "the answer is". Otherwise, or
+        if `<answer>` isn't closed, the whole text. Surrounding space and Markdown are removed.
 
     Example:
     ```python
@@ -181,7 +176,7 @@ def _read(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> str | None:
-    """Content of the `\\boxed{}` that begins last, among those that end."""
+    """Content of the last closed `\\boxed{}`."""
     opened: list[int | None] = []
     start, content = -1, None
     for brace in _BRACES.finditer(text):
@@ -197,7 +192,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """What a text says last that the answer is, if it ends with that."""
+    """The answer in a statement such as "the answer is 7" that ends a text."""
     for stated in reversed([*_STATED.finditer(text)]):
         if _BEFORE_STATED.search(text[max(0, stated.start() - 10) : stated.start()].rstrip()):
             answer = _HOPE.sub("", text[stated.end() :].strip())
@@ -206,7 +201,7 @@ def _stated(text: str) -> str | None:
 
 
 def _unwrapped(answer: str) -> str:
-    """An answer without full stop, Markdown and what LaTeX puts around text and formulas."""
+    """An answer without full stop, Markdown and LaTeX delimiters."""
     for _ in range(_MOST_WRAPPINGS):
         answer = answer.strip().removesuffix(".").strip("*_ ") or answer.strip()
         wrapped = _WRAPPED.fullmatch(answer)
@@ -217,7 +212,7 @@ def _unwrapped(answer: str) -> str:
 
 
 def references_of(solution: Any, place: int, name: str) -> list[str]:
-    """The references of a row, any of which is right; none where the reward doesn't apply."""
+    """The references of a row, any of which is right. Empty where the reward doesn't apply."""
     if hasattr(solution, "tolist"):  # an array or a tensor
         solution = solution.tolist()
     several = solution if isinstance(solution, (list, tuple)) else [solution]
@@ -229,14 +224,14 @@ def references_of(solution: Any, place: int, name: str) -> list[str]:
             raise RowError(
                 place,
                 f"column 'solution': {name} got a {type(reference).__name__}{keys}; write a text, a number or a list "
-                f'of those that are right: `dataset.map(lambda row: {{"solution": row["solution"][{key!r}]}})`.',
+                f'of right answers: `dataset.map(lambda row: {{"solution": row["solution"][{key!r}]}})`.',
             )
     return list(map(str, references))
 
 
 def normalize_answer(text: str) -> str:
-    """Removes what doesn't distinguish answers."""
-    # An answer that is nothing but punctuation stays what it is, or it would equal an empty completion.
+    """Removes case, whitespace and punctuation."""
+    # An answer of punctuation alone stays unchanged, or it would equal an empty completion
     return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
 
 
@@ -248,29 +243,21 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
 
 
 def _same_choice(answer: str, reference: str) -> bool:
-    """Whether both name the same choice, by its letter, its text or both; the reference has a letter."""
-    own, right = (LETTER.fullmatch(text.strip()) for text in (answer, reference))
+    """Whether both name the same choice, by its letter, its text or both. The reference must have a letter."""
+    named, right = (LETTER.fullmatch(text.strip()) for text in (answer, reference))
     if right is None:
         return False
-    right_text = _choice_text(right)
-    if own is None:
+    right_text = right[4].strip(" .")
+    if named is None:
         return bool(right_text) and _equal(answer, right_text)
-    own_text = _choice_text(own)
-    if _letter(own) != _letter(right):
+    named_text = named[4].strip(" .")
+    if letter_of(named) != letter_of(right):
         return False
-    return not own_text or not right_text or _equal(own_text, right_text)
-
-
-def _letter(choice: re.Match) -> str:
-    return (choice[1] or choice[2] or choice[3]).upper()
-
-
-def _choice_text(choice: re.Match) -> str:
-    return choice[4].strip(" .")
+    return not named_text or not right_text or _equal(named_text, right_text)
 
 
 def _equal_without_units(answer: str, reference: str) -> bool:
-    """Whether both are the same number, of which one or both have the same unit."""
+    """Whether both are the same number, with the same unit or one of them without."""
     (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
     if not (unit or right_unit) or unit and right_unit and unit != right_unit:
         return False
@@ -311,7 +298,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that a text is, if it is one in plain digits."""
+    """The number of a text in plain digits."""
     if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
         return None
     return Decimal(text.replace(",", ""))

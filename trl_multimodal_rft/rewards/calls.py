@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Calling reward functions."""
+"""Calls reward functions."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,14 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from trl import is_conversational
-from trl.trainer.utils import (
-    is_async_callable,
-    shutdown_event_loop_in_daemon,
-    start_event_loop_in_daemon,
-)
+from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 
-# Columns of the dataset that reward functions get under other names, as in TRL
+# Columns that reward functions get under other names, as in TRL
 _NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")
 
 
@@ -25,7 +21,7 @@ def reward_arguments(
     rows: Sequence[dict[str, Any]],
     completions: Sequence[list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """What reward functions get, by the names that TRL's trainers give it."""
+    """Keyword arguments of reward functions, with the names of TRL's trainers."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NOT_FOR_REWARDS]
     if completions is None and is_conversational({"prompt": prompts[0]}):
         completions = [[{"role": "assistant", "content": text}] for text in texts]
@@ -43,7 +39,7 @@ def call_rewards(
     loop: asyncio.AbstractEventLoop | None,
     profile: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> dict[str, list[float | None]]:
-    """Rewards by name of the function. Async functions run together in `loop`, after the others."""
+    """Rewards by name of the function. Async functions run concurrently in `loop`, after the others."""
     results: dict[str, Any] = {}
     for name, reward_func in reward_funcs.items():
         if not is_async_callable(reward_func):
@@ -65,7 +61,7 @@ def call_rewards(
 
 @contextmanager
 def reward_loop(reward_funcs: Sequence[Callable]) -> Iterator[asyncio.AbstractEventLoop | None]:
-    """An event loop where a function is async, in a thread, since one may run here already, as in a notebook."""
+    """An event loop for async functions, in a thread, since one may already run here, as in notebooks."""
     if not any(is_async_callable(reward_func) for reward_func in reward_funcs):
         yield None
         return

@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Clear errors for reward functions that don't take what they are called with, fail, or return no rewards."""
+"""Checks the parameters, errors and return values of reward functions."""
 
-import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -17,15 +17,17 @@ from ..data.columns import as_text, strip_media
 from ..data.rules import MediaRules
 
 
-_LARGEST = torch.finfo(torch.float32).max  # in which rewards are summed up
-# Arguments of every reward function, by name, in addition to the columns of the dataset
+_LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
+# Arguments of a reward function, a context for its errors, and a function of its rewards
+PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
+# Keyword arguments of every reward function, in addition to the columns of the dataset
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class RowError(ValueError):
     """
-    An error of a row, of which a reward function knows the place in the batch, and its caller the number in the
-    dataset. `problem` is what is wrong with it, and the remedy.
+    An error of a row, raised with its place in the batch, which callers replace by its number in the dataset.
+    `problem` contains the remedy.
     """
 
     def __init__(self, place: int, problem: str):
@@ -37,7 +39,7 @@ class RowError(ValueError):
 
 
 def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
-    """Checks whether a reward function takes what it is called with."""
+    """Checks that a reward function accepts the arguments of its calls."""
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # of some builtins
@@ -61,7 +63,7 @@ def check_signature(reward_func: Callable, name: str, given: Collection[str] | N
 
 @contextmanager
 def _explained(columns: dict[str, Any], rows: Sequence[int] | None) -> Iterator[None]:
-    """Names the row of the dataset in an error of a reward function, and the form of completions."""
+    """Adds the row of the dataset and the format of completions to errors of a reward function."""
     try:
         yield
     except RowError as error:
@@ -72,30 +74,27 @@ def _explained(columns: dict[str, Any], rows: Sequence[int] | None) -> Iterator[
         conversational = not all(isinstance(completion, str) for completion in columns["completions"])
         if conversational and re.search(r"\b(list|dict)\b", str(error)):
             error.add_note(
-                "Completions are lists of messages here, as the prompts are: the text of one is "
+                "Completions are lists of messages here, as the prompts are; the text of one is "
                 "`completion[-1]['content']`."
             )
         elif not conversational and re.search(r"string ind|\bstr\b", str(error)):
             error.add_note(
-                "Completions are texts here, as the prompts are; a function that reads messages takes prompts of "
+                "Completions are texts here, as the prompts are; a function that reads messages needs prompts of "
                 "messages: `[{'role': 'user', 'content': ...}]`."
             )
         raise
 
 
 def missing_instructions(reward_funcs: Sequence[Any], names: Sequence[str], prompts: Sequence[Any]) -> list[str]:
-    """
-    Warnings of reward functions that reward what no prompt asks for. A function says what that is with its attribute
-    `required_in_prompt`, as [`format_reward`] does.
-    """
+    """Warnings for reward functions whose attribute `required_in_prompt` no prompt contains, see [`format_reward`]."""
     required = {
         name: getattr(func, "required_in_prompt", None) for name, func in zip(names, reward_funcs, strict=True)
     }
     texts = [as_text(strip_media(prompt)) for prompt in prompts] if any(required.values()) else []
     return [
-        f"No prompt of the first batch mentions `{text}`, which '{name}' rewards, so that completions rarely have it: "
-        f'ask for it in the prompts or in a system message (`--system_prompt "Output the final answer in <answer> '
-        f"</answer>.\"`), or leave out '{name}'."
+        f"No prompt of the first batch mentions `{text}`, which '{name}' rewards, so completions rarely contain it: "
+        f'request it in the prompts or in a system message (`--system_prompt "Output the final answer in <answer> '
+        f"</answer>.\"`), or remove '{name}'."
         for name, text in required.items()
         if text is not None and not any(text in prompt for prompt in texts)
     ]
@@ -107,44 +106,49 @@ def checked_reward(
     media_rules: MediaRules | None = None,
     rows: Sequence[int] | None = None,
 ) -> Callable:
-    """
-    Wraps a reward function so that wrong parameters and a wrong return value raise a `ValueError` that names them.
-    """
+    """Wraps a reward function so that wrong parameters and return values raise an error that names them."""
     name = name or get_callable_name(reward_func)
-    further = {} if media_rules is None else rules_for(reward_func, media_rules)
+    takes_rules = media_rules is not None and "media_rules" in inspect.signature(reward_func).parameters
+    further = {"media_rules": media_rules} if takes_rules else {}
 
+    def prepare(columns: dict[str, Any]) -> PreparedCall:
+        check_signature(reward_func, name, {**columns, **further})
+        finish = partial(check_rewards, n_completions=len(columns["completions"]), name=name, rows=rows)
+        return {**columns, **further}, _explained(columns, rows), finish
+
+    return wrap_reward(reward_func, name, prepare)
+
+
+def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, Any]], PreparedCall]) -> Callable:
+    """
+    Wraps a sync or async reward function. From the arguments of the wrapper, `prepare` returns those of the function
+    (`None` skips it), a context for its errors, and a function of its rewards, whose result the wrapper returns.
+    """
     if is_async_callable(reward_func):
 
-        @functools.wraps(reward_func)
-        async def wrapper(*args, **kwargs):
-            check_signature(reward_func, name, {**kwargs, **further})
-            with _explained(kwargs, rows):
-                found = await reward_func(*args, **kwargs, **further)
-            return check_rewards(found, len(kwargs["completions"]), name, rows)
+        async def wrapper(prompts, completions, **columns):
+            arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
+            with context:
+                rewards = [] if arguments is None else await reward_func(**arguments)
+            return finish(rewards)
 
     else:
 
-        @functools.wraps(reward_func)
-        def wrapper(*args, **kwargs):
-            check_signature(reward_func, name, {**kwargs, **further})
-            with _explained(kwargs, rows):
-                found = reward_func(*args, **kwargs, **further)
-            return check_rewards(found, len(kwargs["completions"]), name, rows)
+        def wrapper(prompts, completions, **columns):
+            arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
+            with context:
+                rewards = [] if arguments is None else reward_func(**arguments)
+            return finish(rewards)
 
     wrapper.__name__ = name
+    vars(wrapper)["required_in_prompt"] = getattr(reward_func, "required_in_prompt", None)
     return wrapper
-
-
-def rules_for(reward_func: Callable, media_rules: MediaRules) -> dict[str, MediaRules]:
-    """Rules for media as an argument of a reward function. Others get what TRL's trainers give, and nothing else."""
-    asked = "media_rules" in inspect.signature(reward_func).parameters
-    return {"media_rules": media_rules} if asked else {}
 
 
 def check_rewards(
     rewards: Any, n_completions: int, name: str, rows: Sequence[int] | None = None
 ) -> list[float | None]:
-    """Checks what a reward function returned."""
+    """Checks the rewards of a reward function, and returns them as a list."""
     source = f"The reward function '{name}' returned"
     try:
         if isinstance(rewards, (dict, str)):
@@ -178,7 +182,7 @@ def is_finite(value: Any) -> bool:
 
 
 def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
-    """What a reward function returned, as float32 on the CPU, shape `(n_completions,)`."""
+    """The rewards of a reward function, float32 on the CPU, shape `(n_completions,)`."""
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):
             raise ValueError(
@@ -190,12 +194,12 @@ def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Names under which metrics are logged: those that repeat, as of two lambdas, get `_2`, `_3` and so on."""
+    """Names for metrics: duplicates, as of two lambdas, get `_2`, `_3` and so on."""
     distinct: list[str] = []
     for name in names:
-        own, number = name, 1
-        while own in distinct or number > 1 and own in names:
+        unique, number = name, 1
+        while unique in distinct or number > 1 and unique in names:
             number += 1
-            own = f"{name}_{number}"
-        distinct.append(own)
+            unique = f"{name}_{number}"
+        distinct.append(unique)
     return distinct

@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of multiple choice: which of the choices an answer names."""
+"""Rewards for multiple-choice questions."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..data.choices import LETTER
+from ..data.choices import LETTER, letter_of
 from .answers import completion_text, extract_answer, normalize_answer, references_of
 from .checks import RowError
 
@@ -17,26 +17,25 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
     """
     Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
 
-    The answer is what [`extract_answer`] finds. What it names is told by [`named_choice`]. [`accuracy_reward`] knows
-    no choices and compares with the reference alone.
+    [`extract_answer`] finds the answer in the completion and [`named_choice`] the choice in the answer.
+    [`accuracy_reward`] doesn't use choices and compares only with the reference.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. Of a conversational one, the last message is the answer.
+            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
-            Right choice of each completion, its text or its letter, with or without answer tags; or a list of those
-            that are right. `None` where the reward does not apply.
+            Right choice of each completion, its text or its letter, with or without answer tags; or a list of right
+            choices. `None` where the reward does not apply.
         choices (`list[list[str]]`):
             Choices of each completion. `None` where the reward does not apply.
         **kwargs:
             Other dataset columns and trainer arguments, not used.
 
     Returns:
-        `list[float | None]`: 1.0 or 0.0 for each completion, `None` where it has no solution or no choices.
+        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a solution or choices.
 
     Raises:
-        `ValueError`: If there is no `solution` or no `choices`, or if a solution is a dictionary or isn't one of the
-            choices.
+        `ValueError`: If `solution` or `choices` is missing, or if a solution is a dictionary or none of the choices.
 
     Example:
     ```python
@@ -49,8 +48,8 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
     if solution is None or choices is None:
         name = "solution" if solution is None else "choices"
         raise ValueError(
-            f"choice_reward compares with the dataset column `{name}`, which it was not given: add the column, or "
-            f"use accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
+            f"choice_reward compares with the dataset column `{name}`, which is missing: add the column, or use "
+            f"accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
         )
     rewards = []
     for place, (completion, solutions, options) in enumerate(zip(completions, solution, choices, strict=True)):
@@ -70,48 +69,47 @@ def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[fl
 
 def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
-    Which of the choices an answer names.
+    The index of the choice that an answer names.
 
-    In this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in `"B"`, `"(B)"`
-    or `"B. Woman"`, unless another choice's text follows; or text that has all words of one choice and no word that
-    only others have, which is the rule of [MMAU](https://huggingface.co/papers/2410.19168).
+    It tries, in this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in
+    `"B"`, `"(B)"` or `"B. Woman"`, unless the text of another choice follows; and all words of one choice without any
+    word that only others have, the rule of [MMAU](https://huggingface.co/papers/2410.19168).
     """
-    # "A." many times over makes neither a deep recursion nor as many readings of all the text
+    # A loop that compares texts only at matching lengths, as "A." may repeat many times
     letters, left, lengths = [], _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
         index = _by_text(answer, choices) if left in lengths else None
         if index is not None:
             break
         letter: Any = LETTER.match(answer.strip())
-        own = len(choices) if letter is None else ord((letter[1] or letter[2] or letter[3]).upper()) - ord("A")
-        if own >= len(choices):
+        named = len(choices) if letter is None else ord(letter_of(letter)) - ord("A")
+        if named >= len(choices):
             index = _by_words(answer, choices)
             break
-        letters.append(own)
+        letters.append(named)
         answer, left = letter[4], left - 1
         if not answer:
             break
-    for own in reversed(letters):
-        index = own if index in (None, own) else None
+    for named in reversed(letters):
+        index = named if index in (None, named) else None
     return index
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:
-    texts = [normalize_answer(choice) for choice in choices]
-    said = normalize_answer(answer)
-    return texts.index(said) if said in texts else None
+    texts, text = [normalize_answer(choice) for choice in choices], normalize_answer(answer)
+    return texts.index(text) if text in texts else None
 
 
 def _n_characters(text: str) -> int:
-    """Those that a text keeps when it is compared with another."""
+    """The number of characters that a comparison uses."""
     return sum(map(str.isalnum, text.casefold()))
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:
-    said, words = _words(answer), [_words(choice) for choice in choices]
-    for index, own in enumerate(words):
-        others = set().union(*words) - own
-        if own and own <= said and not said & others:
+    answered, words = _words(answer), [_words(choice) for choice in choices]
+    for index, named in enumerate(words):
+        others = set().union(*words) - named
+        if named and named <= answered and not answered & others:
             return index
     return None
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Whether two expressions are equal, in a process of their own, which is given up where that takes too long.
+"""Compares expressions in a separate process, which is aborted when a comparison takes too long.
 
-This file is also what the process runs, by its path: it imports nothing of the package, and math-verify alone. It is
-no child of `multiprocessing`, which would run the user's script again.
+The process runs this file by its path, which imports math-verify and nothing of the package. `multiprocessing` would
+run the user's script again.
 """
 
 import atexit
@@ -18,24 +18,17 @@ import threading
 from typing import Any
 
 
-# For one comparison, in seconds; most take a few milliseconds
-LIMIT = 3.0
-
-# What a comparison may take of the machine's memory, in bytes
-_MEMORY = 4 * 2**30
+LIMIT = 3.0  # seconds per comparison; most take a few milliseconds
+_MEMORY = 4 * 2**30  # bytes
 
 
 def equal(answer: str, reference: str) -> bool:
-    """
-    Compares two expressions with math-verify, from any thread.
-
-    The process that does it is started by the first call, and ends with this one.
-    """
+    """Compares two expressions with math-verify, from any thread, in a process that the first call starts."""
     return _comparer(os.getpid()).equal(answer, reference)
 
 
 class _Comparer:
-    """A process that compares, started by the first comparison."""
+    """The process that compares, started by the first comparison."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -56,7 +49,7 @@ class _Comparer:
             except BrokenPipeError:
                 pass  # it was killed
             finally:
-                if not verdict:  # what it still says would be taken for the answer to the next question
+                if not verdict:  # a late verdict would be read as the next one
                     self.close()
             return verdict == "equal"
 
@@ -69,7 +62,7 @@ class _Comparer:
 
 @functools.cache
 def _comparer(process: int) -> _Comparer:
-    """That of a process: those that are forked have their own."""
+    """The comparer of a process, as forked processes need their own."""
     comparer = _Comparer()
     atexit.register(comparer.close)
     return comparer
@@ -86,7 +79,7 @@ def _start() -> subprocess.Popen:
     if _read(process) != "ready":
         process.kill()
         process.communicate()
-        raise RuntimeError("math-verify can't be imported; `python -c 'import math_verify'` says why.")
+        raise RuntimeError("math-verify can't be imported; `python -c 'import math_verify'` shows why.")
     return process
 
 
@@ -96,8 +89,8 @@ def _read(process: subprocess.Popen) -> str:
 
 
 def _serve() -> None:
-    """Answers questions until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the process that asks
+    """Compares expressions from stdin until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent handles
     if sys.platform != "win32":
         import resource
 
@@ -111,7 +104,7 @@ def _serve() -> None:
     print("ready", file=answers, flush=True)
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            # Ends the process from another thread, even while a C library runs
+            # Exits from another thread, even while a C library runs
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)
             guess, gold = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             is_equal = bool(gold) and bool(guess) and verify(gold, guess, timeout_seconds=None)

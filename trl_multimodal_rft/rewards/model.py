@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards from a model that sees and hears what the policy does."""
+"""Rewards from a model that gets the media of the prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,8 +22,17 @@ from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
 
 
+def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of prompts, `further` columns, and media columns where a prompt has no media, for `rows_to_messages`."""
+    rows = []
+    for i, prompt in enumerate(as_encoded(prompts)):
+        names = [*further, *(() if has_media(prompt) else MEDIA_COLUMNS)]
+        rows.append({"prompt": prompt, **{name: as_encoded(columns[name][i]) for name in names if columns.get(name)}})
+    return rows
+
+
 class _Row(NamedTuple):
-    """A prompt and its completion as the reward model takes them, on the CPU."""
+    """A prompt and its completion as inputs of the reward model, on the CPU."""
 
     input_ids: torch.Tensor
     token_fields: dict[str, torch.Tensor]
@@ -32,21 +41,20 @@ class _Row(NamedTuple):
 
 class RewardModel:
     """
-    A reward function that asks a model, with the signature of TRL's.
+    A reward function that scores with a model, with the signature of TRL's.
 
-    The model reads prompt and completion together, with the prompt's media, through its own processor and chat
-    template; the policy may be of another family. It stays on its device, runs
-    without gradients, and is put in evaluation mode.
+    The model gets prompt, media and completion through its processor and chat template; its family may differ from the
+    policy's. It stays on its device, and runs in evaluation mode without gradients.
 
     Args:
         model (`torch.nn.Module`):
             Sequence classifier with one label, such as [`~transformers.Gemma3ForSequenceClassification`], also wrapped
-            by an engine; or a module called as `model(input_ids, attention_mask=..., **media)`, with per-token fields
-            and media by the names of the processor, that returns scores of shape `(B,)` or `(B, 1)`. Rows are padded
-            on the right: the score must be that of the last token of the mask.
+            by an engine; or a module that is called as `model(input_ids, attention_mask=..., **media)`, with the
+            processor's names of token fields and media, and returns scores of shape `(B,)` or `(B, 1)`. Rows are
+            right-padded: the score must be that of the last token of the mask.
         processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's own processing class, with a chat template (for messages). As in TRL, its padding token, or
-            else its end of sequence, becomes that of the model's config.
+            The model's processing class, with a chat template (for messages). As in TRL, its padding token, or else
+            its end of sequence, becomes that of the model's config.
         batch_size (`int`, *optional*, defaults to `8`):
             Rows in a forward.
         template_kwargs (`dict[str, Any]`, *optional*):
@@ -55,8 +63,8 @@ class RewardModel:
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
 
     Raises:
-        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't take that kind
-            of medium, or if its chat template writes no placeholder for it. The message names the row.
+        [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't support its
+            kind, or if the chat template writes no placeholder for it. The message names the row.
         `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score
             per row.
 
@@ -87,34 +95,19 @@ class RewardModel:
         pretrained = [module for module in unwrapped.modules() if isinstance(module, PreTrainedModel)]
         self.config = pretrained[0].config if pretrained else PreTrainedConfig()
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
-        # Some classes take any argument and leave out what they don't know
+        # Some classes accept any argument and ignore unknown ones
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
         tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-        # All that it reads of a model is the config
+        # It only reads the config of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        # Sequence classifiers score the last token that isn't their config's padding
+        # Sequence classifiers score the last token that isn't their config's padding token
         self.config.get_text_config().pad_token_id = self._pad
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
     ) -> list[float]:
-        """
-        Scores completions.
-
-        Args:
-            prompts (`list`):
-                Prompts, text or messages with their media.
-            completions (`list`):
-                Completions, text or messages.
-            media_rules ([`~data.rules.MediaRules`], *optional*):
-                From where media may come, and how large they may be; trainers pass those of the run.
-            columns:
-                Columns of the dataset, one value per completion. Media columns are read where a prompt has no media.
-
-        Returns:
-            `list[float]`: One score per completion.
-        """
+        """Scores completions. Media columns are read for prompts without media; trainers pass the rules of the run."""
         rows = self._encode(prompts, completions, columns, media_rules)
         scores = torch.empty(len(rows))
         self.model.eval()
@@ -126,11 +119,7 @@ class RewardModel:
     def _encode(
         self, prompts: list, completions: list, columns: dict[str, Any], media_rules: MediaRules
     ) -> list[_Row]:
-        rows = []
-        for i, prompt in enumerate(as_encoded(prompts)):
-            names = () if has_media(prompt) else MEDIA_COLUMNS
-            given = {name: as_encoded(columns[name][i]) for name in names if columns.get(name)}
-            rows.append({"prompt": prompt, **given})
+        rows = rows_of_batch(prompts, columns)
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules)]
         encoded: list[_Row] = []
         shared: Any = None
@@ -163,17 +152,15 @@ class RewardModel:
         return decode_media(refs, self.processor, self.audio_overlong)
 
     def _without_placeholders(self, value: Any) -> Any:
-        """Text, a message or its blocks, where nothing that is written stands for a medium of this model."""
+        """Splits the model's placeholder tokens in a text, a message or its blocks."""
         if isinstance(value, str):
             for token in self._placeholders:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
         elif isinstance(value, list):
             value = [self._without_placeholders(item) for item in value]
         elif isinstance(value, dict):
-            value = {
-                **value,
-                **{key: self._without_placeholders(value[key]) for key in ("content", "text") if key in value},
-            }
+            texts = {key: self._without_placeholders(value[key]) for key in ("content", "text") if key in value}
+            value = {**value, **texts}
         return value
 
     def _apply_template(self, messages: list[dict], refs: list[MediaRef], processor_kwargs: dict[str, Any]):
@@ -207,7 +194,7 @@ class RewardModel:
         return _Row(inputs["input_ids"][0], fields, media)
 
     def _batches(self, rows: list[_Row]) -> list[list[int]]:
-        """Indices of the rows of each forward. Where neighbours change features, media are of one shape."""
+        """Indices of the rows of each forward. If the model isolates media, their shapes are equal."""
         groups: dict[tuple | None, list[int]] = {}
         isolate = family_of(self).isolate is not None
         for i, row in enumerate(rows):
@@ -246,9 +233,7 @@ class RewardModel:
 def read_as_text(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[..., list[float]]:
-    """
-    A reward function that asks a model of text, which gets the names of media in their place, such as `"<image>"`.
-    """
+    """A reward function that scores with a text model, for which texts such as `"<image>"` replace media."""
 
     def reward(prompts: list, completions: list, **columns) -> list[float]:
         reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)

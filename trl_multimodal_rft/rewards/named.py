@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward functions by their names, for the command and for trainers in Python."""
+"""Loads reward functions by name."""
 
 import difflib
 import importlib
@@ -19,7 +19,7 @@ from .checks import check_signature
 from .choices import choice_reward
 
 
-# Of names that TRL has, too, ours count. The last is made with the values of TRL's command.
+# Names of this package take precedence over TRL's. The last one has the values of TRL's command.
 _MADE_BY: dict[str, Callable[[], Callable]] = {
     "accuracy_reward": lambda: accuracy_reward,
     "choice_reward": lambda: choice_reward,
@@ -33,7 +33,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    """Reward functions by their names."""
+    """Loads reward functions by name."""
     reward_funcs = [_load(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
@@ -41,7 +41,7 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
 
 
 def as_reward_funcs(given: Any) -> list[Any]:
-    """What a trainer was given as `reward_funcs`, as a list."""
+    """The reward functions and models in a trainer's `reward_funcs`, as a list."""
     reward_funcs = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(each, str):

@@ -4,119 +4,83 @@
 import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import requests
 
-from ..data.columns import (
-    MEDIA_COLUMNS,
-    MediaRef,
-    as_text,
-    has_media,
-    iter_refs,
-    rows_to_messages,
-    strip_media,
-    without_credentials,
-)
+from ..data.columns import MediaRef, as_text, iter_refs, rows_to_messages, strip_media, without_credentials
 from ..data.encode import png, wav
-from ..data.features import as_encoded
 from ..data.http import Answer, NoAnswer, TooLarge, ask
 from ..data.loading import load_audio, load_image, load_video
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import MODALITIES
 from .checks import is_finite
+from .model import rows_of_batch
 
 
-# Bytes of an answer: some for each reward, as a number may be written at length, and some around them
+# Most bytes of a response: per reward, as numbers may have many digits, and for the rest
 _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 
+@dataclass(eq=False, repr=False)
 class RemoteReward:
     """
-    A reward function that asks a server, with the signature of TRL's.
+    A reward function that requests scores from a server, with the signature of TRL's.
 
     Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
-    together), and, where the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
-    `videos` (lists of lists of PNG frames). It is to return `{"rewards": [...]}`, one number per completion, `null`
-    where the reward doesn't apply.
+    concatenated), and, if the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
+    `videos` (lists of lists of PNG frames). The server must return `{"rewards": [...]}`, one number per completion,
+    `null` where the reward doesn't apply.
 
     Args:
         url (`str`):
-            Where to send requests to.
+            URL of the server.
         label_column (`str`, *optional*, defaults to `"labels"`):
             Column with the ground truth.
         batch_size (`int`, *optional*, defaults to `64`):
             Completions in a request.
         concurrency (`int`, *optional*, defaults to `4`):
-            Requests under way at once.
+            Concurrent requests.
         timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds in which an attempt must be answered, whole.
+            Seconds for the complete response to an attempt.
         retries (`int`, *optional*, defaults to `5`):
-            How often to try again if the server is busy (408, 425, 429), fails (5xx), breaks off, answers with a page,
-            or can't be reached; `None` for as long as `patience` lasts.
+            Number of retries if the server is busy (408, 425, 429), fails (5xx), closes the connection, responds with
+            an HTML page, or is unreachable; `None` retries until `patience` is over.
         patience (`float`, *optional*, defaults to `3600.0`):
-            Seconds for all attempts of a request together. A run keeps its state while it waits.
+            Seconds for all attempts of a request together. The run keeps its state while it waits.
         backoff (`float`, *optional*, defaults to `1.0`):
             Seconds before the first retry, doubled for each further one, up to a minute.
         sampling_rate (`int`, *optional*, defaults to `16000`):
-            Rate of the audio that is sent, in Hz.
+            Sampling rate of the sent audio, in Hz.
         name (`str`, *optional*, defaults to `"remote_reward"`):
-            What its metrics are called, `rewards/<name>/mean` and so on.
+            Name in metrics such as `rewards/<name>/mean`.
 
     Raises:
-        `RuntimeError`: When called, if the server can't be reached, refuses a request, or answers something else than
-            one finite number or `null` per completion. The message names the server.
+        `RuntimeError`: When called, if the server is unreachable, refuses a request, or doesn't return one finite
+            number or `null` per completion. The message names the server.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        label_column: str = "labels",
-        batch_size: int = 64,
-        concurrency: int = 4,
-        timeout: float = 120.0,
-        retries: int | None = 5,
-        patience: float = 3600.0,
-        backoff: float = 1.0,
-        sampling_rate: int = 16000,
-        name: str = "remote_reward",
-    ):
-        self.url = url
-        self.label_column = label_column
-        self.batch_size = batch_size
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.sampling_rate = sampling_rate
-        self.attempts = None if retries is None else retries + 1
-        self.patience = patience
-        self.backoff = backoff
-        self.__name__ = name
+    url: str
+    _: KW_ONLY
+    label_column: str = "labels"
+    batch_size: int = 64
+    concurrency: int = 4
+    timeout: float = 120.0
+    retries: int | None = 5
+    patience: float = 3600.0
+    backoff: float = 1.0
+    sampling_rate: int = 16000
+    name: str = "remote_reward"
+
+    def __post_init__(self):
+        self.__name__ = self.name
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
     ) -> list[float | None]:
-        """
-        Asks for the rewards of completions.
-
-        Args:
-            prompts (`list`):
-                Prompts, text or messages with their media.
-            completions (`list`):
-                Completions, text or messages.
-            media_rules ([`~data.rules.MediaRules`], *optional*):
-                From where media may come, and how large they may be; trainers pass those of the run.
-            columns:
-                Columns of the dataset, one value per completion; labels and media are sent.
-
-        Returns:
-            `list[float | None]`: One reward per completion.
-        """
-        rows = []
-        for i, prompt in enumerate(as_encoded(prompts)):
-            names = [self.label_column] if has_media(prompt) else [self.label_column, *MEDIA_COLUMNS]
-            given = {name: as_encoded(columns[name][i]) for name in names if columns.get(name)}
-            rows.append({"prompt": prompt, **given})
+        """Requests the rewards of completions. Labels and media are sent; trainers pass the rules of the run."""
+        rows = rows_of_batch(prompts, columns, [self.label_column])
         payload = self._payload(rows, completions, media_rules)
         parts = [
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
@@ -140,14 +104,14 @@ class RemoteReward:
                 session=session,
                 seconds=self.patience,
                 seconds_each=self.timeout,
-                attempts=self.attempts,
+                attempts=None if self.retries is None else self.retries + 1,
                 backoff=self.backoff,
                 max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
                 is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
             )
         except TooLarge:
             raise RuntimeError(
-                f"The reward server {self._shown} answered with more than {n} rewards can take; it must return one "
+                f"The response of the reward server {self._shown} is too large for {n} rewards; it must return one "
                 "number for each completion."
             ) from None
         except (NoAnswer, requests.RequestException) as error:
@@ -190,7 +154,7 @@ class RemoteReward:
         payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
-        encoded: dict[tuple, Any] = {}  # the completions of a prompt share its media
+        encoded: dict[tuple, Any] = {}  # which the completions of a prompt share
 
         def encode(ref: MediaRef):
             key = (id(ref.source), ref.kind, str(ref.options))

@@ -75,7 +75,7 @@ class SupervisedCollator:
                 },
                 audio_overlong=args.audio_overlong,
                 ignored_media_columns=args.ignored_media_columns or (),
-                own_tokens=self.placeholders,
+                placeholders=self.placeholders,
                 media_rules=args.media_rules,
                 special_tokens_in_text=args.special_tokens_in_text,
             )
