@@ -385,7 +385,10 @@ def test_headers_of_archives_that_lie_are_long_or_are_many(tmp_path):
 def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
         archive.writestr("i.png", bytes(60_000_000))
-    message, rules = f"'i.png' is compressed by method {method}; compress it by", MediaRules(max_media_bytes=10_000_000)
+    message, rules = (
+        f"'i.png' is compressed by method {method}; compress it by",
+        MediaRules(max_media_bytes=10_000_000),
+    )
     refused(message, f"zip://i.png::{tmp_path / 'a.zip'}", 10e6, rules)
 
 

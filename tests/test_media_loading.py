@@ -420,7 +420,11 @@ def test_frames_are_a_video(tmp_path):
     ("source", "options", "message"),
     [
         ("missing.mp4", {}, "row 3, column 'video': no such file: '"),
-        (b"not a video", {}, "row 3, column 'video': this is no file of video that can be read, it starts with b'not a v"),
+        (
+            b"not a video",
+            {},
+            "row 3, column 'video': this is no file of video that can be read, it starts with b'not a v",
+        ),
         ([frame(0)], {"fps": 0}, "row 3, column 'video': 'fps' is 0; set the frames per second"),
         ([frame(0)], {"nframes": 1}, "row 3, column 'video': nframes has no effect on a list of frames"),
         ("v.mp4", {"sample_fps": 2.0}, "row 3, column 'video': 'sample_fps' is the rate of a list of frames; give"),
