@@ -224,7 +224,7 @@ def test_budget_and_batch(folder):
 def test_says_whether_it_fits(folder, capsys, options):
     main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
     output = capsys.readouterr().out
-    assert "Fits into 90% of 80 GiB." in output and "peak" in output and "What encoders" not in output
+    assert "Fits into 90% of 80 GiB." in output and "peak" in output and "excludes media encoders" not in output
 
 
 def test_says_what_to_change(folder, capsys):
