@@ -192,7 +192,7 @@ def test_budget_and_batch(folder):
 def test_says_whether_it_fits(folder, capsys, options):
     main(["estimate", "--model_name_or_path", str(folder), *TINY, *options])
     output = capsys.readouterr().out
-    assert "Fits into 90% of 80 GiB." in output and "peak" in output and "What encoders" not in output
+    assert "Fits into 90% of 80 GiB." in output and "peak" in output and "excludes media encoders" not in output
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_says_whether_it_fits(folder, capsys, options):
 def test_other_families(family, tmp_path, capsys):
     seconds = ["--audio_seconds", "1"] if family in ("qwen2_audio", "qwen2_5_omni") else ["--image_size", "56"]
     main(["estimate", "--model_name_or_path", str(FAMILIES[family].save(tmp_path)), "--prompt_tokens", "60", *seconds])
-    assert "What encoders" not in capsys.readouterr().out
+    assert "excludes media encoders" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
@@ -225,7 +225,7 @@ def test_errors(folder, capsys):
     for options, message in (
         (["--model_name_or_path", "no/such-model"], "'no/such-model' is no folder or file"),
         (["--model_name_or_path", str(folder), "--load_in_4bit"], "add `--use_peft`"),
-        (["--model_name_or_path", str(folder), "--gpus", "2"], "is one GPU"),
+        (["--model_name_or_path", str(folder), "--gpus", "2"], "uses one GPU"),
         (["--model_name_or_path", str(folder), "--audio_seconds", "3"], "alone"),
     ):
         with pytest.raises(SystemExit) as exit:
