@@ -144,12 +144,14 @@ def _read(
 ) -> tuple[list[dict[str, Any]], Dataset]:
     """Rows without their audio, and a column of audio: stored in one of the columns, or in files that rows name."""
     file = json_file(path, pattern)
-    if file is None:
+    if file is not None:
+        rows = read_json(file)
+    else:
         dataset = load_rows(str(path), None, split, streaming=False)
         name = next((name for name in columns if name in dataset.column_names), None)
         if name is not None:
             return list(dataset.remove_columns(name)), dataset.select_columns([name]).rename_columns({name: "audio"})
-    rows = list(dataset) if file is None else read_json(file)
+        rows = list(dataset)
     paths = [required(row, index, *_PATHS) for index, row in enumerate(rows)]
     found = _find_files(paths, Path(path) if file is None else file.parent, audio_dir, skip_missing)
     return [rows[index] for index in found], Dataset.from_dict({"audio": list(found.values())})

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -67,7 +66,9 @@ def ask(
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
-    for attempt in itertools.count(1):
+    attempt = 0
+    while True:
+        attempt += 1
         until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
