@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The interface of the reference pages: its names, its examples, and its parts put together, which train as the trainer.
+The interface of the reference pages: its names, its helpers, and its parts put together, which train as the trainer.
 """
 
 import dataclasses
@@ -21,26 +21,11 @@ from torch.utils.data import DataLoader
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.losses import aggregate
-from trl_multimodal_rft.lightrft import (
-    Actor,
-    ActorAL,
-    ActorOmni,
-    ActorVL,
-    ReplayBuffer,
-)
+from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, ReplayBuffer
 from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
 from trl_multimodal_rft.lightrft.trainer import NaiveReplayBuffer, experience, replay_buffer_utils
-from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL, Samples
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
-from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
-    BufferItem,
-    BufferItemVL,
-    is_vl_experience,
-    make_experience_batch,
-    remove_padding_in_sequences,
-    split_experience_batch,
-    zero_pad_sequences,
-)
 
 
 # Names and signatures, as on the pages. Where a page shows no default, ours may have one;
@@ -235,6 +220,8 @@ def test_names_of_lightrft_import():
     assert found["ActorLanguage"] is Actor and found["NaiveExperienceMakerVL"] is NaiveExperienceMaker
     assert found["FastExperienceMaker"] is NaiveExperienceMaker and found["SPMDPPOTrainerVL"] is found["PPOTrainerVL"]
     assert issubclass(found["NaiveReplayBuffer"], ReplayBuffer)
+    modalities = [actor.modality for actor in (Actor, ActorAL, ActorVL, ActorOmni)]
+    assert modalities == ["text", "audio", "vision", "multimodal"]
 
 
 def test_strategy_of_lightrft_is_refused():
@@ -307,11 +294,6 @@ def test_buffer_of_the_reference():
     assert len(buffer) == 0
 
 
-def test_modalities_of_the_pages():
-    assert (ActorAL.modality, ActorVL.modality) == ("audio", "vision")
-    assert (Actor.modality, ActorOmni.modality) == ("text", "multimodal")
-
-
 def test_the_package_does_not_load_the_reference_interface():
     code = """
         import sys
@@ -329,66 +311,6 @@ def test_the_package_does_not_load_the_reference_interface():
     command = python_command(["-c", textwrap.dedent(code)])
     result = subprocess.run(command, env=python_environment(), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-# Examples of the page about the buffer
-
-
-def fields(n_actions: int) -> dict:
-    """What a sample of the page's examples leaves out."""
-    names = ("action_log_probs", "base_action_log_probs", "values", "returns", "advantages")
-    return {**{name: torch.arange(1.0, n_actions + 1) for name in names}, "info": {"reward": torch.tensor(1.0)}}
-
-
-def padded(cls, ids: list[int], **changes):
-    """A sample all of whose tokens are actions."""
-    real = torch.tensor(ids) != 0
-    return cls(
-        sequences=torch.tensor(ids), attention_mask=real.long(), action_mask=real, **fields(len(ids)), **changes
-    )
-
-
-def test_page_examples_of_padding():
-    padded_items = [padded(BufferItem, [0, 0, 1, 2, 3, 0, 0])]
-    clean_items = remove_padding_in_sequences(padded_items)
-    assert clean_items[0].sequences.tolist() == [1, 2, 3]
-    padded_vl_items = [padded(BufferItemVL, [0, 0, 4, 5, 6, 0], pixel_values=torch.ones(4, 5))]
-    clean_vl_items = remove_padding_in_sequences(padded_vl_items)
-    assert clean_vl_items[0].sequences.tolist() == [4, 5, 6]
-    assert clean_vl_items[0].values.tolist() == [3, 4, 5]
-    assert clean_vl_items[0].pixel_values is padded_vl_items[0].pixel_values
-
-    sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
-    assert zero_pad_sequences(sequences, side="right").tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
-    assert zero_pad_sequences(sequences, side="left").tolist() == [[0, 1, 2, 3], [0, 0, 4, 5], [6, 7, 8, 9]]
-
-
-def test_page_examples_of_batches():
-    items = remove_padding_in_sequences([padded(BufferItem, [0, 1, 2]), padded(BufferItem, [3, 4, 5])])
-    batch_exp = make_experience_batch(items, packing_samples=False)
-    assert type(batch_exp) is Experience
-    assert batch_exp.sequences.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert not is_vl_experience(batch_exp)
-
-    pixels = [torch.randn(4, 5), torch.randn(6, 5)]
-    grids = [torch.tensor([[1, 2, 2]]), torch.tensor([[1, 2, 3]])]
-    vl_items = [
-        padded(BufferItemVL, ids, pixel_values=own, image_grid_thws=grid)
-        for ids, own, grid in zip([[7, 8], [7, 8, 9]], pixels, grids, strict=True)
-    ]
-    batch_vl_exp = make_experience_batch(vl_items, packing_samples=True)
-    assert type(batch_vl_exp) is ExperienceVL
-    assert [ids.tolist() for ids in batch_vl_exp.sequences] == [[7, 8], [7, 8, 9]]
-    exp = ExperienceVL(sequences=torch.zeros(1, 2), pixel_values=torch.cat(pixels), image_grid_thws=torch.cat(grids))
-    for each in (batch_vl_exp, exp):
-        assert is_vl_experience(each)
-
-    batch_experience = make_experience_batch(items)
-    individual_items = split_experience_batch(batch_experience)
-    assert [item.sequences.tolist() for item in individual_items] == [[0, 1, 2], [3, 4, 5]]
-    individual_items = split_experience_batch(batch_vl_exp)
-    for item, own, grid in zip(individual_items, pixels, grids, strict=True):
-        assert torch.equal(item.pixel_values, own) and torch.equal(item.image_grid_thws, grid)
 
 
 # From prompts to an update
@@ -490,6 +412,8 @@ def policy_loss(actor, batch: Experience, n_tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parts_train_as_the_trainer(family, route):
     options, buffer = ROUTES[route], filled(family)
+    lengths = [len(item.action_mask) for item in buffer]
+    assert len(set(lengths)) > 2 and max(lengths) <= LONGEST and all(item.advantages.all() for item in buffer)
     n_tokens = sum(int(item.action_mask.sum()) for item in buffer)
     actor = FAMILIES[family][0](load(family)[0], bf16=False, packing_samples=options.get("packing_samples", False))
     optimizer = torch.optim.SGD(actor.parameters(), lr=LEARNING_RATE)
@@ -506,12 +430,8 @@ def test_the_parts_train_as_the_trainer(family, route):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_buffer_holds_what_was_sampled(family):
-    """Groups of different prompts and media, responses of different lengths, and the media of a group once."""
+def test_buffer_holds_the_media_of_a_group_once(family):
     buffer = filled(family)
-    lengths = [len(item.action_mask) for item in buffer]
-    assert len(set(lengths)) > 2 and max(lengths) <= LONGEST
-    assert all(item.advantages.abs().min() > 0 for item in buffer)
     for name in FAMILIES[family][2]:
         storages = [getattr(item, name).untyped_storage() for item in buffer]
         assert len({storage.data_ptr() for storage in storages}) == 2

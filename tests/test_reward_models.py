@@ -99,24 +99,24 @@ PROMPTS = [
 COMPLETIONS = [answer("a bird " * (4 - i)) for i in range(4)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_scores_are_those_of_single_rows(batch_size):
+def each_alone(model, processor, prompts=PROMPTS, completions=COMPLETIONS):
+    scores = [alone(model, processor, p + c) for p, c in zip(prompts, completions, strict=True)]
+    return pytest.approx(scores, abs=1e-5)
+
+
+def test_scores_are_those_of_single_rows():
     model, processor = classifier()
-    scores = RewardModel(model, processor, batch_size=batch_size)(
-        prompts=PROMPTS, completions=COMPLETIONS, label=[0] * 4
-    )
-    expected = [alone(model, processor, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    assert scores == pytest.approx(expected, abs=1e-5)
+    expected = each_alone(model, processor)
+    for batch_size in (1, 3, 8):
+        reward = RewardModel(model, processor, batch_size=batch_size)
+        scores = reward(prompts=PROMPTS, completions=COMPLETIONS, label=[0] * 4)
+        assert scores == expected
     assert max(scores) - min(scores) > 0.1
-
-
-def test_padding_is_that_of_the_processor():
-    model, processor = classifier()
-    expected = [alone(model, processor, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    # Padding is that of the processor
     model.config.get_text_config().pad_token_id = None
     processor.tokenizer.pad_token = None
     assert processor.tokenizer.eos_token_id != 0
-    assert RewardModel(model, processor)(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-5)
+    assert RewardModel(model, processor)(PROMPTS, COMPLETIONS) == expected
 
 
 def test_media_and_completion_change_the_score():
@@ -142,8 +142,7 @@ def test_completions_of_a_prompt_share_its_media(monkeypatch):
     completions = [answer(words) for words in ("a", "a bird", "a cat", "a", "a bird")]
     scores = RewardModel(classifier_, processor)(prompts, completions)
     assert decoded == [1, 2]
-    expected = [alone(classifier_, processor, p + c) for p, c in zip(prompts, completions, strict=True)]
-    assert scores == pytest.approx(expected, abs=1e-5)
+    assert scores == each_alone(classifier_, processor, prompts, completions)
 
 
 def test_every_form_of_a_row_scores_alike():
@@ -239,36 +238,28 @@ def test_clips_that_would_mix_are_run_apart(monkeypatch):
 
 def test_media_that_cannot_be_taken_raise():
     clip = chat({"type": "audio", "audio": sound(0.3)}, text("Who?"))
-    prompts, completions = [PROMPTS[1], clip], [answer("a bird")] * 2
     model, processor = classifier()
-    name = "my-Gemma3ForSequenceClassification"
-    with pytest.raises(MediaError, match=rf"row 1, .*'{name}' with its Gemma3Processor takes no audio; use a model"):
-        RewardModel(model, processor)(prompts, completions)
-    with pytest.raises(MediaError, match="row 0, .*takes no image; use a model that does, with its processor"):
-        RewardModel(model, processor.tokenizer)(PROMPTS, COMPLETIONS)
-    # It would take the pixels among its keyword arguments, and leave them alone
-    text_model, _ = classifier(hf.Gemma3TextForSequenceClassification)
-    with pytest.raises(MediaError, match="row 0, .*'my-Gemma3TextForSequenceClassification' .*takes no image"):
-        RewardModel(text_model, processor)(PROMPTS, COMPLETIONS)
-    qwen, qwen_processor = FAMILIES["qwen2_audio"].build()
-    with pytest.raises(MediaError, match="row 0, .*Qwen2AudioProcessor takes no image"):
-        RewardModel(Head(qwen), qwen_processor)(PROMPTS, COMPLETIONS)
-
-
-def test_template_without_placeholder_raises():
-    model, processor = classifier()
-    processor.chat_template = processor.chat_template.replace("<start_of_image>", "")
-    with pytest.raises(MediaError, match="row 0, column 'prompt.0..content.0.': .*one placeholder for each"):
-        RewardModel(model, processor)(PROMPTS, COMPLETIONS)
+    name, (qwen, qwen_processor) = "my-Gemma3ForSequenceClassification", FAMILIES["qwen2_audio"].build()
+    reader, _ = classifier(hf.Gemma3TextForSequenceClassification)
+    blind = classifier()[1]
+    blind.chat_template = processor.chat_template.replace("<start_of_image>", "")
+    for reward, prompts, error in (
+        ((model, processor), [PROMPTS[1], clip], f"row 1, .*'{name}' with its Gemma3Processor takes no audio; use a"),
+        ((model, processor.tokenizer), PROMPTS, "row 0, .*takes no image; use a model that does, with its processor"),
+        # It would take the pixels among its keyword arguments, and leave them alone
+        ((reader, processor), PROMPTS, "row 0, .*'my-Gemma3TextForSequenceClassification' .*takes no image"),
+        ((Head(qwen), qwen_processor), PROMPTS, "row 0, .*Qwen2AudioProcessor takes no image"),
+        ((model, blind), PROMPTS, "row 0, column 'prompt.0..content.0.': .*one placeholder for each"),
+    ):
+        with pytest.raises(MediaError, match=error):
+            RewardModel(*reward)(prompts, COMPLETIONS[: len(prompts)])
 
 
 def test_more_than_one_label_raises():
-    _, processor = classifier()
-    model = hf.Gemma3ForSequenceClassification.from_pretrained(
-        saved(hf.Gemma3ForSequenceClassification), num_labels=2, ignore_mismatched_sizes=True
-    )
+    folder, options = saved(hf.Gemma3ForSequenceClassification), {"num_labels": 2, "ignore_mismatched_sizes": True}
+    model = hf.Gemma3ForSequenceClassification.from_pretrained(folder, **options)
     with pytest.raises(ValueError, match=r"shape \(4, 2\) for 4 rows; .*num_labels=1"):
-        RewardModel(model, processor)(PROMPTS, COMPLETIONS)
+        RewardModel(model, classifier()[1])(PROMPTS, COMPLETIONS)
 
 
 # In the trainers
@@ -387,29 +378,15 @@ def test_a_reader_of_text_scores_what_was_said_after_tools_showed_images(caplog)
         assert reward == pytest.approx(alone(reader, tokenizer, [*row["prompt"], *completion]), abs=1e-5)
 
 
-def test_a_model_that_takes_another_kind_of_media_raises():
-    reward, processor = classifier()
-    with pytest.raises(MediaError, match="row 0, .*'my-Gemma3ForSequenceClassification' .*takes no audio"):
-        run(
-            InjectedOurs,
-            "qwen2_audio",
-            audio_rows(),
-            reward=reward,
-            objects=given("qwen2_audio", processor),
-            **OPTIONS,
-        )
-
-
-def test_a_reward_that_is_not_a_number_raises():
-    reward, processor = classifier()
-    with torch.no_grad():
-        reward.score.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="'my-Gemma3ForSequenceClassification' returned nan for row [0-7];"):
-        run(InjectedOurs, "qwen2_5_vl", image_rows(), reward=reward, objects=given("qwen2_5_vl", processor), **OPTIONS)
-
-
-def test_wrong_number_of_processing_classes_raises(tmp_path):
-    reward, processor = classifier()
-    objects = given("qwen2_5_vl", [processor, None])
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_vl"])
+def test_what_can_not_be_a_reward_raises(family, tmp_path):
+    name, (reward, processor) = "my-Gemma3ForSequenceClassification", classifier()
+    rows, error, message = audio_rows(), MediaError, f"row 0, .*'{name}' .*takes no audio"
+    if family == "qwen2_5_vl":
+        rows, error, message = image_rows(), ValueError, f"'{name}' returned nan for row [0-7];"
+        with torch.no_grad():
+            reward.score.weight.fill_(torch.nan)
+    with pytest.raises(error, match=message):
+        run(InjectedOurs, family, rows, reward=reward, objects=given(family, processor), **OPTIONS)
     with pytest.raises(ValueError, match="must match the number of reward functions"):
-        make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, reward=reward, objects=objects)
+        make_trainer(InjectedOurs, family, rows, tmp_path, reward=reward, objects=given(family, [processor, None]))
