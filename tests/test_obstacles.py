@@ -213,5 +213,5 @@ def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
 
 def test_text_alone_is_refused_where_there_is_no_forward_without_media():
     model, _ = FAMILIES["blip2"]()
-    with pytest.raises(MediaError, match="row 3, column 'prompt': holds no media, .* forward without `pixel_values`"):
+    with pytest.raises(MediaError, match="row 3, column 'prompt': holds no media, .* requires `pixel_values`"):
         encode_prompt("What?", Words(), model, row=3)
