@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`docs/architecture.md` says what the code is: its rooms, which way imports point, what is overridden in TRL."""
+"""`docs/architecture.md` says what the code is: its layers, which way imports point, what is overridden in TRL."""
 
 import ast
 import importlib.util
@@ -12,14 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-ROOMS = re.findall(r"^\| \[`(\w+)[`./py]+\]", PAGE, re.MULTILINE)  # in the order of the table
+LAYERS = re.findall(r"^\| \[`(\w+)[`./py]+\]", PAGE, re.MULTILINE)  # in the order of the table
 PACKAGE = ROOT / "trl_multimodal_rft"
-NO_ROOM = {"__init__", "lazy"}
+NO_LAYER = {"__init__", "lazy"}
 
 
-def test_page_has_every_room():
+def test_page_has_every_layer():
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert sorted(ROOMS) == sorted(found - NO_ROOM)
+    assert sorted(LAYERS) == sorted(found - NO_LAYER)
 
 
 def imported(path, root=ROOT, typing_too=False):
@@ -43,11 +43,11 @@ def imported(path, root=ROOT, typing_too=False):
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == PACKAGE.name)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_up(room):
-    folder = PACKAGE / room
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_up(layer):
+    folder = PACKAGE / layer
     paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-    allowed = {*ROOMS[: ROOMS.index(room) + 1], *NO_ROOM}
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *NO_LAYER}
     down = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in paths
