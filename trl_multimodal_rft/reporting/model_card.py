@@ -205,7 +205,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
             *held_out_lines(history),
         ],
         curves=CURVES if Path(args.output_dir, CURVES).exists() else None,
-        beside=trainer._published_beside_model(model_class, folder),
+        folders=trainer._published_folders(model_class, folder),
         versions=[(name, version(package)) for name, package in packages.items()],
         trainer_name=trainer._name,
         paper=Paper(trainer._paper["title"], trainer._paper["id"]).link,

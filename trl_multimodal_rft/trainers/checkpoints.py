@@ -405,7 +405,7 @@ class CheckpointMixin(Trainer):
         rewards = ", ".join(map(in_code, self.reward_func_names))
         return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
 
-    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+    def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         """What the card says about further folders of the model."""
         return []
 

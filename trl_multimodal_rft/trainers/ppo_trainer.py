@@ -462,7 +462,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self.ema.follow(self.model)
             self.ema.load(path)
 
-    def _published_beside_model(self, model_class: str, folder: str) -> list[tuple[str, str]]:
+    def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         found = []
         if self.args.shared_trunk and self.critic is not None:
             found.append((_CRITIC, "the critic, which is a head on the policy's last hidden states"))
