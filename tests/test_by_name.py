@@ -95,15 +95,15 @@ def assert_heard(prompts, samples, folder, model) -> None:
             assert torch.equal(value, expected.media[name]), name
 
 
-def remembered(monkeypatch, module: str) -> list:
-    """The prompts that a module encodes from here on, with what they were made of."""
+def remembered(monkeypatch) -> list:
+    """The prompts that are encoded from here on, with what they were made of."""
     seen = []
 
     def remember(prompt, *args, **kwargs):
         seen.append((prompt, encode_prompt(prompt, *args, **kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr(f"trl_multimodal_rft.{module}.encode_prompt", remember)
+    monkeypatch.setattr("trl_multimodal_rft.rollout.prompts.encode_prompt", remember)
     return seen
 
 
@@ -158,7 +158,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
 
 @pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
 def test_evaluation_by_name(family, monkeypatch):
-    folder, seen = checkpoint(family), remembered(monkeypatch, "rollout.prompts")
+    folder, seen = checkpoint(family), remembered(monkeypatch)
     model, processor = load_trained(folder, dtype="float32")
     dataset = rows(family).add_column("solution", ["a bird"] * 4)
     evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))
@@ -215,7 +215,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
 
-    seen = remembered(monkeypatch, "lightrft.trainer.experience_maker")
+    seen = remembered(monkeypatch)
     processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
     settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
     maker = NaiveExperienceMaker(

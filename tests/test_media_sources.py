@@ -204,7 +204,7 @@ def test_archives_of_every_kind_are_read_where_each_link_is_allowed(tmp_path):
         for link in (f"zip://{name}::{tmp_path}/a.zip", f"tar://{name}::{tmp_path}/a.tar"):
             with pytest.raises(MediaError, match=f"row 3, column 'image'.*{message}"):
                 load_image(ref("image", link))
-    with pytest.raises(MediaError, match="'simplecache' can't be chained; only archives can be: zip, tar, gzip"):
+    with pytest.raises(MediaError, match="'simplecache' can't be chained; only archives can: zip, tar, gzip"):
         load_image(ref("image", "simplecache::http://127.0.0.1:1/", allowed_media_protocols=("simplecache", "http")))
 
 

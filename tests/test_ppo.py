@@ -579,7 +579,7 @@ def test_unused_critic_raises(tmp_path):
     with pytest.raises(ValueError, match="`value_model` was passed, which `shared_trunk=True` doesn't use"):
         make(objects=objects, shared_trunk=True)
     objects = {**moved("gemma3"), "value_model": classifier(3)}
-    with pytest.raises(ValueError, match="Gemma3ForSequenceClassification has 3 labels"):
+    with pytest.raises(ValueError, match="Gemma3ForSequenceClassification has 3"):
         make_trainer(Ours, "gemma3", text_rows(), tmp_path, objects=objects)
 
 

@@ -370,7 +370,7 @@ def test_wrong_rewards_raise(returned, message, asynchronous):
 
     checked = checked_reward(broken_later if asynchronous else broken, "broken", rows=[0] * 4 + [1] * 4)
     with pytest.raises(ValueError, match=message):
-        found = checked(completions=["?"] * 8)
+        found = checked(prompts=["?"] * 8, completions=["?"] * 8)
         asyncio.run(found)
 
 
