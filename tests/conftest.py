@@ -7,14 +7,14 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-# The models are tiny: one thread is fastest, and leaves the other cores to the other workers
+# Tiny models run fastest on one thread. The other cores stay free for the other workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 for folder in ("examples", "benchmarks"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # Shells ignore SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402

@@ -1,10 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The wheel with each of its extras, in an environment that has nothing else.
+The wheel with each of its extras, in an otherwise empty environment.
 
-There the command line trains a tiny model by its name, on rows as the Hub gives them, and evaluates what it saved.
-`make test-extras` runs all, and with names behind it, this file runs those. `vllm` and `flash-attn` need a GPU,
-`examples` is what `make demo` installs, and `docs`, `test` and `dev` are what `make test` does.
+There the command line trains a tiny model by its name, on rows in the Hub's format, and evaluates the saved model.
+`make test-extras` checks all extras. With names as arguments, this file checks only those. `vllm` and `flash-attn`
+need a GPU, `make demo` installs `examples`, and `make test` installs `docs`, `test` and `dev`.
 """
 
 import argparse
@@ -31,13 +31,13 @@ HOW = ["--max_steps", "2", "--num_generations", "2", "--per_device_train_batch_s
 HOW += ["--max_completion_length", "4", "--bf16", "False", "--dtype", "float32", "--logging_steps", "1"]
 HOW += ["--accelerate_config", "cpu", "--gradient_checkpointing", "False"]
 HOW += ["--steps_per_generation", "1", "--gradient_accumulation_steps", "1"]
-# Recipes of the wheel, in which rewards are named
+# Recipes in the wheel that name rewards
 RECIPES = {
     "audio": ["--config", "qwen2_audio_7b/avqa_grpo"],
     "image": ["--config", "qwen2_5_vl_3b/geometry3k_grpo", "--use_vllm", "False"],
     "video": ["--config", "qwen2_5_vl_7b/video_r1_grpo"],
 }
-# What else an extra is for
+# Checks of the other extras
 OPTIONS = {
     "logging": ["--report_to", "all", "--log_completions"],
     "peft": ["--use_peft", "--lora_target_modules", "all-linear"],
@@ -75,7 +75,7 @@ MEDIA = {"audio": (Audio(), recording), "image": (Image(), picture), "video": (V
 
 
 def write_inputs(folder: Path) -> None:
-    """Two models, and rows of text and of each kind."""
+    """Writes two models, and rows of text and of each media kind."""
     for family in ("qwen2_audio", "qwen2_5_vl"):
         FAMILIES[family].save(folder / family)
     for kind, (feature, make) in {"text": (None, None), **MEDIA}.items():
@@ -93,11 +93,11 @@ def write_wheel(folder: Path) -> None:
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "trl_multimodal_rft", folder / "trl_multimodal_rft")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, folder], check=True)
-    shutil.rmtree(folder / "trl_multimodal_rft")  # commands run in this folder, and are the installed package's
+    shutil.rmtree(folder / "trl_multimodal_rft")  # commands run in this folder, and must use the installed package
 
 
 def environment(extra: str, folder: Path) -> dict[str, str]:
-    """Variables of a new environment with the wheel and the extra."""
+    """Returns the variables of a new environment with the wheel and the extra."""
     home, (wheel,) = folder / "venv", folder.glob("*.whl")
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     outside |= {"PATH": f"{home / 'bin'}:{outside['PATH']}", "LD_LIBRARY_PATH": str(home / "ffmpeg")}
@@ -110,7 +110,7 @@ def environment(extra: str, folder: Path) -> dict[str, str]:
 
 
 def check(extra: str, folder: Path) -> None:
-    """Installs an extra and uses what it is for."""
+    """Installs an extra and uses its features."""
     outside = environment(extra, folder)
     kind = extra if extra in MEDIA else "text"
     model = folder / ("qwen2_5_vl" if kind in ("image", "video") else "qwen2_audio")
@@ -119,7 +119,7 @@ def check(extra: str, folder: Path) -> None:
     def command(*words):
         subprocess.run([programs / "trl-multimodal-rft", *words], cwd=folder, env=outside, check=True)
 
-    if extra == "deepspeed":  # its launcher and kernels are a GPU's
+    if extra == "deepspeed":  # its launcher and kernels need a GPU
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
     rows = ["--dataset_name", folder / "rows" / kind]
@@ -138,7 +138,7 @@ def check(extra: str, folder: Path) -> None:
 
 
 def asked_over_http(words: list, env: dict) -> None:
-    """Waits for the page, which says where it is."""
+    """Waits for the server, which prints its address, and sends requests."""
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as page:
         try:
             assert any("http://127.0.0.1:7899" in line for line in page.stdout)
@@ -151,7 +151,7 @@ def asked_over_http(words: list, env: dict) -> None:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = ["", *(extra for extra in project["optional-dependencies"] if extra not in ELSEWHERE)]
-    known[known.index("quantization")] = "peft,quantization"  # which adapters are for
+    known[known.index("quantization")] = "peft,quantization"  # adapters need both
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", default=known, help="which; all by default, and none at all")
     for extra in parser.parse_args().extras:

@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The first hour of a new user: from a folder of sounds to a model that learned, and the mistakes on the way.
+The first hour of a new user: from a folder of sounds to a trained model, with common mistakes.
 
-The environment has the wheel and nothing else of this repository; the working directory has the user's files alone.
-Through the commands a model with random weights learns spoken digits from WAV files that a JSON Lines file names. The
-console of its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write`
-stores it anew. Each mistake gives one line and exit code 1 or 2.
+The environment has only the wheel of this repository. The working directory has only the user's files. Through the
+commands a model with random weights learns spoken digits from WAV files that a JSON Lines file names. The console of
+its training is compared with `first_hour.txt`, in which numbers, times and folders are masked; `--write` stores it
+anew. Each mistake gives one line and exit code 1 or 2.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tasks import SPOKEN_QUESTION, spoken_digits
 
 
 CONSOLE = Path(__file__).with_suffix(".txt")
-RATE = 22050  # Hz, not the model's
+RATE = 22050  # Hz; the model has another rate
 REWARDS = """
 def begins_with_answer(completions, solution, **kwargs):
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
@@ -48,7 +48,7 @@ SHORT += ["--num_generations", "2", "--per_device_train_batch_size", "2"]
 
 QUESTION = [{"role": "user", "content": SPOKEN_QUESTION}]
 SHOWN = [{"role": "user", "content": "<image>Which digit is shown?"}]
-# A row as each tool has it, with the options of `prepare` that it needs
+# A row in the format of each tool, with the options that `prepare` needs
 LAYOUTS = {
     "sharegpt": (
         {"conversations": [{"from": "human", "value": SPOKEN_QUESTION}, {"from": "gpt", "value": "one"}]},
@@ -68,7 +68,7 @@ LAYOUTS = {
         [],
     ),
 }
-# What a command refuses, and the words of the one line that says so. The first ones import nothing heavy.
+# Refused commands, and the words of the one-line message. The first ones import nothing heavy.
 REFUSED = [
     (["gropo"], r"no command 'gropo'.* `grpo`"),
     (["grpo", "--num_generation", "4"], r"no option `--num_generation`.* `--num_generations`"),
@@ -144,7 +144,7 @@ print(len(MISTAKES), "mistakes")
 
 
 def write_files(folder: Path) -> None:
-    """What the user has: sounds, rows, rewards, configs, and two models with random weights."""
+    """Writes the user's files: sounds, rows, rewards, configs, and two models with random weights."""
     (folder / "sounds").mkdir(parents=True)
     for split, rows in spoken_digits().items():
         lines = []
@@ -179,14 +179,14 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def masked(console: str, folder: Path) -> list[str]:
-    """Lines of a console without what differs between runs and machines: numbers, times, folders, and a completion."""
+    """Masks what differs between runs and machines: numbers, times, folders, and a completion."""
     text = console.replace(str(folder), "FOLDER").split("\r")[-1]
     text = re.sub(r"(?m)^completion \(.*", "completion", text)
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
 
 
 def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None:
-    """The hour, in a folder with the user's files."""
+    """Plays the hour in a folder with the user's files."""
 
     def command(*words: str, code: int = 0) -> subprocess.CompletedProcess:
         started = time.perf_counter()
@@ -217,7 +217,7 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
         model = "seeing" if layout in ("easyr1", "verl") else "model"
         command(*kind, "--model_name_or_path", model, "--dataset_name", f"prepared/{layout}", "--dry_run")
 
-    # From sounds to a model that learned
+    # From sounds to a trained model
     command("check", *MODEL, *ROWS, "--dataset_split", "train[:100]")
     assert not (folder / "trained").exists()
     dry = command("grpo", *MODEL, *ROWS, *LEARN, "--dry_run").stdout
@@ -238,7 +238,7 @@ def play(folder: Path, env: dict[str, str], programs: Path, write: bool) -> None
     metrics = json.loads((folder / "results" / "metrics.json").read_text())["metrics"]
     assert metrics["accuracy"] > 0.8, metrics
 
-    # The card's code hears a sound of any rate
+    # The card's code accepts a sound of any rate
     code = re.search(
         r"## Quick start\n\n```python\n(.*?)```", (folder / "trained" / "README.md").read_text(), re.DOTALL
     )
@@ -256,7 +256,7 @@ def main() -> None:
         outside.mkdir()
         write_wheel(outside)
         env = environment("audio,image,plots", outside)
-        del env["WANDB_MODE"]  # offline, it prints a line of its own
+        del env["WANDB_MODE"]  # offline, it prints an extra line
         folder = Path(name, "hour")
         write_files(folder)
         play(folder, env, outside / "venv" / "bin", write)

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-How much house there is: overrides of TRL, classes, private names, import circles, lines.
+Measures the size of the code and its ties to TRL: overrides, classes, private names, import circles, lines.
 
-`house.json` holds the most there may be, which `test_house.py` checks. Bounds are lowered, not raised; of the total
-lines a change may raise the number by what it adds, with its reason.
+`house.json` holds the upper bounds, which `test_house.py` checks. Changes lower bounds, and don't raise them. Only the
+total number of lines may grow by what a change adds, with a reason.
 
 ```bash
 python tests/house.py          # prints the numbers
@@ -28,7 +28,7 @@ LIMITS = {"files": 700, "classes": 450, "functions": 100}
 TRAINERS = ("GRPO", "RLOO", "PPO", "SFT")
 
 
-# The seam with TRL
+# The interface with TRL
 
 
 def trainers() -> dict[str, type]:
@@ -42,7 +42,7 @@ def is_own(each: type) -> bool:
 
 
 def overrides(trainer: type) -> set[str]:
-    """`Class.method` of a trainer's own classes that TRL's or transformers' have, too."""
+    """Returns `Class.method` for methods of this package's trainers that TRL's or transformers' classes have, too."""
     bases = [each for each in trainer.__mro__ if not is_own(each) and each is not object]
     upstream = {name for base in bases for name in vars(base)}
     return {
@@ -57,7 +57,9 @@ def overrides(trainer: type) -> set[str]:
 
 
 def private_names(trainer: type) -> set[str]:
-    """What starts with an underscore, a trainer's own classes read or write, and TRL's or transformers' set."""
+    """
+    Returns names with an underscore that this package's trainers read or write, and that TRL's or transformers' set.
+    """
 
     def used(classes: list[type], pattern: str) -> set[str]:
         return {name for each in classes for name in re.findall(pattern, inspect.getsource(each))}
@@ -84,7 +86,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The package's modules that one imports, anywhere in it, for type checkers too."""
+    """Returns the package's modules that a module imports, at any depth, also for type checkers."""
     package = ".".join(path.relative_to(ROOT).parent.parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -97,7 +99,7 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def import_circles() -> list[list[str]]:
-    """Modules that import each other, directly or by others."""
+    """Returns modules that import each other, directly or indirectly."""
     known = modules()
     reached = {name: imports(path, known) - {name} for name, path in known.items()}
     for through in known:
@@ -113,7 +115,7 @@ def lines(path: Path) -> int:
 
 
 def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Kind, name and lines of each class and function of a module, decorators included."""
+    """Yields kind, name and number of lines of each class and function of a module, with decorators."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -129,7 +131,7 @@ def definitions(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def too_long() -> dict[str, dict[str, int]]:
-    """What of the package is over a limit, with its lines."""
+    """Returns parts of the package that exceed a limit, with their numbers of lines."""
     found: dict[str, dict[str, int]] = {kind: {} for kind in LIMITS}
     for path in modules().values():
         name = str(path.relative_to(PACKAGE))
@@ -142,7 +144,7 @@ def too_long() -> dict[str, dict[str, int]]:
 
 
 def overridden_in_tests() -> list[str]:
-    """Private methods of trainers that classes of the tests override, instead of passing something."""
+    """Returns private methods of trainers that classes of the tests override."""
     private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
     return sorted(
         f"{path.relative_to(ROOT / 'tests')}:{each.name}.{method.name}"
@@ -180,7 +182,7 @@ def measure() -> dict:
 
 
 def bounds_of(found) -> dict:
-    """The numbers of a measurement."""
+    """Returns the bounds of a measurement."""
     return {
         key: value if isinstance(value, int) else len(value) if isinstance(value, list) else bounds_of(value)
         for key, value in found.items()
@@ -188,7 +190,7 @@ def bounds_of(found) -> dict:
 
 
 def worse(found: dict, bounds: dict, path: str = "") -> list[str]:
-    """What is more than its bound, and what it is."""
+    """Returns the exceeded bounds."""
     failures = []
     for key, value in found.items():
         bound = bounds.get(key, 0)

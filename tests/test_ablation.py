@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What media contribute: to answers of a model that is known to listen, and to log-probabilities while one trains."""
+"""Media ablation: answers of a model that listens, and log-probabilities during training."""
 
 import json
 from pathlib import Path
@@ -52,8 +52,8 @@ def user(words):
 @pytest.fixture(scope="module")
 def listener(tmp_path_factory):
     """
-    Folder of a model that has learned to say whether a tone is low or high, and that it hears nothing of silence, but
-    where the question tells the answer to repeat that.
+    Returns the folder of a model that has learned to answer whether a tone is low or high, or "nothing" for silence,
+    unless the question contains an answer to repeat.
     """
     model, processor = load("qwen2_audio")
     generator = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def listener(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tones(tmp_path_factory):
-    """Eight rows with tones; every other one tells the answer, which is not that of its tone. And one without any."""
+    """Returns eight rows with tones, and one without. Every other row names an answer other than that of its tone."""
     folder, generator = tmp_path_factory.mktemp("tones"), np.random.default_rng(1)
     rows = []
     for i in range(8):
@@ -103,7 +103,7 @@ def loaded(folder):
 
 
 def test_interval_is_that_of_bonett_and_price():
-    # 12 pairs with both, 4 and 26 with one, 6 with neither: what the R package `statpsych` documents for it
+    # 12 pairs with both, 4 and 26 with one, 6 with neither: the documented example of the R package `statpsych`
     differences = [0] * 18 + [1] * 26 + [-1] * 4
     assert paired_interval(differences) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)
     low, high = paired_interval([0.0] * 20)
@@ -129,7 +129,7 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
     assert ends == pytest.approx(paired_interval([0, 1] * 4))
     silent = [row["completions_without"] for row in result.rows]
     assert silent == [[NOTHING] if i % 2 else [row["solution"]] for i, row in enumerate(tones)][:8] + [None]
-    # In the place of a tone another row's, which is high where this one is low
+    # Replaces a tone by that of another row, which is high where this one is low
     pair = [tones[1], tones[3], tones[8]]
     sampling = {"num_samples": 2, "temperature": 0.1, "max_completion_length": 2}
     config = EvaluationConfig(ablate="audio", ablate_with="shuffled", **sampling)
@@ -193,11 +193,11 @@ def test_why_rows_are_dropped(correct, without, reason):
     assert filter.why_dropped({"correct": correct, "correct_without": without}, "image", 0.5, 0.25) == reason
 
 
-# Media in the place of others
+# Replaced media
 
 
 def placed(family):
-    """Prompts of a family as trainers encode them, messages with references, and as processors take them."""
+    """Returns prompts of a family as trainers encode them, messages with references, and the format of processors."""
     for chat in ALL_FAMILIES[family].prompts():
         for block in chat[0]["content"]:
             if block["type"] == "audio":
@@ -206,7 +206,7 @@ def placed(family):
 
 
 def blanked(chat, kind):
-    """The same chat with silence or grey, made here."""
+    """Returns the same chat with silence or grey."""
     blocks = []
     for block in chat[0]["content"]:
         if block["type"] == kind:
@@ -225,7 +225,7 @@ FAMILIES = [name for name, family in ALL_FAMILIES.items() if family.modalities]
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *ONE_OF_EACH_KIND))
 def test_nothing_changes_but_the_features(family):
-    """Tokens and shapes stay, and features are finite, of whatever family."""
+    """Tokens and shapes stay unchanged, and features are finite, for every family."""
     model, processor = ALL_FAMILIES[family].build()
     found = set()
     for messages, _ in placed(family):
@@ -267,11 +267,13 @@ def test_others_take_duration_and_size():
     assert torch.equal(fitted(*tensors).permute(0, 2, 3, 1), torch.from_numpy(taken))
 
 
-# While a trainer runs
+# During training
 
 
 def by_hand(model, processor, row, ids, silent):
-    """Log-probabilities of a completion, by the model's own forward on what the processor makes of a tone."""
+    """
+    Returns log-probabilities of a completion from the model's forward pass on the processor's encoding of a tone.
+    """
     sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
     blocks = [{"type": "audio", "audio": 0 * sound if silent else sound}]
     blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
@@ -306,7 +308,7 @@ def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, tra
 
 
 def test_who_does_not_listen_gains_nothing(tones, tmp_path):
-    """Zero, exactly; and nothing is measured of text, at other steps, or if nothing is to be."""
+    """The gain is exactly zero. The trainer measures none for text, at other steps, or if the option is off."""
     model, processor = load("qwen2_audio")
     for parameter in model.model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(parameter)

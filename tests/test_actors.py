@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Actors equal the bare models that they hold, and each of their arguments does what it says."""
+"""Actors equal the bare models that they hold, and each of their arguments has its documented effect."""
 
 import copy
 import functools
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.lightrft
 
 
 TEMPERATURE = 0.7
-N = 5  # actions of each row
-ORDINARY = (60, 180)  # ids of no special token in any family
+N = 5  # actions per row
+ORDINARY = (60, 180)  # ids without special tokens in any family
 AUDIO_NAMES = {
     "input_features": "audio_values",
     "audio_input_features": "audio_values",
@@ -59,18 +59,18 @@ def actor_class(name):
 
 
 def make(name, **options):
-    """An actor of a fresh model, in float32 unless told otherwise."""
+    """Returns an actor of a fresh model, by default in float32."""
     return actor_class(name)(FAMILIES[name].build()[0], **{"bf16": False, **options})
 
 
 def make_both(name, n=None, **options):
-    """An actor and a batch of the family's first `n` prompts."""
+    """Returns an actor and a batch of the family's first `n` prompts."""
     return make(name, **options), make_batch(bare(name)[2][:n])
 
 
 @functools.cache
 def language_model():
-    """That no actor touches."""
+    """A language model that no actor modifies."""
     words = tokenizer()
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**decoder(words))).float().eval()
@@ -89,9 +89,9 @@ def text_actor(**options):
 @dataclass
 class Batch:
     """
-    Rows of prompts and responses, left-padded, and what goes with them.
+    Rows of prompts and responses, left-padded, and their media.
 
-    `media` have the names of an actor's arguments, `prompts` and `responses` are the rows before they were joined.
+    `media` have the names of an actor's arguments; `prompts` and `responses` are the rows before joining.
     """
 
     sequences: torch.Tensor
@@ -117,7 +117,7 @@ class Batch:
     def prompt_mask(self):
         return self.attention_mask[:, : -len(self.responses[0])]
 
-    # What an actor makes of it, with other media or options
+    # An actor's output for the batch, with other media or options
 
     def score(self, actor, n=N, **options):
         return actor(self.sequences, n, self.attention_mask, **{**self.media, **options})
@@ -131,7 +131,7 @@ class Batch:
 
 @dataclass
 class Prompt:
-    """What is used here of an encoded prompt."""
+    """The fields of an encoded prompt that these tests use."""
 
     input_ids: torch.Tensor
     media: dict = field(default_factory=dict)
@@ -165,13 +165,13 @@ def make_batch(prompts, sizes=None, pad=0, seed=0):
 
 
 def fields_of(batch, name, fill=0):
-    """The processor's per-token field for each row."""
+    """Returns the processor's per-token field for each row."""
     rows = zip(batch.prompts, batch.responses, strict=True)
     return [torch.cat([p.token_fields[name], torch.full_like(r, fill)]) for p, r in rows]
 
 
 def bare_logits(model, prompt, response, **changes):
-    """What the model itself gives for one row, from what the processor returned."""
+    """Returns the model's logits for one row from the processor's output."""
     fill = family_of(model).token_field_fill
     fields = {
         name: torch.cat([value, torch.full_like(response, fill.get(name, 0))])[None]
@@ -186,7 +186,7 @@ def bare_logits(model, prompt, response, **changes):
 
 
 def bare_logps(model, batch, temperature=1.0, **changes):
-    """Log-probabilities of each row's response, in a list."""
+    """Returns log-probabilities of each row's response."""
     return [
         (bare_logits(model, prompt, response, **changes).float() / temperature)
         .log_softmax(-1)
@@ -197,7 +197,7 @@ def bare_logps(model, batch, temperature=1.0, **changes):
 
 @functools.cache
 def bare(name):
-    """A family's model that no actor touches, its processor and its encoded prompts."""
+    """Returns a family's model that no actor modifies, its processor and its encoded prompts."""
     return build_encoded(name)
 
 
@@ -205,9 +205,9 @@ def bare(name):
 @torch.no_grad()
 def cases(name):
     """
-    Batches of the family's prompts and the log-probabilities of the bare model, row by row.
+    Yields batches of the family's prompts and the log-probabilities of the bare model, row by row.
 
-    One batch if its media join exactly; else one for each prompt, which stands twice in it.
+    Yields one batch if its media join exactly. Otherwise yields one batch per prompt, which appears twice in it.
     """
     model, _, prompts = bare(name)
     pad = model.config.get_text_config().pad_token_id
@@ -222,7 +222,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 
 
 def assert_rows_end(logps, expected):
-    """The last of each row, whose others are of its prompt."""
+    """Compares the last columns of each row. The others belong to its prompt."""
     for row, values in zip(logps, expected, strict=True):
         assert_close(row[-len(values) :], values)
 
@@ -233,7 +233,7 @@ def assert_rows_end(logps, expected):
 @pytest.mark.parametrize("name", every_family())
 @torch.no_grad()
 def test_forward_equals_the_bare_model(name):
-    """Padded and packed, of batches that hold all of the family's media, in several numbers, beside padding."""
+    """Covers padded and packed batches that hold all of the family's media in several numbers, with padding."""
     actor, packing = (make(name, temperature=TEMPERATURE, packing_samples=packed) for packed in (False, True))
     batches = [batch for batch, _ in cases(name)]
     kinds = {kind for batch in batches for prompt in batch.prompts for kind in prompt.modalities}
@@ -243,7 +243,7 @@ def test_forward_equals_the_bare_model(name):
         assert len({tuple(len(v) for v in p.media.values()) for p in batches[0].prompts}) > 1
     for batch, expected in cases(name):
         fields = packed_fields = {}
-        if name == "glm4v":  # it writes videos with the token for images, and only the processor's field tells
+        if name == "glm4v":  # it writes videos with the image token, and only the processor's field distinguishes them
             rows = fields_of(batch, "mm_token_type_ids")
             fields, packed_fields = (
                 {"mm_token_type_ids": value} for value in (left_padded(rows), torch.cat(rows)[None])
@@ -257,7 +257,7 @@ def test_forward_equals_the_bare_model(name):
         for found in (logps, again, packed.view(-1, N), batch.score(packing, **fields)):
             assert_close(found, expected)
         assert output.logits.shape[:2] == plain.logits.shape[:2] == batch.sequences.shape
-        if name != "paligemma":  # without actions, all of its row is prompt
+        if name != "paligemma":  # its row without actions is all prompt
             mask = batch.attention_mask[..., None]
             assert_close(plain.logits * mask, output.logits * mask)
         assert "action_entropy" not in output
@@ -268,7 +268,7 @@ def test_text():
     logps = batch.score(text_actor())
     assert logps.shape == (3, 5)
     assert_rows_end(logps, bare_logps(language_model(), batch))
-    # All but the first token may be actions
+    # All tokens but the first may be actions
     batch = text_batch(lengths=(1, 1))
     assert_close(text_actor()(batch.sequences, N), torch.stack(bare_logps(language_model(), batch)))
     # Packed
@@ -281,7 +281,7 @@ def test_text():
 
 
 def test_padding_after_short_responses():
-    """Rows as `generate` returns them: prompts end together, responses start together."""
+    """In rows as `generate` returns them, prompts end together and responses start together."""
     model, _, prompts = bare("qwen2_5_vl")
     batch = make_batch(prompts, [5, 2, 3, 1, 4])
     rows = [nn.functional.pad(r, (0, 5 - len(r))) for r in batch.responses]
@@ -295,7 +295,10 @@ def test_padding_after_short_responses():
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "paligemma"])
 def test_actions_that_are_prompt(name):
-    """Rows that end together, as a replay buffer makes them: those with fewer actions hold prompt in their columns."""
+    """
+    In rows that end together, as a replay buffer makes them, rows with fewer actions hold prompt tokens in their
+    columns.
+    """
     model, _, prompts = bare(name)
     batch = make_batch(prompts[:3], [5, 2, 3])
     fields = {}
@@ -303,11 +306,11 @@ def test_actions_that_are_prompt(name):
         fields = {field: left_padded(fields_of(batch, field, 1)) for field in prompts[0].token_fields}
     logps = batch.score(make(name), **fields)
     assert_rows_end(logps, bare_logps(model, batch))
-    # Before them stand those of the prompt's last tokens
+    # The log-probabilities of the prompt's last tokens precede them
     shorter = {key: value[:-3] for key, value in prompts[1].token_fields.items()}
     shorter = Prompt(prompts[1].input_ids[:-3], prompts[1].media, shorter)
     alone = Batch(None, None, None, [shorter], [batch.sequences[1, -5:]])
-    if name != "paligemma":  # its prompts see their ends
+    if name != "paligemma":  # its prompts attend to their ends
         assert_close(logps[1], bare_logps(model, alone)[0])
 
 
@@ -320,7 +323,7 @@ def test_short_and_long_clips_in_one_batch():
 
 
 def test_the_comparison_would_see_plain_positions():
-    """Positions that only count tokens, which an actor could build from the mask, are wrong after an image."""
+    """Positions that only count tokens, which an actor could derive from the mask, are wrong after an image."""
     model, _, prompts = bare("qwen2_5_vl")
     batch = make_batch(prompts[:1])
     positions = torch.arange(batch.sequences.size(1)).expand(3, 1, -1)
@@ -357,19 +360,19 @@ def test_temperature():
         logps, output = batch.score(actor, return_output=True)
         assert_close(logps, torch.stack(bare_logps(model, batch, temperature)), 2e-5)
         assert_close(batch.score(actor), logps, 2e-5)
-        # The output's logits are the model's
+        # The output contains the model's logits
         assert_close(output.logits[0, -2], bare_logits(model, prompts[0], batch.responses[0])[-1])
 
 
 @torch.no_grad()
 def test_half_precision():
-    """Log-probabilities are computed in float32 from half-precision states."""
+    """Actors compute log-probabilities in float32 from half-precision states."""
     actor, batch = make_both("qwen2_5_vl", bf16=True)
     expected = torch.stack(bare_logps(FAMILIES["qwen2_5_vl"].build()[0].to(torch.bfloat16), batch))
     exact = torch.stack(bare_logps(bare("qwen2_5_vl")[0], batch))
     for values in (batch.score(actor), batch.score(actor, return_output=True)[0]):
         assert values.dtype == torch.float32
-        # As near to float32 weights as the bare model is, and not rounded to the 8 bits of bfloat16
+        # As close to float32 weights as the bare model, and not rounded to the 8 bits of bfloat16
         assert (values - exact).abs().mean() < 1.2 * (expected - exact).abs().mean()
         assert not torch.equal(values, values.bfloat16().float())
 
@@ -384,7 +387,7 @@ def weights_of(logps):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "gemma3", "paligemma"])
 def test_gradients(name):
-    """Those of the bare model, row by row; with the output, and packed, too."""
+    """Compares with the bare model's gradients row by row, with the output, and packed."""
     model, _ = FAMILIES[name].build()
     batch = make_batch(bare(name)[2])
     logps = torch.stack(bare_logps(model, batch))
@@ -412,10 +415,10 @@ def test_packed_samples_of_several_lengths(name):
     logps, output = batch.score_packed(actor, sizes, return_output=True)
     assert_close(logps[0], torch.cat(bare_logps(model, batch)))
     assert "aux_loss" not in output
-    # Tensors of numbers do as well, and the mask has nothing to say
+    # Tensors of numbers work as well, and the mask has no effect
     sizes, lengths = torch.tensor(sizes), torch.tensor(batch.lengths)
     assert torch.equal(actor(batch.packed, sizes, torch.ones(1), packed_seq_lens=lengths, **batch.media), logps)
-    # Without any action
+    # Without actions
     logps = batch.score_packed(actor, 0)
     assert logps.shape == (1, 0)
     logps.sum().backward()
@@ -447,7 +450,7 @@ def test_errors_of_packed_samples():
     for chosen, ids, n, lengths, error in cases:
         with pytest.raises(ValueError, match=error):
             chosen(ids, n, packed_seq_lens=lengths, return_output=n is None, **batch.media)
-    # Positions and masks of media are those of prompts, so that actions can't hold any
+    # Positions and masks of media belong to prompts, so that actions can't hold media
     actor, batch = make_both("qwen2_5_vl", packing_samples=True)
     with pytest.raises(MediaError, match="actions of sample 1 hold media"):
         batch.score_packed(actor, [N, batch.lengths[1] - 1, N, N, N])
@@ -461,7 +464,7 @@ def test_models_that_can_not_pack(entry, tmp_path):
         ActorVL(model if entry == "instance" else str(tmp_path), packing_samples=True)
 
 
-# What doesn't agree
+# Inconsistent arguments
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "llava", "gemma3", "voxtral"])
@@ -481,12 +484,15 @@ def test_placeholders_and_media_that_do_not_agree(name):
 
 
 def test_ids_of_the_reference_pages():
-    """Their examples pass media with ids 1, 2, 3, which no processor made: what was dropped in silence raises."""
+    """
+    The examples pass media with ids 1, 2, 3, which no processor returned. Actors raise where the original dropped them
+    silently.
+    """
     pixels = bare("qwen2_5_vl")[2][0].media["pixel_values"]
     patches = {"pixel_values": pixels[:1].repeat(576, 1), "image_grid_thw": torch.tensor([[1, 24, 24]])}
     features = {"audio_values": bare("qwen2_audio")[2][0].media["input_features"]}
     options = {"max_new_tokens": 50, "temperature": 0.8, "do_sample": True}
-    # Id 3 stands for a medium in these small vocabularies, and one token for a whole image or clip
+    # Id 3 is a media token in these small vocabularies, and one token represents a whole image or clip
     for name, media, error in (
         ("qwen2_5_vl", patches, "row 0 holds 1 placeholders for image, which .* don't add up"),
         ("qwen2_audio", features, "`audio_attention_mask` is missing"),
@@ -508,7 +514,7 @@ def test_ids_of_the_reference_pages():
     ],
 )
 def test_two_opposite_errors(name, medium, small, large):
-    """Two rows whose media are swapped have the right number of tokens in total."""
+    """Two rows with swapped media have the correct total number of tokens."""
     model, processor, _ = bare(name)
     prompts = encode_chats(model, processor, [chat(medium(*size), text("a")) for size in (small, large)])
     batch, swapped = make_batch(prompts), renamed(join_media(prompts[::-1]))
@@ -525,11 +531,11 @@ def test_grids():
     for media, error in (
         ({"pixel_values": pixels, "image_grid_thw": grid + torch.tensor([0, 0, 2])}, r"row 0 holds \d+ placeholders"),
         ({"pixel_values": pixels}, "no `image_grid_thw`"),
-        ({"image_grid_thw": grid}, "there is no image"),  # without pixels the grid would only move positions
+        ({"image_grid_thw": grid}, "there is no image"),  # without pixels, the grid would only change positions
     ):
         with pytest.raises(MediaError, match=error):
             actor(batch.sequences, N, **media)
-    # The first example of the reference pages passes one to LLaVA, a family without any
+    # The first example of the reference pages passes one to LLaVA, a family without it
     actor, batch = make_both("llava", 1)
     grid = torch.tensor([[1, 24, 24]])
     assert torch.equal(batch.score(actor, image_grid_thw=grid, video_grid_thw=grid), batch.score(actor))
@@ -537,7 +543,7 @@ def test_grids():
     assert torch.equal(one, two)
     with pytest.raises(ValueError, match="do not match"):
         batch.score(actor, pixel_values=batch.media["pixel_values"].repeat(2, 1, 1, 1))
-    # Videos that are written with the token for images
+    # Videos that use the image token
     actor, batch = make("glm4v"), make_batch(bare("glm4v")[2][3:])
     with pytest.raises(MediaError, match="pass the processor's `mm_token_type_ids`"):
         batch.score(actor)
@@ -563,7 +569,7 @@ def test_media_of_another_kind():
     ):
         with pytest.raises(TypeError, match=error):
             actor(ids, 1, **media)
-    # Options and tensors that `generate` knows nothing of
+    # Options and tensors unknown to `generate`
     for options in ({"nonsense": 3}, {"nonsense": torch.ones(1)}):
         with pytest.raises(ValueError, match="nonsense"):
             vision.generate(ids, max_new_tokens=1, **options)
@@ -596,7 +602,7 @@ def one_clip(name, *seconds):
 
 def test_the_mask_of_audio_travels():
     """
-    A clip that fills its frames needs no mask; what the frames of another one hold after it is silence to be hidden.
+    A clip that fills its frames needs no mask. The frames of another clip end with silence, which the mask hides.
     """
     actor = make("qwen2_audio", packing_samples=True)
     full, short = one_clip("qwen2_audio", 1.0), one_clip("qwen2_audio", 0.4)
@@ -622,7 +628,7 @@ def test_the_mask_by_default(name):
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4", "granite_speech", "phi4_multimodal"])
 def test_the_mask_by_default_of_other_features(name):
-    """The first two have their frames first, the others do without a mask."""
+    """The first two have their frames first, and the others need no mask."""
     batch, actor = one_clip(name, 0.7), make(name)
     media = {key: value for key, value in batch.media.items() if key != "audio_attention_mask"}
     logps = actor(batch.sequences, N, **media)
@@ -660,7 +666,7 @@ GENERATED = ["qwen2_audio", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_om
 
 
 def prompt_inputs(batch):
-    """What the processor would return for the prompts of the batch, under the names of the model."""
+    """Returns the processor's output for the prompts of the batch, under the model's names."""
     names = batch.prompts[0].token_fields
     fields = {name: left_padded([prompt.token_fields[name] for prompt in batch.prompts]) for name in names}
     return {"input_ids": batch.prompt_ids, "attention_mask": batch.prompt_mask, **join_media(batch.prompts), **fields}
@@ -670,13 +676,13 @@ def prompt_inputs(batch):
 def test_generate_equals_that_of_transformers(name):
     model, processor, prompts = bare(name)
     model = copy.deepcopy(model)
-    model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
+    model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
     batch = make_batch(prompts, pad=processor.tokenizer.pad_token_id)
     suppressed = sorted(all_placeholder_ids(model, model))
     inputs, options = prompt_inputs(batch), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options, suppress_tokens=suppressed)
     actor, width = make(name, packing_samples=True), batch.prompt_ids.size(1)
-    for _ in range(2):  # nothing is left behind
+    for _ in range(2):  # a call leaves no state behind
         sequences, attention_mask, action_mask = batch.generate(actor, **options)
         assert torch.equal(sequences, expected)
         assert sequences.shape == attention_mask.shape == (len(prompts), width + action_mask.size(1))
@@ -688,7 +694,9 @@ def test_generate_equals_that_of_transformers(name):
 
 
 def test_what_is_sampled_is_what_is_scored():
-    """Greedy tokens are the likeliest of the forward on what `generate` returned, and sampled ones come from it."""
+    """
+    Greedy tokens are the most likely of the forward pass on the output of `generate`, and sampled tokens come from it.
+    """
     actor, batch = make_both("qwen2_5_vl")
     sequences, mask, actions = batch.generate(actor, max_new_tokens=8)
     n = actions.size(1)
@@ -712,7 +720,7 @@ def test_end_of_sequence():
         assert torch.equal(sequences[row, :stop], free[row, :stop])
         assert not sequences[row, stop:].any()
     assert torch.equal(attention[:, width:].bool(), mask) and not mask.all()
-    # One number, that of the model's generation config, and that of a config which says nothing else
+    # Covers one number, that of the model's generation config, and that of a config without other settings
     single, _, mask = batch.generate(actor, **greedy, eos_token_id=first)
     config = transformers.GenerationConfig
     for end, options in (
@@ -757,7 +765,7 @@ def test_placeholders_are_never_sampled(name):
 
 
 def test_the_policy_itself_is_sampled():
-    """All tokens, at the actor's temperature: transformers would keep the 50 likeliest, at temperature 1."""
+    """Samples from all tokens at the actor's temperature. Transformers would keep the top 50, at temperature 1."""
     model, _, prompts = bare("qwen2_audio")
     batch = make_batch([prompts[2]] * 400)
     for temperature in (1.0, 3.0):
@@ -792,7 +800,7 @@ COLD = transformers.GenerationConfig(do_sample=True, temperature=0.3)
     ],
 )
 def test_sampling_from_another_policy_warns(options, config, message, caplog, monkeypatch):
-    # Accelerate's logger would refuse without its state, which a script of a user may not have
+    # Accelerate's logger raises without its state, which a user's script may lack
     monkeypatch.setattr(PartialState, "_shared_state", {})
     actor = text_actor()
     actor.model.generation_config.update(**config)
@@ -844,7 +852,7 @@ def test_generate_leaves_the_mode_as_it_was(kwargs):
     assert not actor.config.use_cache and not sequences.requires_grad
 
 
-# Response masks: prompt length, end ids, pad id, prompt mask, input, then what is expected
+# Response masks: prompt length, end ids, pad id, prompt mask, input, then the expected result
 
 
 @dataclass
@@ -852,8 +860,8 @@ class Golden:
     sequence: list[int]
     actions: list[int]
     truncated: bool
-    after: list[int] | None = None  # the sequence by default
-    attention: list[int] | None = None  # ones on the prompt and the actions by default
+    after: list[int] | None = None  # defaults to the sequence
+    attention: list[int] | None = None  # defaults to ones on the prompt and the actions
     prompt: int = 3
     eos: int | list[int] | None = 2
     pad: int = 0
@@ -902,14 +910,14 @@ def test_response_masks(golden):
     assert attention.tolist() == [golden.attention or [1] * golden.prompt + golden.actions]
     assert attention.dtype == torch.int64
     assert truncated.tolist() == [golden.truncated]
-    # The method of actors returns the first three
+    # The actors' method returns the first three
     processed = text_actor().process_sequences(*args)
     assert len(processed) == 3
     assert all(torch.equal(a, b) for a, b in zip(processed, (after, attention, actions), strict=True))
 
 
 def test_response_masks_of_a_batch():
-    """Rows don't disturb each other, and a boolean prompt mask becomes numbers."""
+    """Rows don't affect each other, and a boolean prompt mask becomes numbers."""
     rows = [
         g for g in GOLDEN.values() if (g.eos, g.pad, g.prompt, len(g.sequence), g.prompt_mask) == (2, 0, 3, 7, None)
     ]
@@ -922,11 +930,11 @@ def test_response_masks_of_a_batch():
     assert truncated.tolist() == [g.truncated for g in rows]
 
 
-# Making actors
+# Construction
 
 
 def sources(name):
-    """Both ways to say which model."""
+    """Returns both ways to name the model."""
     return [str(saved(name)), load(name)[0]]
 
 
@@ -936,9 +944,7 @@ class Asked(Exception):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """
-    What models were asked to load with. They load, unless `asked["only"]` is set.
-    """
+    """Records the arguments of model loading. Models load unless `asked["only"]` is set."""
     options = {"only": False}
     load_model = transformers.PreTrainedModel.from_pretrained.__func__
 
@@ -970,7 +976,7 @@ def test_use_flash_attention_2(name, asked):
 
 
 def test_bf16(tmp_path):
-    """Parameters are cast and buffers aren't: rounded frequencies would turn rotary positions."""
+    """Actors cast parameters but not buffers: rounded frequencies would turn rotary positions."""
     by_path, by_instance = (ActorVL(source).model for source in sources("qwen2_5_vl"))  # by default
     assert {p.dtype for p in by_path.parameters()} == {torch.bfloat16}
     for kind in ("named_buffers", "named_parameters"):
@@ -986,7 +992,7 @@ def test_bf16(tmp_path):
 
 
 def adapted(actor):
-    """Full names of the layers with an adapter."""
+    """Returns full names of the layers with an adapter."""
     prefix = "base_model.model."
     names = [name for name, module in actor.model.named_modules() if hasattr(module, "lora_A")]
     assert all(name.startswith(prefix) for name in names)
@@ -1014,7 +1020,7 @@ def test_lora(name):
 
 
 def set_weights(actor, part, std):
-    """Of the adapter, which is nothing at first."""
+    """Sets the weights of the adapter, which are zero at first."""
     with torch.no_grad():
         for name, parameter in actor.model.named_parameters():
             if part in name:
@@ -1042,7 +1048,7 @@ def test_lora_dropout(dropout):
     def differs():
         return not torch.equal(batch.score(actor), batch.score(actor))
 
-    # A model is loaded for evaluation, with its adapter
+    # A model loads in evaluation mode, with its adapter
     assert not any(module.training for module in actor.modules()) and not differs()
     actor.train()
     assert differs() == (dropout > 0)
@@ -1061,7 +1067,7 @@ def test_target_modules(source):
     for modules, options, error in (
         (["proj"], {"freeze_vision_tower": True}, r"has a name that ends in one of \['proj'\]"),
         (["q_proj"], {"lora_rank": 0}, "`target_modules` are those of LoRA"),
-        (["_proj"], {}, "ends in one of"),  # no part of a name
+        (["_proj"], {}, "ends in one of"),  # not a part of a name
     ):
         with pytest.raises(ValueError, match=error):
             made(modules, **options)
@@ -1112,7 +1118,7 @@ FREEZE = {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}
 @pytest.mark.parametrize("name", every_family())
 @torch.no_grad()
 def test_towers_are_what_sees_and_hears(name):
-    """Changing an encoder changes what the model makes of its media, and nothing else."""
+    """Changing an encoder changes the output for its media only."""
     model, _, prompts = bare(name)
     assert {modality: find_tower(model, modality) for modality in TOWERS[name]} == TOWERS[name]
     for modality, tower in TOWERS[name].items():
@@ -1129,7 +1135,7 @@ def test_towers_are_what_sees_and_hears(name):
 @pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("name", every_family())
 def test_frozen_towers(name, lora_rank):
-    """Nothing in a frozen encoder is trained or adapted, although its layers are called like those of the decoder."""
+    """Nothing in a frozen encoder trains or gets an adapter, although its layers have the names of the decoder's."""
     towers = TOWERS[name]
     for flags in [set(towers)] if len(towers) == 1 else ({"image"}, {"audio"}, {"image", "audio"}):
         actor = make(name, lora_rank=lora_rank, **{FREEZE[modality]: True for modality in flags})
@@ -1146,7 +1152,7 @@ def test_frozen_towers(name, lora_rank):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava"])
 def test_names_of_layers_in_towers_and_decoder_coincide(name):
-    """Else the tests of frozen encoders would prove nothing."""
+    """Otherwise the tests of frozen encoders would prove nothing."""
     ((modality, tower),) = TOWERS[name].items()
     layers, frozen = (adapted(make(name, lora_rank=2, **{FREEZE[modality]: freezes})) for freezes in (False, True))
     inside = [layer for layer in layers if layer.startswith(f"{tower}.")]
@@ -1202,7 +1208,7 @@ def test_models_of_a_path(asked, tmp_path):
 
 @pytest.mark.skipif(not is_deepspeed_available(), reason="needs DeepSpeed")
 def test_ds_config(asked):
-    """While weights load, transformers knows of ZeRO-3; the configuration of an actor that is gone is forgotten."""
+    """Transformers uses ZeRO-3 while weights load, and forgets the configuration of a deleted actor."""
     asked["only"] = True
     try:
         for config, expected in (
@@ -1263,7 +1269,7 @@ def test_high_entropy_token_ratio(name):
 
 
 def test_positions_of_the_audio_tower_stay_as_they_are():
-    """`from_pretrained` makes them weights to train."""
+    """`from_pretrained` makes them trainable."""
     path = str(saved("qwen2_audio"))
     loaded = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(path)
     actor, critic = ActorAL(path, bf16=False), Critic.from_pretrained(path, type(loaded))
@@ -1277,7 +1283,7 @@ def test_load_in_4bit(tmp_path, asked):
     pytest.importorskip("bitsandbytes")
     import bitsandbytes as bnb
 
-    # The kernels for the CPU take blocks of 64 weights only
+    # The CPU kernels support only blocks of 64 weights
     wide = copy.deepcopy(bare("qwen2_audio")[0].config)
     wide.audio_config.d_model, wide.audio_config.encoder_ffn_dim, wide.text_config.intermediate_size = 64, 128, 128
     torch.manual_seed(0)
@@ -1299,19 +1305,19 @@ def test_load_in_4bit(tmp_path, asked):
     assert quantized and all(module.weight.dtype == torch.uint8 for module in quantized)
     assert trainable(actor) and all("lora_" in n for n in trainable(actor))
     logps = batch.score(actor)
-    # Not the weights themselves, but not far from them
+    # Differs from the weights, but only slightly
     assert 1e-3 < (logps - batch.score(ActorAL(path, bf16=False))).abs().mean() < 1
     logps.sum().backward()
     assert any(p.grad is not None and p.grad.any() for n, p in actor.model.named_parameters() if "lora_B" in n)
     assert (batch.score_packed(actor).view(-1, N) - logps).abs().mean() < 0.1
     sequences, _, mask = batch.generate(actor, max_new_tokens=3)
     assert sequences.size(1) == batch.prompt_ids.size(1) + mask.size(1)
-    # 4-bit weights count as what they stand for
+    # 4-bit weights count as their full-precision counterparts
     full = sum(p.numel() for p in ActorAL(path, lora_rank=4).parameters())
     assert counted(actor)[1] == full
     single = ActorAL(path, load_in_4bit=True, bf16=False)
     assert asked["quantization_config"].bnb_4bit_compute_dtype == torch.float32
-    # A quantized instance stays as it is
+    # A quantized instance stays unchanged
     again = ActorAL(single.model)
     assert again.model is single.model and any(isinstance(m, bnb.nn.Linear4bit) for m in again.modules())
 
@@ -1320,7 +1326,7 @@ def test_load_in_4bit(tmp_path, asked):
 
 
 def counted(actor):
-    """The two numbers that the actor prints."""
+    """Returns the two numbers that the actor prints."""
     with redirect_stdout(StringIO()) as printed:
         actor.print_trainable_parameters()
     line = r"trainable params: ([\d,]+) \|\| all params: ([\d,]+) \|\| trainable%: (\d+\.\d{4})\n"
@@ -1355,7 +1361,7 @@ def test_gradient_checkpointing(name, lora):
     actor.train()
 
     def backward(call=batch.score):
-        """Gradients, and how many numbers the forward kept for them."""
+        """Returns gradients, and the number of elements that the forward pass saved for them."""
         kept = []
         actor.zero_grad(set_to_none=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
@@ -1432,7 +1438,7 @@ ROWS = {"qwen2_audio": audio_rows, "qwen2_5_vl": image_rows}
 @pytest.mark.parametrize("trainer", [MultimodalGRPOTrainer, MultimodalRLOOTrainer])
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl"])
 def test_trainers_take_actors(name, trainer):
-    """An actor trains as its model does, bit for bit."""
+    """An actor trains like its model, bit for bit."""
     updates = []
     for wrapped in (False, True):
         model, processor = load(name)
@@ -1453,7 +1459,7 @@ def test_trainers_take_actors_with_adapters():
     result = run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), objects=objects)
     moved = [key for key, value in result.update.items() if value.any()]
     assert moved and all("lora_" in key and "audio_tower" not in key for key in moved)
-    # What was trained is the actor's model
+    # Training changes the actor's model
     batch, _ = cases("qwen2_audio")[0]
     with torch.no_grad():
         assert (batch.score(actor.eval()) - batch.score(make("qwen2_audio"))).abs().max() > 1e-4
@@ -1476,7 +1482,7 @@ def test_trainers_refuse_actors_of_another_objective(tmp_path):
     with pytest.raises(ValueError, match="high_entropy_token_ratio=0.2"):
         trainer(few, MultimodalRLOOTrainer)
     assert trainer(few, top_entropy_quantile=0.2).top_entropy_quantile == 0.2
-    # All tokens count either way
+    # Both ways count all tokens
     trainer({"high_entropy_token_ratio": 1.0})
 
 
@@ -1484,13 +1490,13 @@ def test_trainers_refuse_actors_of_another_objective(tmp_path):
 
 
 def heard():
-    """Ids and features of a clip that fills the window, as the pages have them: without a mask."""
+    """Returns ids and features of a clip that fills the window, as on the pages without a mask."""
     batch = one_clip("qwen2_audio", 1.0)
     return make_batch(batch.prompts, [10]), {"audio_values": batch.media["audio_values"]}
 
 
 def seen():
-    """Ids, patches and grid of an image of 24 x 24 patches."""
+    """Returns ids, patches and grid of an image of 24 x 24 patches."""
     model = bare("qwen2_5_vl")[0]
     (token,) = placeholder_token_ids(model, model)["image"]
     ids = torch.tensor([60, *[token] * 144, *range(61, 75)])
@@ -1507,7 +1513,7 @@ def seen():
     ("name", "given", "modality"), [("qwen2_audio", heard, "audio"), ("qwen2_5_vl", seen, "vision")]
 )
 def test_page_examples(name, given, modality):
-    """As on the pages but for FlashAttention, which has no CPU version."""
+    """Runs the pages' code without FlashAttention, which has no CPU version."""
     batch, media = given()
     actor = actor_class(name)(
         pretrain_or_model=str(saved(name)),
@@ -1544,7 +1550,7 @@ def test_page_examples(name, given, modality):
 
 
 def test_examples_of_the_docstrings():
-    """A processor's output goes in as it is."""
+    """Actors accept a processor's output directly."""
     hears = {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"}
     for name, messages, names in (
         ("qwen2_5_vl", chat(image(56, 56), text("What is in the image?"), video(4, 56, 56)), None),
@@ -1598,7 +1604,7 @@ ZERO3 = """
 
 @pytest.mark.slow
 def test_zero3(tmp_path):
-    """Weights are loaded in parts by two processes, which score and sample as one would."""
+    """Two processes load sharded weights, and score and sample like one process."""
     pytest.importorskip("deepspeed")
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(ZERO3))
@@ -1622,7 +1628,7 @@ def test_zero3(tmp_path):
 
 @pytest.mark.parametrize("name", ["granite_speech", "qwen3_omni_moe"])
 def test_clips_of_different_lengths_where_the_encoder_would_mix_them(name):
-    """Two rows whose clips were padded to one length by whoever joined them."""
+    """The caller padded the clips of two rows to one length."""
     model, processor = FAMILIES[name].build()
     actor = ActorAL(model, bf16=False)
     prompts = encode_chats(model, processor, [chat(audio(seconds), text("What?")) for seconds in (0.4, 1.2)])
@@ -1632,7 +1638,7 @@ def test_clips_of_different_lengths_where_the_encoder_would_mix_them(name):
 
 
 def test_padding_does_not_move_the_positions_of_a_language_model():
-    """Learned positions, unlike rotary ones, tell where the padding ends."""
+    """Learned positions, unlike rotary ones, depend on where the padding ends."""
     config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2)
     torch.manual_seed(0)
     actor = Actor(transformers.GPT2LMHeadModel(config).eval(), bf16=False)

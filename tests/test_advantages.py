@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Advantages and rewards: numbers worked out by hand, slow loops, TRL's formulas, and what must not matter."""
+"""Advantages and rewards against hand-computed numbers, slow loops, TRL's formulas, and invariances."""
 
 import math
 import statistics
@@ -36,11 +36,11 @@ def tensor(values, **options):
     return torch.tensor(values, **{"dtype": torch.float64, **options})
 
 
-# Estimators of one advantage per sample. The references take lists: rewards, groups, lengths.
+# Estimators with one advantage per sample. The references take lists: rewards, groups, lengths.
 
 
 def slow_groups(rewards, ids):
-    """For each sample the scorable rewards of its group, or nothing where there is no signal."""
+    """Returns for each sample the scorable rewards of its group, or nothing without signal."""
     result = []
     for reward, own in zip(rewards, ids, strict=True):
         group = [r for r, g in zip(rewards, ids, strict=True) if g == own and not math.isnan(r)]
@@ -50,7 +50,7 @@ def slow_groups(rewards, ids):
 
 
 def slow(formula):
-    """Of a formula of the reward, the rewards of its group, all rewards, and the groups per group with signal."""
+    """Wraps a formula of the reward, the rewards of its group, all rewards, and the groups per group with signal."""
 
     def advantages(rewards, ids, lengths):
         groups = slow_groups(rewards, ids)
@@ -159,7 +159,7 @@ def test_group_estimator_equals_loop(name, samples):
 @properties
 @given(samples=batches, data=st.data())
 def test_neither_order_nor_group_names_matter(name, samples, data):
-    """What ranks contribute when they gather is a permutation, in which groups may straddle ranks."""
+    """Ranks gather a permutation, in which groups may straddle ranks."""
     rewards, ids, mask = unpack(samples)
     order = torch.tensor(data.draw(st.permutations(range(len(samples)))))
     names = torch.tensor(data.draw(st.lists(st.integers(-(2**60), 2**60), min_size=4, max_size=4, unique=True)))
@@ -184,7 +184,7 @@ def test_unscorable_sample_counts_as_absent(name, samples, data):
 @every_group_estimator
 @pytest.mark.parametrize("constant", [0.1, 0.3, 0.7, 0.9, 1 / 3])
 def test_constant_group_gets_exactly_0(name, constant):
-    """Beside a group with signal, with unequal lengths, and as the same reward comes from sums in other orders."""
+    """Covers a neighbouring group with signal, unequal lengths, and equal rewards from sums in other orders."""
     for n in range(2, 17):
         rewards = tensor([1, 0, *[constant] * n], dtype=torch.float32)
         rewards[-1] = rewards[-1] + 0.6 - 0.6
@@ -232,8 +232,8 @@ def test_rloo_with_kl_equals_trl():
     assert_close(result, advantages.nan_to_num(0.0))
 
 
-# Functions of tokens. The references take the valid tokens of each row only, as lists: wherever padding and gaps are,
-# and whatever they hold, makes no difference.
+# Token-level functions. The references take only the valid tokens of each row, as lists: the positions and values of
+# padding and gaps don't matter.
 
 
 def slow_returns(rewards, gamma):
@@ -309,7 +309,7 @@ def random_mask(layout, generator, rows, width):
 def test_token_function_equals_loop_wherever_tokens_stand(name, layout, seed, rows, width):
     generator = torch.Generator().manual_seed(seed)
     mask = random_mask(layout, generator, rows, width)
-    # On a grid, so that ties occur
+    # A grid, so that ties occur
     sizes = [mask.shape, mask.shape, (rows,)]
     x, y, row = (torch.randint(-10, 11, size, generator=generator).double() / 10 for size in sizes)
     garbage = tensor([NAN, INF, -INF, 1e30])[torch.randint(0, 4, mask.shape, generator=generator)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""`docs/architecture.md` says what the code is: its layers, which way imports point, what is overridden in TRL."""
+"""`docs/architecture.md` matches the code: its layers, the direction of imports, and the overrides of TRL."""
 
 import ast
 import importlib.util
@@ -23,7 +23,7 @@ def test_page_has_every_layer():
 
 
 def imported(path, root=ROOT, typing_too=False):
-    """What of this package a module imports, anywhere in it: full names, with their lines."""
+    """Returns this package's names that a module imports, at any depth, with their lines."""
     package = ".".join(path.relative_to(root).parent.parts)
     tree = ast.parse(path.read_text())
     typing = [
@@ -58,7 +58,7 @@ def test_imports_point_up(layer):
 
 
 def test_import_down_would_be_found(tmp_path):
-    """However it is written."""
+    """Covers all forms of imports."""
     module = tmp_path / "trl_multimodal_rft" / "forward" / "module.py"
     module.parent.mkdir(parents=True)
     module.write_text(
@@ -73,7 +73,7 @@ def test_import_down_would_be_found(tmp_path):
 
 
 def import_graph(root=ROOT):
-    """Which modules each module imports, for type checkers and within functions, too."""
+    """Returns the imports of each module, also for type checkers and within functions."""
     paths = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (root / PACKAGE.name).rglob("*.py")
@@ -87,7 +87,7 @@ def import_graph(root=ROOT):
 
 
 def import_circles(graph):
-    """Modules that import each other, over others or at once: the strongly connected components."""
+    """Returns strongly connected components of modules that import each other, directly or indirectly."""
     reached = {}
     for module in graph:
         found, left = set(), [*graph[module]]
@@ -107,7 +107,7 @@ def test_no_import_circles():
 
 
 def test_import_circle_would_be_found(tmp_path):
-    """Also one of type checkers and functions, over three modules."""
+    """Covers a circle of type checkers and functions over three modules."""
     folder = tmp_path / "trl_multimodal_rft"
     modules = {
         "__init__": "from .a import f",
@@ -124,7 +124,7 @@ def test_import_circle_would_be_found(tmp_path):
 
 
 def test_page_has_every_override():
-    """With the classes that have it."""
+    """Checks the classes, too."""
     overridden = {name for trainer in house.trainers().values() for name in house.overrides(trainer)}
     table = PAGE.split("## What is overridden in TRL")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", table, re.MULTILINE)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Benchmarks as they are published, down to training and evaluation; rewards of multiple choice."""
+"""Published benchmarks, through to training and evaluation, and multiple-choice rewards."""
 
 import json
 from pathlib import Path
@@ -57,14 +57,14 @@ def test_named_choice(answer, index):
 
 
 def test_letters_of_choices():
-    assert named_choice("B", ["B", "A"]) == 0  # text goes before letters
+    assert named_choice("B", ["B", "A"]) == 0  # text takes precedence over letters
     assert named_choice("C.", ["c", "d", "e"]) == 0
     for answer in ("A." * 995, "A. " * 3000, "(A)\n" * 3000 + "Man"):
         assert named_choice(answer, ["Man", "Woman"]) == 0
         assert choice_reward([answer], solution=["Man"], choices=[["Man", "Woman"]]) == [1.0]
     assert without_letters(["(A) Man", "(B) A dog"]) == ["Man", "A dog"]
     assert without_letters(["A. Man", "B. Woman", "C) Child"]) == ["Man", "Woman", "Child"]
-    assert without_letters(["B. Man", "A. Woman"]) == ["B. Man", "A. Woman"]  # initials, for all we know
+    assert without_letters(["B. Man", "A. Woman"]) == ["B. Man", "A. Woman"]  # possibly initials
     assert without_letters(["A", "B"]) == ["A", "B"]
     assert without_letters(["(A) Man", "Woman"]) == ["(A) Man", "Woman"]
 
@@ -117,7 +117,7 @@ def mmau_entries(n: int) -> list[dict]:
 
 @pytest.fixture
 def mmau(tmp_path):
-    """As in the repository of MMAU: a list, and beside it a folder of recordings."""
+    """The format of the MMAU repository: a list and a folder of recordings."""
     entries = mmau_entries(5)
     (tmp_path / "MMAU").mkdir()
     (tmp_path / "MMAU" / "mmau-test-mini.json").write_text(json.dumps(entries, indent=2))
@@ -155,7 +155,7 @@ def test_mmau_is_evaluated_by_task(mmau):
     assert result.metrics["reward/choice_reward"] is not None
     assert [row["id"] for row in result.rows] == [f"id-{i}" for i in range(5)]
     assert all(row["prompt"].startswith("<audio>Who speaks") for row in result.rows)
-    # The recordings are heard: with those of other rows the answers change
+    # The model uses the recordings: with those of other rows the answers change
     swapped = load_mmau(mmau)
     audio = swapped["audio"][:]
     swapped = [{**row, "audio": audio[(i + 1) % 5]} for i, row in enumerate(swapped)]
@@ -188,7 +188,7 @@ def test_mmau_from_the_hub_has_letters(tmp_path):
 
 
 def test_answers_that_are_withheld(mmau):
-    """The test split of MMAU."""
+    """Covers the test split of MMAU."""
     entries = [{k: v for k, v in entry.items() if k != "answer"} for entry in mmau_entries(2)]
     (mmau / "mmau-test.json").write_text(json.dumps(entries))
     dataset = load_mmau(mmau / "mmau-test.json")
@@ -229,7 +229,7 @@ def test_recordings_that_are_not_there_and_rows_of_another_layout(mmau, tmp_path
 
 @pytest.fixture
 def avqa(tmp_path):
-    """As R1-AQA converts it: a JSON object in each line."""
+    """The format of R1-AQA's conversion: a JSON object per line."""
     choices = ["motorboat", "Yacht consignment", "Sailboat set sail", "Consignment car"]
     lines = [
         {
@@ -297,7 +297,7 @@ def test_avqa_is_trained_on(avqa):
 
 @pytest.fixture
 def geo3k(tmp_path):
-    """As on the Hub, with an image or two in each row."""
+    """The Hub's format, with one or two images per row."""
     rows = [
         {
             "images": [picture(56 + 28 * j, 56, seed=10 * i + j)["image"] for j in range(1 + i % 2)],
@@ -338,7 +338,7 @@ def test_geo3k_is_evaluated_and_trained_on(geo3k):
     config = EvaluationConfig(max_completion_length=4, num_samples=3, temperature=1.0, pass_at=[1, 3], batch_size=6)
 
     def solved(completions, solution, **kwargs):
-        """Another way to write the answer, which math_verify knows."""
+        """Returns another notation of the answer, which math_verify accepts."""
         given = [s.replace("2 \\sqrt { 221 }", "\\sqrt{884}") for s in solution]
         return accuracy_reward(completions=[f"<answer>{g}</answer>" for g in given], solution=solution)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The benchmarks run, measure what computes the same, and refuse to time what doesn't."""
+"""The benchmarks run, compare equal computations only, and refuse to time unequal ones."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ THREADS = ["--threads", str(torch.get_num_threads())]
 
 
 def load(name):
-    """A benchmark that has the name of a module."""
+    """Loads a benchmark with the name of a module."""
     path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"{name}_benchmark", path)
     module = importlib.util.module_from_spec(spec)
@@ -55,14 +55,14 @@ def test_policy_update(policy_update, case, family, capsys):
             assert result[trainer][f"{quantity}_s"] > 0 and result[trainer][f"{quantity}_cpu_s"] > 0
     assert result["gradient_difference"] < 1e-4
     setting = result["setting"]
-    # TRL puts each prompt through the processor for each completion, and once more if it holds an image; of sounds the
-    # other side is padded rows of ours
+    # TRL processes each prompt once per completion, and once more if it holds an image. For sounds, the baseline is
+    # this package's padded rows
     per_prompt = {"image": 2 * setting["group"], "text": setting["group"], "audio": 1}
     assert result["processor_ratio"] == per_prompt[case]
     if case == "image":
         assert setting["media_tokens"] == 392
         assert result["update_shared_fraction"] == 1 - 1 / setting["group"]
-        # Bytes, not seconds: the prompt is forwarded once instead of 8 times
+        # Bytes, not seconds: the forward pass runs the prompt once instead of 8 times
         assert result["memory_ratio"] > 4
     assert {"cpu", "cores", "gpu"} == result["hardware"].keys()
     assert result["versions"]["trl"].startswith("1.16")
@@ -79,14 +79,14 @@ def test_options_that_make_no_sense(policy_update, capsys):
 
 
 def test_gpu_report(tmp_path):
-    """All that it runs on a GPU, of tiny models."""
+    """Runs the complete GPU report on tiny models."""
     gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / "report.md")])
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["left"] == [] and found["rollout"]["transformers"]["tokens_per_s"] > 0
     assert [row["setting"]["baseline"] for row in found["rows"]] == ["TRL", *2 * ["TRL", "padded rows"]]
     for row in found["rows"]:
         assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
-        # What both compute: the decoder is too small to hide prompts that are forwarded once
+        # The results of both: the decoder is too small to show the savings of shared prompts
         assert row["operations"]["trl"] > row["operations"]["ours"] > 0
     assert "## Where an update goes" in (tmp_path / "report.md").read_text()
 
@@ -177,7 +177,7 @@ def test_replay_buffer(replay_buffer, capsys):
 
 
 def test_packed_rows_of_many_samples_are_full(replay_buffer):
-    """The default size, but for the pixels."""
+    """Uses the default sizes, except for pixels."""
     buffer = replay_buffer.append_all(replay_buffer.build_batches(512, 8, 32, 1024, patch_values=1))
     found = replay_buffer.token_efficiency(buffer, 8192)
     assert 0.95 <= found["packed_efficiency"] <= 1
@@ -192,13 +192,13 @@ def test_bytes_are_those_of_storages(replay_buffer):
     expected = sum(rows * getattr(batch, name).size(1) * size for name, size in own.items())
     expected += batch.pixel_values.numel() * 4 + rows * 3 * 8 + 2 * rows * 4  # with grids and two numbers of `info`
     assert replay_buffer.held(batch) == expected
-    # Nothing but images and grids is shared, and of these the buffer has one for each group
+    # Rows share only images and grids, and the buffer holds one of each per group
     items = list(replay_buffer.append_all([batch]))
     images = sum(4 * items[i].pixel_values.numel() + 8 * 3 for i in (0, 4))
     rest = sum(16 * len(item.sequences) + 25 * len(item.action_mask) + 8 for item in items)
     assert replay_buffer.held(items) == images + rest
     assert replay_buffer.held(replay_buffer.append_loop([batch])) == 4 * images + rest
-    # A view counts with all that it keeps
+    # A view counts all memory that it keeps alive
     assert replay_buffer.held({"view": torch.zeros(100)[:1]}) == 400
 
 

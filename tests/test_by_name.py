@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What users name instead of building it: folders of checkpoints, whose processors hear as transformers has them hear.
+Users name models instead of building them: folders of checkpoints, whose processors encode audio as transformers does.
 
-Tokenizers of checkpoints seldom say that they pad on the left, so none does here.
+Tokenizers of checkpoints seldom have a padding side, so none does here.
 """
 
 import functools
@@ -72,7 +72,7 @@ def rows(family: str, n: int = 4):
 
 
 def assert_saved_as_it_was(folder, source) -> None:
-    """The processor in a folder is that of the checkpoint."""
+    """Asserts that the processor in a folder equals the checkpoint's."""
     with tempfile.TemporaryDirectory() as expected:
         plain(source).save_pretrained(expected)
         files = [path.name for path in Path(expected).iterdir()]
@@ -96,7 +96,7 @@ def assert_heard(prompts, samples, folder, model) -> None:
 
 
 def remembered(monkeypatch) -> list:
-    """The prompts that are encoded from here on, with what they were made of."""
+    """Records the prompts encoded from here on, with their inputs."""
     seen = []
 
     def remember(prompt, *args, **kwargs):
@@ -107,7 +107,7 @@ def remembered(monkeypatch) -> list:
     return seen
 
 
-# Doors
+# Entry points
 
 
 @pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
@@ -128,7 +128,7 @@ def test_a_step_by_name(trainer_class, family, tmp_path):
 
 
 def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
-    """`generate` takes from `generation_config.json` what a config that it is given leaves open."""
+    """`generate` fills gaps of a given config from `generation_config.json`."""
     recommended = {"min_p": 0.9, "no_repeat_ngram_size": 1, "typical_p": 0.3, "num_return_sequences": 2}
     recommended |= {"min_new_tokens": 3, "num_beams": 2, "bad_words_ids": [[i] for i in range(40, 60)]}
     recommended |= {"repetition_penalty": 3.0, "cache_implementation": "static", "do_sample": True}
@@ -144,7 +144,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
         runs.append(run)
         warned = [record.message for record in caplog.records if "generation config recommends" in record.message]
     assert len(warned) == 1 and runs[0].checks.self_check.changed == runs[1].checks.self_check.changed < 0.1
-    # TRL's `repetition_penalty` of 1.0 is the trainer's own
+    # TRL's `repetition_penalty` of 1.0 is the trainer's default
     assert all(
         (f"`{name}=" in warned[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
     ), warned
@@ -168,7 +168,7 @@ def test_evaluation_by_name(family, monkeypatch):
 
 
 def judge_class(family: str) -> type:
-    """A sequence classifier of a family; transformers has none that hears."""
+    """Returns a sequence classifier of a family; transformers has none for audio."""
     if family == "gemma3":
         return hf.Gemma3ForSequenceClassification
     policy = type(load(family)[0])
@@ -228,7 +228,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
 
 
 def test_smolvlm_as_it_is_released(tmp_path):
-    """Its settings for videos are among those for images, and its template's call samples frames by them."""
+    """Its video settings are among those for images, and its template's call samples frames by them."""
     shutil.copytree(checkpoint("smolvlm"), folder := tmp_path / "smolvlm")
     path = folder / "processor_config.json"
     settings = json.loads(path.read_text())
@@ -263,11 +263,11 @@ def test_smolvlm_as_it_is_released(tmp_path):
     assert trainer.prompts.encode(rows_to_messages([frames])[0]["prompt"], 0).media["pixel_values"].shape[1] == 4
 
 
-# What a model hears
+# Audio input
 
 
 def tones(n: int, seed: int) -> Dataset:
-    """A low or a high tone of a quarter of the model's second, and which it is."""
+    """Returns low or high tones of a quarter of the model's second, and their labels."""
     generator = np.random.default_rng(seed)
     high = generator.integers(0, 2, n)
     pitches = np.where(high, 2000, 300) * generator.uniform(0.8, 1.2, n)
@@ -280,7 +280,7 @@ def tones(n: int, seed: int) -> Dataset:
 
 @functools.cache
 def listener() -> str:
-    """Folder of an audio model that has learned to distinguish the tones, and its processor."""
+    """Returns the folder of an audio model that has learned to distinguish the tones, and its processor."""
     shutil.copytree(checkpoint(AUDIO), folder := Path(FOLDERS.name, "listener"))
     model, processor = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), plain(folder)
     data = list(tones(32, seed=0))
@@ -299,7 +299,7 @@ def listener() -> str:
 
 
 def policies(folder: str, output_dir) -> list:
-    """Trainers of a model by name, and of it and its processor."""
+    """Returns trainers of a model by name, and of the instance with its processor."""
     given = {"model": hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), "processing_class": plain(folder)}
     return [
         make_trainer(InjectedOurs, AUDIO, tones(8, 1), output_dir, objects=objects, **STEP)
@@ -334,7 +334,7 @@ def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
     assert torch.equal(*moved) and moved[0].abs().max() > 0.5
 
 
-# A processor that the wrong side was saved into
+# A processor saved with the wrong side
 
 
 @pytest.mark.parametrize("family", [AUDIO, OMNI, "gemma3n", "gemma4", "phi4_multimodal", "granite_speech", "voxtral"])
@@ -394,7 +394,7 @@ def test_an_extractor_may_have_a_side_of_its_own():
         check_processor(processor)
 
 
-# Tokenizers of any side
+# Tokenizers with any side
 
 
 @pytest.mark.parametrize("trainer_class", POLICIES)
@@ -424,7 +424,7 @@ def test_the_side_of_a_given_tokenizer_does_not_matter(trainer_class, tmp_path):
 
 @functools.cache
 def whole_omni(family: str) -> tuple[str, hf.PreTrainedModel]:
-    """Folder of an omni model as it is released, and its thinker."""
+    """Returns the folder of an omni model as released, and its thinker."""
     folder = Path(FOLDERS.name, f"whole-{family}")
     return str(folder), save_released(family, checkpoint(family), folder)
 

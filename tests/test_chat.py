@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The page of `trl-multimodal-rft chat`, asked over HTTP."""
+"""Tests the page of `trl-multimodal-rft chat` over HTTP."""
 
 import http.client
 import io
@@ -33,7 +33,7 @@ pytest.importorskip("gradio", exc_type=ImportError)
 gradio_client = pytest.importorskip("gradio_client")
 Client, handle_file, AppError = gradio_client.Client, gradio_client.handle_file, gradio_client.exceptions.AppError
 
-# Of gradio, about its use of pandas
+# gradio's use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SERVING = Path(__file__).parents[1] / "docs" / "serving.md"
@@ -42,7 +42,7 @@ QUESTION = "What do you hear in the audio?"
 
 @pytest.fixture
 def served():
-    """Serves a page; gives a client of it."""
+    """Serves a page, and returns its client."""
     pages = []
 
     def serve(*argv):
@@ -109,7 +109,7 @@ def test_model_beside_another(served):
 
 
 def test_conversation(served, tmp_path):
-    """Each model hears what was asked before, with its sounds, and reads its own answers."""
+    """Each model gets the earlier questions with their sounds, and its earlier answers."""
     model, processor = load("qwen2_audio")
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
@@ -136,7 +136,7 @@ def test_conversation(served, tmp_path):
 
     asked = [([heard(0), text(QUESTION)], 6)]
     assert client.predict(QUESTION, handle_file(tmp_path / "0.wav"), api_name="/ask") == expected(asked)
-    # A place in the text, and a length of its own
+    # A position in the text, and a separate length
     asked.append(([text("Is it "), heard(1), text(" ?")], 4))
     given = handle_file(tmp_path / "1.wav")
     second = client.predict("Is it <audio> ?", given, max_completion_length=4, api_name="/ask")
@@ -144,7 +144,7 @@ def test_conversation(served, tmp_path):
     asked.append(([text("Is there a bird?")], 6))
     third = client.predict("Is there a bird?", api_name="/ask")
     assert third == expected(asked)
-    # Nobody else's conversation, nor one that was cleared
+    # Neither another user's conversation nor a cleared one
     other = Client(client.src, verbose=False).predict("Is there a bird?", None, api_name="/ask")
     client.predict(api_name="/clear")
     assert client.predict("Is there a bird?", None, api_name="/ask") == other == expected(asked[2:]) != third
@@ -153,7 +153,9 @@ def test_conversation(served, tmp_path):
 
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):
-    """What a trained model's card asks, about the picture in its folder; of a folder that no page may read else."""
+    """
+    The card of a trained model asks about the picture in its folder; otherwise, about a folder that no page may read.
+    """
     prompt = [{"role": "system", "content": "Is it a bird?"}, {"role": "user", "content": "What is in the image?"}]
     rows, folder = image_rows(8).map(lambda row: {"prompt": prompt}), tmp_path / "seen"
     callbacks = {"callbacks": [TrainingCurvesCallback()]}
@@ -186,7 +188,7 @@ SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own
 
 @pytest.fixture(scope="module")
 def port():
-    """Of a page whose model repeats what it is asked, or fails as it is told."""
+    """Returns the port of a page whose model repeats its input, or fails on demand."""
 
     def answer(questions, answers, system, config):
         text, media = questions[-1]
@@ -201,7 +203,7 @@ def port():
 
 
 def asked(port, method="GET", path="/", **headers):
-    """The status of a request with these headers alone."""
+    """Returns the status of a request with only these headers."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.putrequest(method, path, skip_host=True)
     for name, value in headers.items():
@@ -214,7 +216,7 @@ def asked(port, method="GET", path="/", **headers):
 
 
 def test_other_sites_are_refused(port):
-    """They may have a name that leads here, or a script that asks from the browser of who may ask."""
+    """Other sites may have a name that resolves to this machine, or a script in the browser of a permitted user."""
     here = f"127.0.0.1:{port}"
     for host in (here, f"localhost:{port}", f"192.168.0.7:{port}", f"[::1]:{port}", socket.gethostname()):
         assert asked(port, Host=host) == 200
@@ -245,12 +247,12 @@ def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
 
 
 def test_uploads_start_no_program(port, tmp_path, monkeypatch):
-    """An EPS that is named like an image, with a program on the path by which Pillow would draw it."""
+    """Uploads an EPS with an image's name, with a program on the path by which Pillow would render it."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    program = (  # of gray pixels, which the page wouldn't take as they are
+    program = (  # gray pixels, which the page would not accept as they are
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n1\n"
         b'%ImageData: 9 9 8 1 0 1 1 "image"\n%%EOF\n'
     )

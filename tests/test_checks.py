@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The checks of a rollout take a policy and completions: what an engine samples, and what media contribute."""
+"""Checks of a rollout take a policy and completions: samples of an engine, and media ablation."""
 
 import math
 
@@ -21,7 +21,7 @@ BIAS = {3: -100.0}
 
 
 def completions_of(checked, length=6):
-    """Prompts, random completions, of which one has ended, and their mask."""
+    """Returns prompts, random completions, one of which ended, and their mask."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(50, 200, (len(checked.prompts), length), generator=generator)
     mask = torch.ones_like(ids)
@@ -35,7 +35,7 @@ def engine_check(checked, dtype=torch.float32):
 
 
 def sampled_by(checked, completions):
-    """Log-probabilities as an engine gives them that has the policy's weights of now."""
+    """Returns log-probabilities like an engine with the policy's current weights."""
     with torch.no_grad():
         return checked.policy.score(checked.model, *completions, packed=False, logit_bias=BIAS).logps
 
@@ -54,17 +54,17 @@ def listener():
 def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     check, completions = engine_check(listener), completions_of(listener)
     mask, sampled = completions[2], sampled_by(listener, completions)
-    sampled[0, 0] = math.nan  # an engine may have none of a token
+    sampled[0, 0] = math.nan  # an engine may lack that of a token
     assert not check.run(listener.model, 0, completions, torch.zeros_like(mask), sampled)
     assert check.run(listener.model, 1, completions, mask, sampled)
     assert max(check.check.engine) < 1e-5 and check.check.engine_updated is None
     assert not check.run(listener.model, 1, completions, mask, sampled)  # the same step
-    assert not check.run(listener.model, 2, completions, mask, sampled)  # nothing has moved
+    assert not check.run(listener.model, 2, completions, mask, sampled)  # no weight changed
     move(listener)
     assert check.run(listener.model, 3, completions, mask, sampled_by(listener, completions))
     assert max(check.check.engine_updated) < 1e-5
-    assert check.first is None  # no media are kept
-    assert not check.run_after_tools(listener.model, completions, mask, sampled)  # of which there were none
+    assert check.first is None  # the trainer keeps no media
+    assert not check.run_after_tools(listener.model, completions, mask, sampled)  # no tool was called
 
 
 def test_an_engine_with_other_weights_raises(listener):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluation during training by one or several processes: `evaluation_worker.py <ddp|fsdp2|zero3> <folder>`."""
+"""Evaluates during training on one or several ranks: `evaluation_worker.py <ddp|fsdp2|zero3> <folder>`."""
 
 import json
 from datetime import timedelta
@@ -18,7 +18,7 @@ LOGGED = ("step", "eval_accuracy", "eval_accuracy_low", "eval_completion_length"
 
 
 class EvaluatedTrainer(InjectingTrainer):
-    """Evaluates after each step, and keeps the rows: 5 in batches of 2, so that one of two processes has one less."""
+    """Evaluates after each step and keeps the rows: 5 in batches of 2, so that one of two ranks has one row less."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -48,7 +48,7 @@ def main():
         FOLDER, "qwen2_5_omni", list(image_rows(4)), 8, trainer_class=EvaluatedTrainer, end_ids=[2, *range(60, 100)]
     )
     before = weights(trainer.model)
-    # Kinds of media that not every process holds
+    # Some ranks lack a kind of media
     rows = [*image_rows(1), *audio_rows(1), *text_rows(1)]
     config = EvaluationConfig(max_completion_length=4, batch_size=1, ablate="audio", ablate_with="shuffled")
     mixed = evaluate_trainer(trainer, [*rows, *audio_rows(2).select([1])], even_length, config)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""FSDP2 without a GPU: it runs over gloo, but accelerate knows it for accelerators only."""
+"""Enables FSDP2 without a GPU. FSDP2 runs over gloo, but accelerate supports it on accelerators only."""
 
 import functools
 
@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 
 
 def enable_fsdp2_on_cpu() -> None:
-    """Makes accelerate use an FSDP plugin on the CPU too, where it would ignore it and train with DDP."""
+    """Makes accelerate use an FSDP plugin on the CPU. By default it ignores the plugin and trains with DDP."""
     original = AcceleratorState.__init__
 
     @functools.wraps(original)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of GRPO."""
+"""GRPO scenarios."""
 
 import dataclasses
 import functools
@@ -40,13 +40,13 @@ from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfi
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, local_part, save_rollout_state
 
 
-# Scenarios that one process and two train alike
+# One process and two train these scenarios alike
 
 
 def skipped_rows(folder):
     """
-    Both groups that straddle two processes have other rows: one can't be read, the other not on the second. Neither is
-    evaluated.
+    Both groups that straddle two ranks have skipped rows: one row is unreadable, the other is missing on the second
+    rank. Evaluation skips both groups.
     """
     state, rows = start(), image_rows()
     own = folder / f"images-{state.process_index}"
@@ -77,12 +77,14 @@ def skipped_rows(folder):
 
 
 class Talking(Scripted):
-    """The second half of the batch calls a tool that shows images; what is sampled after them isn't kept."""
+    """
+    The second half of the batch calls a tool that returns images. The trainer drops the tokens sampled after them.
+    """
 
     turns = (0, 0, 0, 0, 1, 2, 3, 1)
 
     def __call__(self, model, prompts, *, room=None, **options):
-        if room is not None:  # as often on both processes
+        if room is not None:  # equally often on both ranks
             self.inner(model, prompts, room=room, **options)
         return super().__call__(model, prompts, room=room, **options)
 
@@ -94,13 +96,13 @@ class TalkingTrainer(MultimodalGRPOTrainer):
 
 
 def conversations(folder):
-    """Tools are called on one of two processes only."""
+    """Only one of two ranks calls tools."""
     objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
     return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, **options)[1]
 
 
-# Two micro-batches of whole groups per generation, balanced, used twice, with a reference model
+# Each generation has two balanced micro-batches of whole groups, runs twice, and uses a reference model
 REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
 
 
@@ -110,7 +112,7 @@ def whole_groups_checkpointed(folder):
 
 
 def partly(rows, *with_media):
-    """The rows, of which these alone have their media."""
+    """Keeps media only in the given rows."""
     return [{**row, "image": row["image"] if i in with_media else None} for i, row in enumerate(rows)]
 
 
@@ -132,21 +134,21 @@ HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpoint
 RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": InjectingRLOO}
 # Family, rows, number of groups, options
 PLAIN = {
-    # Half of the group on each of two processes
+    # Each of two ranks has half of the group
     "straddling_group": ("qwen2_5_vl", image_rows(), 1, {}),
-    # Each of two processes has a whole one and half of another
+    # Each of two ranks has one whole group and half of another
     "straddling_groups": ("qwen2_5_vl", image_rows(), 3, {}),
     "whole_groups": ("qwen2_5_vl", image_rows(), 2, WHOLE),
-    # Micro-batches of any completions, as TRL makes them
+    # Micro-batches of arbitrary completions, as in TRL
     "shuffled": ("qwen2_5_vl", image_rows(), 2, {**REUSED, "keep_groups_together": False}),
-    # Of different lengths, of which each of two processes has whole groups
+    # Groups of different lengths; each of two ranks has whole groups
     "clips": ("qwen2_audio", audio_rows(), 2, {**REUSED, "gradient_checkpointing": True}),
-    # In the first step the second of two processes has no media, in the second step the first has none
+    # The second of two ranks has no media in the first step, the first rank has none in the second step
     "mixed_rows": ("qwen2_5_vl", partly(image_rows(), 0, 3), 2, {}),
-    # Layers with a state, which run all prompts as one batch: each process has prompts of other lengths
+    # Stateful layers process all prompts as one batch, and each rank has prompts of other lengths
     "hybrid": ("qwen3_5_deep", partly(image_rows(), 1, 2, 4, 5, 7), 3, HYBRID),
-    # Images and clips of different lengths, which this family isolates: two forward passes on the first of two
-    # processes, one on the second
+    # This family isolates images and clips of different lengths: the first of two ranks runs two forward passes, the
+    # second runs one
     "isolated_media": ("gemma3n", images_and_clips(), 4, {}),
     "rloo": ("qwen2_5_vl", image_rows(), 3, RLOO),
     **{name: ("qwen2_5_vl", image_rows(), 2, {**WHOLE, **loss}) for name, loss in LOSSES.items()},
@@ -171,8 +173,8 @@ class PartsRLOO(RemembersParts, InjectingRLOO):
 
 def token_budget(folder, trainer_class=PartsTrainer):
     """
-    Two groups in each of two micro-batches, which one process forwards whole. Of two processes the second has the
-    longer prompts, and can't forward two at once.
+    Each of two micro-batches holds two groups. One process forwards a micro-batch whole. Of two ranks, the second has
+    the longer prompts and can't forward two at once.
     """
     options = {**REUSED, "gradient_checkpointing": True}
     if PartialState().num_processes > 1:
@@ -186,7 +188,7 @@ def rloo_token_budget(folder):
 
 
 class BreakingTrainer(InjectingTrainer):
-    """In some steps the first micro-batch of the first process has a gradient that isn't finite."""
+    """In some steps, the first micro-batch of rank 0 has a non-finite gradient."""
 
     broken = (1,)
 
@@ -197,7 +199,7 @@ class BreakingTrainer(InjectingTrainer):
 
 
 class Poison(TrainerCallback):
-    """After the second step, the last process holds a weight that isn't finite."""
+    """The last rank gets a non-finite weight after the second step."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step == 2 and PartialState().is_last_process:
@@ -206,7 +208,9 @@ class Poison(TrainerCallback):
 
 
 def not_finite(folder):
-    """An update that is skipped between others, as many in a row as end a run, and weights that aren't saved."""
+    """
+    Covers skipped updates, a run that ends after too many of them in a row, and non-finite weights that aren't saved.
+    """
     options = {**REUSED, "lr_scheduler_type": "linear", "weight_decay": 0.1, "gradient_checkpointing": True}
     _, result = train(folder / "once", "qwen2_5_vl", image_rows(), 2 * GROUP, BreakingTrainer, **options)
     errors = []
@@ -234,13 +238,13 @@ def not_finite(folder):
     return {**result, "errors": errors, "saved": saved}
 
 
-# Algorithms that need the whole batch of all processes: one group on each of two, and half of another. The second
-# generation batch comes from a policy that has left its reference.
+# These algorithms need the global batch. Each of two ranks has one group and half of another. The policy has left its
+# reference before the second generation batch.
 OFF_POLICY = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, "learning_rate": 0.1}
 
 
 def own_estimator(rewards, rewards_per_func, group_ids, mask, old_logps, ref_logps):
-    """One advantage per token, less the divergence from the reference."""
+    """Returns one advantage per token, less the divergence from the reference."""
     given = {
         "rewards": rewards,
         "rewards_per_func": rewards_per_func,
@@ -254,7 +258,7 @@ def own_estimator(rewards, rewards_per_func, group_ids, mask, old_logps, ref_log
     return (rewards - means)[:, None] - 0.1 * torch.where(mask.bool(), old_logps - ref_logps, 0)
 
 
-ESTIMATED = []  # digests of what the estimator was called with
+ESTIMATED = []  # digests of the estimator's arguments
 
 ALGORITHMS = {
     "reinforce": {"advantage_estimator": "reinforce"},
@@ -264,7 +268,7 @@ ALGORITHMS = {
     "dual_clip": {
         "loss_type": "dual_clip",
         "kl_estimator": "k2",
-        "advantage_estimator": "dr_grpo",  # which doesn't undo the scale
+        "advantage_estimator": "dr_grpo",  # it doesn't undo the scale
         "reward_running_scale": True,
     },
     "adaptive_kl": {"kl_target": 0.01, "kl_horizon": 40, "gradient_accumulation_steps": 2},
@@ -289,17 +293,17 @@ def algorithm(name, folder):
 globals().update({name: functools.partial(algorithm, name) for name in ALGORITHMS})
 
 
-# Scenarios of two processes only, which exchange their own groups and sample with random numbers of their own
+# These scenarios need two ranks, which exchange groups and sample with separate random states
 
 
 def sampled(folder):
-    """A group straddles processes, which sample its completions."""
+    """Two ranks sample the completions of one group."""
     trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
     return {**result, "self_check": dataclasses.asdict(trainer.checks.self_check), "completions": trainer.completions}
 
 
 class ExchangingTrainer(RecordingTrainer):
-    """Remembers of each batch its groups without signal, its tokens, and the extra prompts."""
+    """Records the groups without signal, the tokens and the extra prompts of each batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -320,8 +324,8 @@ class ExchangingTrainer(RecordingTrainer):
 
 def unequal_reward(completion_ids, trainer_state, **kwargs):
     """
-    On the second process all groups have signal. On the first the first one of a draw has, and in the second half of
-    the run none.
+    On the second rank, all groups have signal. On the first rank, only the first group of a draw has signal, and in
+    the second half of the run no group has.
     """
     if PartialState().process_index == 1:
         n_live = len(completion_ids)
@@ -343,13 +347,13 @@ EXCHANGED = {
 
 
 def exchanged(folder):
-    """Two groups on each process; each clip has a forward pass, whose number differs between processes."""
+    """Each rank has two groups. Each clip needs one forward pass, and the ranks have different numbers of clips."""
     trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
     return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
 
 
 def resumed(folder):
-    """Two updates on each generation batch, from two micro-batches each; stops between them."""
+    """Runs two updates of two micro-batches each per generation batch, and stops between them."""
     options = {
         **EXCHANGED,
         "gradient_accumulation_steps": 2,
@@ -371,7 +375,7 @@ def resumed(folder):
 
 
 def resumed_reference(folder):
-    """The reference has followed the policy before the stop, and does after it."""
+    """The reference follows the policy before and after the stop."""
     options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     options |= {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4, "num_iterations": 2}
     saving = {"save_strategy": "steps", "save_steps": 3}
@@ -407,7 +411,7 @@ def resumed_reference(folder):
 
 
 def resumed_by_more(folder):
-    """The second process has no state of its own, as after a run of one process."""
+    """The second rank has no saved state, as after a run of one process."""
     options = {**EXCHANGED, "max_steps": 4, "kl_target": 0.01, "kl_horizon": 100, "self_check": True}
     saving = {"save_strategy": "steps", "save_steps": 2}
     train(folder / "before", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **saving)
@@ -427,7 +431,7 @@ def resumed_by_more(folder):
 
 
 class InjectingMaker(NaiveExperienceMaker):
-    """Takes responses that depend on the prompt alone; those to later prompts are longer."""
+    """Returns responses that depend on the prompt alone. Later prompts get longer ones."""
 
     def _generate(self, prompts, config, pad_id):
         responses = []
@@ -440,7 +444,7 @@ class InjectingMaker(NaiveExperienceMaker):
 
 
 def experience(folder):
-    """Statistics of the experience maker are those of all processes, whose responses have different widths."""
+    """The statistics of the experience maker cover all ranks, whose responses have different widths."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)
     model, processor = FAMILIES["qwen2_5_vl"].build()
@@ -479,7 +483,7 @@ def experience(folder):
 
 
 def refused(folder):
-    """A process must hold whole groups to exchange them."""
+    """Each rank must hold whole groups to exchange them."""
     messages = []
     for option in ({"dynamic_sampling": True}, {"replay_buffer_size": 4}):
         try:
@@ -491,14 +495,14 @@ def refused(folder):
     return {"messages": messages}
 
 
-# Scenarios that save what they trained
+# Scenarios that save the trained model
 
 
 def loaded(trainer, family, load, *folders):
-    """Names of the weights that differ, for each model that is loaded from the folders."""
+    """Returns the names of the weights that differ, for each model loaded from the folders."""
     trained = weights(trainer.model)
     PartialState().wait_for_everyone()
-    unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
+    unset_hf_deepspeed_config()  # prevents ZeRO-3 from sharding the loaded weights
     model_class = FAMILIES[family].model_class
     otherwise = []
     for folder in folders:
@@ -511,7 +515,7 @@ def loaded(trainer, family, load, *folders):
 
 
 def greedy(folder, family, rows, batch=2 * GROUP):
-    """Two steps on given completions, one on sampled ones, which end at different lengths, and saving."""
+    """Trains two steps on given completions and one on sampled ones of different lengths, then saves."""
     trainer, result = train(
         folder,
         family,
@@ -541,12 +545,12 @@ def greedy_audio(folder):
 
 
 def greedy_isolated(folder):
-    """Isolated clips of different lengths, for which two processes need different numbers of forward passes."""
+    """Isolated clips of different lengths give two ranks different numbers of forward passes."""
     return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)
 
 
 def adapter(folder, family, rows, modules):
-    """LoRA in the encoder and in the language model, with the model below as reference."""
+    """LoRA in the encoder and in the language model; the base model is the reference."""
     objects = {"peft_config": LoraConfig(r=4, target_modules=modules)}
     saving = {"save_strategy": "steps", "save_steps": REUSED["max_steps"]}
     trainer, result = train(folder, family, rows, 2 * GROUP, objects=objects, **REUSED, **saving)

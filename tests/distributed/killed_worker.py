@@ -1,12 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs that are made to be killed: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
+Runs that the tests kill: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
 
-Imports take longer than a run, so this process does them once and forks for everything else. It reads a command per
-line and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and gives their ids,
-`{"reap": id}` gives the exit status of one of them, `null` while it runs. It kills what is left when its input ends.
+Imports take longer than a run. This process therefore imports once and forks for everything else. It reads one command
+per line and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and returns
+their ids, `{"reap": id}` returns the exit status of one of them, `null` while it runs. It kills the remaining
+processes when its input ends.
 
-`killed_worker.py train <job>` is one of the processes that `torch.distributed.run` started for a job.
+`killed_worker.py train <job>` is one of the processes that `torch.distributed.run` starts for a job.
 """
 
 import json
@@ -37,7 +38,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
-LIMIT = 600  # seconds that a process may live, so that nothing hangs; DeepSpeed compiles before its first run
+LIMIT = 600  # Maximum seconds that a process lives. DeepSpeed compiles before its first run.
 SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50}
 OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
 ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
@@ -58,21 +59,21 @@ def die() -> None:
 
 class Mortal:
     """
-    Dies at a point of saving, and records what it resumes from.
+    Dies at a given point of saving, and records what it resumes from.
 
-    `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies; `request` the
-    `moment`, the `step` before it, the `rank` of the process that is asked to end, and by which `signals`. At the
-    point "disk full" it doesn't die, but one of its files is on a device that is full.
+    `death` holds the `point`, the `step` of the checkpoint, and the `rank` of the process that dies. `request` holds
+    the `moment`, the `step` before it, the `rank` of the process that receives the signals, and the `signals`. At the
+    point "disk full" the process survives, but one of its files is on a full device.
     """
 
     death: dict | None = None
     request: dict | None = None
-    resumed: Path  # file for where it resumes
+    resumed: Path  # file that records where it resumes
 
     def _init_training_state(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial):
         position = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         name = resume_from_checkpoint and Path(resume_from_checkpoint).name
-        unfinished = self.resumed.with_suffix(".new")  # it may be killed here, too
+        unfinished = self.resumed.with_suffix(".new")  # a kill may happen here, too
         unfinished.write_text(json.dumps({"checkpoint": name, "step": self.state.global_step}))
         unfinished.rename(self.resumed)
         return position
@@ -86,10 +87,10 @@ class Mortal:
         if self.request is not None and self.request | own == self.request:
             signals, self.request = self.request["signals"], None
             for name in signals:
-                if name == "SIGTERM to all":  # from a launcher, and so not from the parent of workers
+                if name == "SIGTERM to all":  # a launcher sends it, not the parent of the workers
                     command = ["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"]
                     subprocess.run(command, check=True)
-                    time.sleep(0.5)  # the end of a worker would show
+                    time.sleep(0.5)  # a worker that exits would show
                 else:
                     os.kill(os.getpid(), signal.Signals[name])
 
@@ -137,7 +138,7 @@ class Mortal:
 
 
 def die_while_moving(name: str, point: str) -> None:
-    """Arranges for the death before the renaming that puts a checkpoint in its place, or at a later operation."""
+    """Schedules the death before the rename that publishes a checkpoint, or at a later operation."""
     moved, deletions = False, 0
 
     def watch(event, args):
@@ -167,8 +168,8 @@ TRAINERS = {"grpo": MortalGRPO, "ppo": MortalPPO}
 
 def train(job: dict) -> None:
     """
-    Trains, from the checkpoint that the job names, or else from the last one if there is any; writes the final state
-    of this process.
+    Trains from the checkpoint that the job names, or else from the last one if it exists. Writes the final state of
+    this process.
     """
     rank, output = int(os.environ.get("RANK", 0)), Path(job["output"])
     options = {**OPTIONS[job["algorithm"]], **job["options"]}
@@ -178,7 +179,7 @@ def train(job: dict) -> None:
         PartialState(**({"backend": "gloo"} if job["engine"] == "zero2" else {"cpu": True}))
         if job["engine"] == "fsdp2":
             enable_fsdp2_on_cpu()
-        # As many prompts in a generation batch as with one process
+        # A generation batch has as many prompts as with one process
         options |= {"steps_per_generation": 2, **ENGINES[job["engine"]]}
     objects = {"ptx_dataset": answered_audio()} if job["algorithm"] == "ppo" else None
     rows = audio_rows(5)
@@ -191,7 +192,7 @@ def train(job: dict) -> None:
     checkpoint = output.is_dir() and get_last_checkpoint(output) is not None
     trainer.train(resume_from_checkpoint=str(output / job["resume"]) if job["resume"] else checkpoint)
     state = {
-        "weights": trainer.model.state_dict(),  # the critic's too
+        "weights": trainer.model.state_dict(),  # includes the critic
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "rollouts": trainer._rollout_state(),
@@ -209,8 +210,8 @@ def train(job: dict) -> None:
 
 
 def differences(a, b, where: str = "") -> Iterator[str]:
-    """Where two nested states differ, but for durations."""
-    a, b = (list(each) if type(each) is tuple else each for each in (a, b))  # FSDP restores lists for tuples
+    """Yields where two nested states differ. Durations don't count."""
+    a, b = (list(each) if type(each) is tuple else each for each in (a, b))  # FSDP restores tuples as lists
     if type(a) is not type(b):
         yield f"{where}: {type(a)} and {type(b)}"
     elif isinstance(a, (torch.Tensor, np.ndarray)):
@@ -238,7 +239,7 @@ def is_duration(key) -> bool:
 
 
 def read(file: Path):
-    if file.name in ("training_args.bin", "manifest.json"):  # one holds the name of the folder, the other its checksum
+    if file.name in ("training_args.bin", "manifest.json"):  # one holds the folder's name, the other its checksum
         return None
     if file.suffix in (".pt", ".pth", ".bin"):
         return torch.load(file, weights_only=False)
@@ -248,19 +249,19 @@ def read(file: Path):
 
 
 def differing_files(a: Path, b: Path) -> list[str]:
-    """What differs between two folders."""
+    """Returns what differs between two folders."""
     files = [{str(path.relative_to(side)) for path in side.rglob("*") if path.is_file()} for side in (a, b)]
     found = [f"{name} in one of them" for name in sorted(files[0] ^ files[1])]
     for name in sorted(files[0] & files[1]):
         try:
             found += differences(read(a / name), read(b / name), name)
-        except Exception as error:  # half a file fails in many ways
+        except Exception as error:  # a truncated file fails in many ways
             found.append(f"{name}: {error!r}"[:300])
     return found
 
 
 def inspect(job: dict) -> None:
-    """Compares each checkpoint with the uninterrupted run's, and the final states if the job names their folder."""
+    """Compares each checkpoint with the baseline's, and the final states if the job names their folder."""
     output, straight = Path(job["output"]), Path(job["straight"])
     folders = [path for path in sorted(output.iterdir()) if path.is_dir()] if output.is_dir() else []
     last = get_last_checkpoint(output) if folders else None
@@ -286,13 +287,13 @@ TASKS = {"train": train, "inspect": inspect}
 
 
 def start(job: dict) -> list[int]:
-    """Forks the processes of a job, in a process group of their own."""
+    """Forks the processes of a job into a new process group."""
     if job.get("engine") == "zero2":
         import deepspeed  # noqa: F401  once for all
     port = free_port()
     folder = Path(job["folder"])
     folder.mkdir(parents=True)
-    assert threading.active_count() == 1  # no other thread holds a lock that it would hold for ever in the copy
+    assert threading.active_count() == 1  # A lock of another thread would stay locked in the fork
     pids = []
     for rank in range(job["processes"]):
         pid = os.fork()
@@ -309,12 +310,14 @@ def start(job: dict) -> list[int]:
                 os.environ.update({name: str(value) for name, value in place.items()})
             perform(job)
         pids.append(pid)
-        os.setpgid(pid, pids[0])  # whoever comes first
+        os.setpgid(pid, pids[0])  # parent or child, whichever runs first
     return pids
 
 
 def perform(job: dict) -> None:
-    """Does a job and ends the process, without what Python does at the end: the folders of the models are shared."""
+    """
+    Runs a job and ends the process without Python's exit handlers, because processes share the folders of the models.
+    """
     status = 1
     try:
         TASKS[job["task"]](job)
@@ -346,9 +349,9 @@ def serve(answers) -> None:
 
 if __name__ == "__main__":
     command, argument = sys.argv[1:]
-    tqdm.monitor_interval = 0  # no thread for progress bars
-    tqdm.set_lock(threading.RLock())  # one that is shared by processes, a killed one may hold for ever
-    saved("qwen2_audio")  # as long as each process thinks that it is alone
+    tqdm.monitor_interval = 0  # disables the thread of progress bars
+    tqdm.set_lock(threading.RLock())  # A killed process may hold a lock shared by processes forever
+    saved("qwen2_audio")  # while each process still sees a world size of 1
     if command == "train":
         signal.alarm(LIMIT)
         train(json.loads(argument))

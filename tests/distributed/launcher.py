@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs `worker.py` in one or several processes, on the CPU by default, and reads what each wrote."""
+"""Runs `worker.py` in one or several processes, on the CPU by default, and reads their results."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 class Run:
-    """Scenarios of `worker.py`, running in the background from the start."""
+    """Runs scenarios of `worker.py` in the background."""
 
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path, device: str = "cpu"):
         self.processes, self.scenarios, self.folder = processes, scenarios, folder
@@ -47,5 +47,5 @@ class Run:
         return {**result, "update": load_file(self.folder / f"{name}-{rank}.safetensors")}
 
     def stop(self) -> None:
-        """Ends the processes if they still run."""
+        """Ends the processes that still run."""
         end(self.process)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of processes that hold different media."""
+"""Scenarios in which ranks hold different media."""
 
 import functools
 from unittest import mock
@@ -18,7 +18,7 @@ from trl_multimodal_rft.trainers import base
 
 
 class Mixed(Remembers):
-    """Samples the completions of the last step and of evaluations, and remembers these alone."""
+    """Samples only the completions of the last step and of evaluations, and records only these."""
 
     def __call__(self, model, prompts, *, step, **options):
         if self.trainer.model.training and step < self.trainer.args.max_steps - 1:
@@ -28,11 +28,10 @@ class Mixed(Remembers):
 
 class MixedTrainer(MultimodalGRPOTrainer):
     """
-    Takes completions that depend on the step and on the place in the global batch alone, but samples those of the last
-    step and of evaluations.
+    Takes completions that depend only on the step and on the position in the global batch, but samples those of the
+    last step and of evaluations.
 
-    Remembers what it sampled, and for each forward that is differentiated the kinds of its media and of its
-    companions.
+    Records the samples, and for each differentiated forward pass the kinds of its media and of its dummy inputs.
     """
 
     def __init__(self, *args, **kwargs):
@@ -57,8 +56,8 @@ def kinds(prompts):
 
 
 def mixed(folder, family, steps, check=None, lora=None, trainer_class=MixedTrainer, **options):
-    """Trains on prompts that are different on each of two processes."""
-    state = start()  # before a model is built that the engine of the scenario before would split
+    """Trains on prompts that differ between two ranks."""
+    state = start()  # before building a model, which the engine of the previous scenario would shard
     rows = [each for step in steps for each in step]
     columns = dict.fromkeys(name for each in [*rows, *(check or [])] for name in each)
     options = {
@@ -108,7 +107,7 @@ def text(words="Is there a cat, a dog or a bird?"):
 
 
 def images(*sizes):
-    """One prompt with images of so many tokens in width and height."""
+    """Returns one prompt with images of the given widths and heights in tokens."""
     return row("What is in the image?", images=[image(28 * w, 28 * h, seed=10 * w + h)["image"] for w, h in sizes])
 
 
@@ -125,22 +124,22 @@ def audios(seconds=0.6):
     return row("What do you hear?", audio=sound(seconds))
 
 
-# Scenarios: family, steps, and options. In each step the first of two processes gets the first half of the prompts.
+# Scenarios: family, steps and options. In each step, the first of two ranks gets the first half of the prompts.
 
 CHECKPOINTED = {"gradient_checkpointing": True}
-# DDP looks for weights that the last forward doesn't use, as it does by TRL's default
+# DDP searches for weights that the last forward pass doesn't use, as by default in TRL
 SEARCHED = {"ddp_find_unused_parameters": True}
 MEASURED = {"media_contribution_steps": 1}
 PARTS = {"max_tokens_per_microbatch": 60}
 PPO = {"trainer_class": MixedPPO, "num_ppo_epochs": 1}
 
-# Two micro-batches a step: the media are in the earlier one, then in the later one, then in one on each process
+# Each step has two micro-batches. The media are in the earlier one, then in the later one, then in one per rank.
 ACCUMULATED = [
     [images((3, 2)), text(), text(), text("What is it?")],
     [text(), text("What is it?"), text(), images((2, 2), (4, 3))],
     [text(), images((3, 3)), clip(), text()],
 ]
-# One of the processes differentiates each micro-batch in parts, of which some have media
+# One rank differentiates each micro-batch in parts, only some of which have media
 IN_PARTS = [
     [images((4, 3), (4, 4)), text(), text(), text("What is it?")],
     [text(), text("What is it?"), images((2, 2)), clip()],
@@ -169,14 +168,14 @@ TOWER = "model.audio_tower"
 
 SCENARIOS = {
     "mixed_vision": ("qwen2_5_vl", VISION, {"check": [text(), clip(6)], **CHECKPOINTED, **MEASURED}),
-    # The language model gets features of the tower in several layers
+    # Several layers of the language model receive features of the vision tower
     "mixed_deepstack": ("qwen3_vl", DEEPSTACK, {"gradient_checkpointing": False, "self_check": True}),
     "mixed_audio": (
         "qwen2_audio",
         HEARD,
         {"check": [text(), audios()], "self_check": True, "ds3_gather_for_generation": False, **CHECKPOINTED},
     ),
-    # In batches of one modality, one tower or both have nothing to do on any process
+    # In single-modality batches, one or both towers are idle on all ranks
     "mixed_omni": ("qwen2_5_omni", OMNI, {"check": [audios(), clip()], **CHECKPOINTED, **MEASURED}),
     "mixed_padded": (
         "qwen2_5_omni",
@@ -185,18 +184,18 @@ SCENARIOS = {
     ),
     "mixed_parts": ("qwen2_5_vl", IN_PARTS, PARTS),
     "mixed_parts_searched": ("qwen2_5_vl", IN_PARTS, {**PARTS, **SEARCHED}),
-    # Companions have values, too, where a critic is a head on the policy
+    # Dummy inputs have values, too, if a critic is a head on the policy
     "mixed_parts_shared": ("qwen2_5_vl", IN_PARTS, {**PARTS, **PPO, "shared_trunk": True, "value_learning_rate": 1.0}),
-    # There is nothing to train in what hears
+    # The audio encoder has nothing to train
     "mixed_adapted_language": (
         "qwen2_audio",
         AUDIO,
         {"lora": [TOWER, "model.multi_modal_projector"], "beta": 0.1},
     ),
-    # The encoder is frozen, but not what comes after it
+    # The encoder is frozen, but not the layers after it
     "mixed_adapted_projector": ("qwen2_audio", AUDIO, {"lora": [TOWER], "beta": 0.1}),
     "mixed_adapted": ("qwen2_5_omni", ADAPTED, {"lora": [], "beta": 0.1}),
-    # Adapters in the policy's language model alone, and a critic that is trained whole
+    # Only the policy's language model has adapters, and the critic trains all weights
     "mixed_critic": (
         "qwen2_5_vl",
         CRITIC,
@@ -216,14 +215,14 @@ def accumulated(options, folder):
 
 
 def isolated(steps, folder):
-    """Prompts that get forwards of their own, which must be the same on ranks that hold weights in part."""
+    """Isolated prompts need separate forward passes, whose number must match on ranks with sharded weights."""
     try:
         return mixed(folder, "gemma3n", steps, learning_rate=1.0)
     except ValueError as error:
         return {"message": str(error)}
 
 
-# The same kinds on the processes, but not in the same numbers of forwards
+# The ranks hold the same kinds, but run different numbers of forward passes
 NUMBERS = [[audios(0.3), audios(0.9), images((2, 2)), audios(0.5), images((3, 2)), text()]] * 2
 
 globals().update({name: functools.partial(scenario, name) for name in SCENARIOS})

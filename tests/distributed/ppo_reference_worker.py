@@ -2,7 +2,7 @@
 """
 Runs of `PPOTrainerVL` and `PPOTrainerAL` on one or several processes: `ppo_reference_worker.py <engine> <folder>`.
 
-The engine is `ddp`, `zero2` or `zero3`. Batches of all processes are the same for any number of them. Each process
+The engine is `ddp`, `zero2` or `zero3`. The global batches don't depend on the number of processes. Each process
 writes what it saw.
 """
 
@@ -30,7 +30,7 @@ ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 def mixed_rows(n):
-    """Every other one without its image, so that processes lack different media."""
+    """Every other row lacks its image, so that ranks lack different media."""
     rows = enumerate(image_rows(n))
     return [row if i % 2 else {name: value for name, value in row.items() if name != "image"} for i, row in rows]
 
@@ -40,15 +40,15 @@ KINDS = {
     "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
     "mixed": ("qwen2_5_vl", PPOTrainerVL, ActorVL, mixed_rows),
 }
-N_PROMPTS = 4  # of a rollout, over all processes
+N_PROMPTS = 4  # per rollout, over all ranks
 GROUP = 4
 
 
 def start():
-    """Forgets the engine of the scenario before."""
+    """Resets the engine of the previous scenario."""
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
-    # To accelerate, DeepSpeed on the CPU must look like one on accelerators
+    # Accelerate must treat DeepSpeed on the CPU as on accelerators
     return PartialState(cpu=True) if ENGINE == "ddp" else PartialState(backend="gloo")
 
 
@@ -61,7 +61,7 @@ def engine_options():
 
 
 def model_of(family, distance=0.0):
-    """The tiny model, or one near it."""
+    """Returns the tiny model, or one near it."""
     model = FAMILIES[family].build()[0]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def model_of(family, distance=0.0):
 
 
 def combine(model_reward_list):
-    """Metrics that only one of the processes has."""
+    """Returns metrics that only one rank has."""
     (rewards,) = model_reward_list
     return rewards, {f"of_process_{PartialState().process_index}": rewards, "everywhere": rewards}
 
@@ -159,7 +159,7 @@ def fit(folder, kind, sampled=False, **options):
 
 
 def resumed(folder, kind):
-    """Real sampling; the same run again from a checkpoint in the middle of an episode."""
+    """Samples for real, and repeats the run from a checkpoint in the middle of an episode."""
     options = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2, "sampled": True}
     whole = fit(folder / "whole", kind, save_strategy="steps", save_steps=2, **options)
     PartialState().wait_for_everyone()

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of PPO."""
+"""PPO scenarios."""
 
 import torch
 from accelerate import PartialState
@@ -45,7 +45,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 class InjectingPPO(RemembersParts, InjectingTrainer, MultimodalPPOTrainer):
-    """Remembers the supervised completions of each micro-batch."""
+    """Records the supervised completions of each micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -60,14 +60,14 @@ class InjectingPPO(RemembersParts, InjectingTrainer, MultimodalPPOTrainer):
 
 def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2, objects=None, **options):
     """
-    One group and half of another on each of two processes, and `n_supervised` rows for each global micro-batch.
+    Each of two ranks has one group and half of another, and each global micro-batch has `n_supervised` rows.
 
-    Beside what [`train`] returns, the result holds the ids of the `supervised` completions, and of each micro-batch
-    the `parts`.
+    The result extends that of [`train`] by the ids of the `supervised` completions and by the `parts` of each
+    micro-batch.
     """
     rows = image_rows() if rows is None else rows
     options = {**PPO, **options}
-    # Completions of equal length, so that the mean of two processes is that over all tokens
+    # Completions have equal length, so that the mean over two ranks is the mean over all tokens
     answered = [{**each, "completion": f"number {i}"} for i, each in enumerate(rows[:7])]
     objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
     options["per_device_ptx_batch_size"] = n_supervised // PartialState().num_processes
@@ -76,47 +76,47 @@ def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2,
 
 
 def ppo_images(folder):
-    """All weights get gradients, so that DDP need not look for others."""
+    """All weights get gradients, so that DDP need not search for unused ones."""
     return ppo(folder, gradient_checkpointing=False, ddp_find_unused_parameters=False)[1]
 
 
 def ppo_shared_trunk(folder):
-    """Two micro-batches a step, a reward scale and a KL coefficient that follow all processes."""
+    """Runs two micro-batches a step. The reward scale and the KL coefficient follow the global batch."""
     options = {"gradient_accumulation_steps": 2, "reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40}
     return ppo(folder, "qwen2_audio", audio_rows(), shared_trunk=True, value_learning_rate=0.05, **options)[1]
 
 
 def ppo_adapter(folder):
-    checkpointing = ENGINE != "zero3"  # where TRL makes it reentrant
+    checkpointing = ENGINE != "zero3"  # TRL makes it reentrant there
     options = {"learning_rate": 0.5, "gradient_checkpointing": checkpointing}
     return ppo(folder, "qwen2_audio", audio_rows(), objects={"peft_config": LORA}, **options)[1]
 
 
 def ppo_adam(folder):
-    """While the policy is frozen, Adam must not count steps of it."""
+    """Adam must not count steps of the policy while it is frozen."""
     options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
     return ppo(folder, freezing_actor_steps=2, **options)[1]
 
 
 def ppo_parts(folder):
-    """Two processes: the first forwards its prompts together, the second one by one, with ten supervised rows."""
+    """The first rank forwards its prompts together, the second one by one, with ten supervised rows."""
     options = {"max_tokens_per_microbatch": 110} if PartialState().num_processes > 1 else {}
     return ppo(folder, rows=SHORT_AND_LONG[2:6], batch=4 * GROUP, n_supervised=20, **options)[1]
 
 
 def ppo_mixed(folder):
-    """In the first generation batch the second of two processes has no media, in the second one the first has none."""
+    """In the first generation batch the second of two ranks has no media, in the second one the first has none."""
     rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
     return ppo(folder, rows=rows, batch=2 * GROUP)[1]
 
 
 def ppo_saved(folder):
-    """A sampled step after the injected ones; policy, critic and average are saved and loaded again."""
+    """Samples one step after the injected ones, then saves and loads policy, critic and average."""
     trainer, result = ppo(folder, "qwen2_audio", audio_rows(), batch=2 * GROUP, max_steps=5)
     trained = weights(trainer.model)
     trainer.save_model(folder / "saved")
     PartialState().wait_for_everyone()
-    unset_hf_deepspeed_config()  # so that ZeRO-3 doesn't split what is loaded
+    unset_hf_deepspeed_config()  # prevents ZeRO-3 from sharding the loaded weights
     model_class = FAMILIES["qwen2_audio"].model_class
     critic = Critic.from_pretrained(folder / "saved" / "critic", model_class)
     saved = {
@@ -126,7 +126,7 @@ def ppo_saved(folder):
     if trainer.ema is not None:
         average = weights(model_class.from_pretrained(folder / "saved" / "ema"))
         saved |= {f"average of {name}": value for name, value in average.items()}
-        # Of what isn't trained there is no average
+        # Frozen weights have no average
         trained |= {**{f"average of {name}": trained[name] for name in average}, **averages(trainer)}
         AutoProcessor.from_pretrained(folder / "saved" / "ema")
     still = weights(trainer.model)
@@ -151,7 +151,7 @@ def ppo_resumed(folder):
 
 
 def ppo_refused(folder):
-    """A second forward with reentrant checkpointing, and what ZeRO-3 can't do."""
+    """Covers a second forward pass with reentrant checkpointing, and the limits of ZeRO-3."""
     messages = []
     cases = [{"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}]
     if ENGINE == "zero3":

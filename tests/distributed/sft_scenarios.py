@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of supervised training, with other media, and other numbers of tokens, on each process."""
+"""Scenarios of supervised training. Each rank has other media and another number of tokens."""
 
 from datasets import Dataset
 from helpers.chats import image
@@ -12,7 +12,7 @@ from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 
 
 def sft(folder, peft_config=None, **options):
-    """Two updates of two micro-batches each, in whose four rows one process has all images, then the other."""
+    """Runs two updates of two micro-batches each, in whose four rows one rank has all images, then the other."""
     state = start()
     model, processor = FAMILIES["qwen2_5_vl"].build()
     model.save_pretrained(folder / "model")

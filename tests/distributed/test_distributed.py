@@ -1,14 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Two processes train as one does, and alike with every engine: DDP, FSDP2 and DeepSpeed's ZeRO-1, 2 and 3."""
+"""Two ranks train like one process, and alike with every engine: DDP, FSDP2 and DeepSpeed's ZeRO-1, 2 and 3."""
 
 import pytest
 import torch
 from launcher import Run
 
 
-TIMEOUT = 600  # seconds; a run takes a fifth of it, and DeepSpeed compiles before its first
-SHARDED = ["fsdp2", "zero3"]  # engines that split weights
-PARTS = ["zero1", "zero2", *SHARDED]  # that split anything
+TIMEOUT = 600  # seconds; a run takes a fifth of it, and DeepSpeed compiles before its first run
+SHARDED = ["fsdp2", "zero3"]  # engines that shard weights
+PARTS = ["zero1", "zero2", *SHARDED]  # engines that shard anything
 
 ALGORITHMS = (
     "reinforce reinforce_baseline cpgd gmpo dual_clip adaptive_kl entropies_of_rollout current_entropies".split()
@@ -19,19 +19,19 @@ ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
-# What else is in the slow run
+# The rest of the slow run
 IN_DEFAULT_RUN = {
     "ddp": ["skipped_rows", "clips", "straddling_group", "exchanged", "ppo_images"],
     "fsdp2": [FOR_EACH_ENGINE],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
-# Where an engine may make a difference: groups on one process or on two, accumulation, a reference, adapters, several
-# forwards and backwards a step, and what is computed of the whole batch
+# The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
+# backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
 ENGINE_MATTERS += ["reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
-# Means over micro-batches, which one process makes of other completions than two do
+# Means over micro-batches, which hold different completions on one process and on two
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = "straddling_group straddling_groups hybrid skipped_rows mixed_rows isolated_media rloo".split()
 ONE_MICRO_BATCH += [*GREEDY, "greedy_isolated", "reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip"]
@@ -47,7 +47,7 @@ PPO_MICRO_BATCHES = "policy_loss value_loss value_clip_ratio approx_kl ratio/mea
 
 
 class Runs:
-    """One launch of two processes for each engine, and one of a single process, which all engines are held against."""
+    """One launch of two processes per engine, and one of a single process as their baseline."""
 
     def __init__(self, scenarios, folder):
         self.scenarios, self.folder = scenarios, folder
@@ -56,7 +56,7 @@ class Runs:
     def results(self, name):
         if name.startswith("zero"):
             pytest.importorskip("deepspeed")
-        for each in ("one", name):  # side by side
+        for each in ("one", name):  # in parallel
             if each in self.scenarios and each not in self._runs:
                 engine, n = ("ddp", 1) if each == "one" else (each, 2)
                 self._runs[each] = Run(engine, n, self.scenarios[each], self.folder / each)
@@ -71,7 +71,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Runs of the scenarios that the selected tests ask for."""
+    """Runs the scenarios that the selected tests need."""
     scenarios = {}
     for item in request.session.items:
         if item.module is request.module:
@@ -86,24 +86,24 @@ def runs(request, tmp_path_factory):
 
 @pytest.fixture
 def two(runs, engine, scenario):
-    """What each of two processes returned."""
+    """Returns the results of two ranks."""
     return runs.results(engine)[scenario]
 
 
 @pytest.fixture
 def one(two, runs, scenario):
-    """What a single process returned."""
+    """Returns the result of a single process."""
     return runs.results("one")[scenario]
 
 
 @pytest.fixture
 def ddp(two, runs, scenario):
-    """What each of two processes returned with DDP."""
+    """Returns the results of two ranks with DDP."""
     return runs.results("ddp")[scenario]
 
 
 def of(scenarios):
-    """A test for each engine's scenarios."""
+    """Parametrizes a test with each engine's scenarios."""
     return pytest.mark.parametrize(
         ("engine", "scenario"),
         [
@@ -115,7 +115,7 @@ def of(scenarios):
 
 
 def on(engines, *names):
-    """The same scenarios for several engines."""
+    """Returns the same scenarios for several engines."""
     return of(dict.fromkeys(engines, names))
 
 
@@ -182,13 +182,13 @@ def test_trains_as_one_process(two, one, engine, scenario):
 @on(["ddp"], "straddling_group", "straddling_groups")
 def test_a_group_that_straddles_processes_is_packed_on_each(two, scenario):
     shares = [step["packing/shared_frac"] for step in two[0]["steps"]]
-    # Both completions of a process have the same prompt; or of 6, 4 have one and 2 another
+    # Either both completions of a process share a prompt, or 4 of 6 have one prompt and 2 another
     assert shares == pytest.approx([0.5 if scenario == "straddling_group" else 2 / 3] * 2, abs=0.05)
 
 
 @on(["ddp"], FOR_EACH_ENGINE)
 def test_processes_have_different_numbers_of_tokens(two):
-    """Else a mean of their means would be that over all tokens."""
+    """Otherwise the mean of their means would equal the mean over all tokens."""
     assert all(a != b for a, b in zip(two[0]["tokens"], two[1]["tokens"], strict=True))
 
 
@@ -200,13 +200,16 @@ def test_processes_run_as_many_parts_as_the_one_that_needs_most(two, scenario):
 
 @on(["ddp", *PARTS], "clips")
 def test_positions_of_the_encoder_are_not_trained(two):
-    """Transformers' encoder has them fixed, and loads them as if they weren't."""
+    """Transformers' encoder fixes them, but loads them as trainable."""
     assert [v.any() for name, v in two[0]["update"].items() if "audio_tower.embed_positions" in name] == [False]
 
 
 @on(["ddp", *PARTS], "not_finite")
 def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one, engine):
-    """On no engine: an update is skipped as on one process, too many end the run, and checkpoints stay whole."""
+    """
+    No engine trains on them or saves them: it skips an update as one process does, too many skips end the run, and
+    checkpoints stay intact.
+    """
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     for rank in two:
@@ -226,7 +229,7 @@ def test_estimator_gets_the_whole_batch_on_each_process(two, one):
     first, second, alone = (rank["estimated"] for rank in (*two, *one))
     assert len(first) == 2  # generation batches
     assert first == second
-    for name in ("rewards", "rewards_per_func", "group_ids", "mask"):  # scores are rounded otherwise
+    for name in ("rewards", "rewards_per_func", "group_ids", "mask"):  # scores round differently
         assert [call[name] for call in first] == [call[name] for call in alone]
 
 
@@ -260,7 +263,7 @@ def test_processes_agree_on_their_own_samples(two):
     assert check == second["self_check"]
     assert max(check["packed"], check["rows"], check["sampled"]) <= check["tolerance"] < min(check["media"].values())
     assert first["steps"][0]["packing/shared_frac"] > 0
-    # The processes share a prompt, and must not sample the same completions of it
+    # The ranks share a prompt and must sample different completions
     for step in zip(*(rank["completions"] for rank in two), strict=True):
         assert len({tuple(ids) for completions in step for ids in completions}) > 2
 
@@ -278,17 +281,17 @@ def test_generates_as_one_process(two, one):
     completions = [rank["completions"] for rank in two]
     assert completions[0] + completions[1] == one[0]["completions"]
     longest = [max(map(len, ids)) for ids in completions]
-    assert longest[0] != longest[1]  # so one process had to wait for the other
+    assert longest[0] != longest[1]  # so one rank waits for the other
 
 
-# Groups that processes exchange
+# Groups that ranks exchange
 
 
 @on(["ddp", "fsdp2"], "exchanged")
 def test_processes_exchange_their_groups(two):
     first, second = two
     assert_same_ranks(two)
-    # On the first process a second draw makes up for groups without signal, and later the groups that it kept
+    # On the first rank, a second draw replaces groups without signal. Later, the kept groups do.
     for batches in zip(first["batches"], second["batches"], strict=True):
         dead, tokens, all_tokens = zip(*batches, strict=True)
         assert dead == (0, 0)
@@ -300,7 +303,7 @@ def test_processes_exchange_their_groups(two):
     assert [step["replay/age"] for step in sampling][:2] == [0, 0] < [step["replay/age"] for step in sampling][2:]
     others = [{k: step[k] for k in mine} for mine, step in zip(sampling, second["steps"], strict=True)]
     assert sampling == others
-    # Two draws on both processes take each of the eight prompts once
+    # Two draws on both ranks take each of the eight prompts once
     epochs = [[rank["drawn"][start : start + 2] for rank in (first, second)] for start in (0, 2)]
     assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
 
@@ -317,7 +320,7 @@ def test_groups_that_straddle_processes_are_not_exchanged(two):
 
 @of({"ddp": ADAPTERS, **dict.fromkeys(SHARDED, [*GREEDY, "greedy_isolated", *ADAPTERS])})
 def test_what_is_saved_loads_as_it_was_trained(two):
-    """From the folder of `save_model` and from a checkpoint."""
+    """Covers the folder of `save_model` and a checkpoint."""
     for rank in two:
         assert len(rank["saved_otherwise"]) >= 2
         assert not any(rank["saved_otherwise"])
@@ -357,7 +360,7 @@ def part_of(name):
 
 
 def assert_same_ppo(two, one, engine, scenario, tolerance=1e-5):
-    """Policy, critic and average made the same updates, from the same numbers."""
+    """Asserts that policy, critic and average made the same updates from the same numbers."""
     assert_same_ranks(two)
     for part in ("policy", "critic", "average"):
         actual, expected = (
@@ -369,7 +372,7 @@ def assert_same_ppo(two, one, engine, scenario, tolerance=1e-5):
             assert_same_update(actual, expected, least=0.02, tolerance=tolerance)
     accumulated = scenario == "ppo_shared_trunk"
     assert_same_metrics(two, one, [*PPO_METRICS, *([] if accumulated else PPO_MICRO_BATCHES)], tolerance)
-    # Each process has supervised rows of its own, together those of one process
+    # Each rank has different supervised rows, together those of one process
     assert two[0]["supervised"] != two[1]["supervised"]
     together = [a + b for a, b in zip(two[0]["supervised"], two[1]["supervised"], strict=True)]
     assert together == one[0]["supervised"]
@@ -383,7 +386,7 @@ def test_trains_policy_and_critic_as_one_process(two, one, engine, scenario):
 
 @on(["zero2", "zero3"], "ppo_adam")
 def test_deepspeed_counts_no_steps_of_a_frozen_policy(two, one, engine, scenario):
-    """Adam divides a gradient by its own size, so that rounding counts as much where there is hardly any gradient."""
+    """Adam normalizes a gradient by its size, so rounding matters where the gradient is near zero."""
     assert_same_ppo(two, one, engine, scenario, tolerance=1e-3)
 
 
@@ -410,7 +413,7 @@ IN_PARTS = "`ema_decay` averages whole weights, which ZeRO-3 doesn't keep"
 
 @on(["ddp", "zero2", "zero3"], "ppo_refused")
 def test_what_ppo_can_not_do(two, engine):
-    """A second forward with reentrant checkpointing, and with ZeRO-3 an average of weights."""
+    """Covers a second forward pass with reentrant checkpointing, and an average of weights with ZeRO-3."""
     expected = [REENTRANT, IN_PARTS] if engine == "zero3" else [REENTRANT]
     for rank in two:
         assert len(rank["messages"]) == len(expected)
@@ -423,7 +426,7 @@ def test_what_ppo_can_not_do(two, engine):
 @pytest.mark.slow
 @on(["ddp", "fsdp2", "zero2", "zero3"], "sft_rows", "sft_parts", "sft_adapter")
 def test_supervised_rows_train_as_in_one_process(engine, two, one):
-    """With other media and numbers of tokens on each process, over accumulated micro-batches, also in parts."""
+    """Ranks have different media and numbers of tokens, over accumulated micro-batches, also in parts."""
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"])

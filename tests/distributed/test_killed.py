@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that is killed over and over, also while it saves, ends bit for bit as the run that nobody killed."""
+"""A run that is killed repeatedly, also while it saves, ends bit for bit like the uninterrupted baseline."""
 
 import glob
 import json
@@ -24,7 +24,7 @@ from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-TIMEOUT = 600  # seconds; a run takes some, but DeepSpeed compiles before its first
+TIMEOUT = 600  # seconds; a run takes a few, but DeepSpeed compiles before its first run
 LAST = 9  # step, in the middle of an epoch and of a generation batch
 KEPT = 2  # checkpoints
 PARTIAL = "_partial_checkpoint"
@@ -39,7 +39,7 @@ CASES = {
 
 
 class Worker:
-    """`killed_worker.py` in the background, which forks the processes to kill."""
+    """Runs `killed_worker.py` in the background, which forks the processes to kill."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -68,7 +68,7 @@ class Worker:
         return json.loads(answer)
 
     def straight(self, name: str) -> Path:
-        """Folder of the uninterrupted run of a case."""
+        """Returns the folder of a case's uninterrupted run."""
         if name not in self._straight:
             folder = self.folder / name
             self._straight[name] = [folder, Processes(self, train(name, folder, folder / "output"))]
@@ -78,8 +78,8 @@ class Worker:
         return folder
 
     def stop(self) -> None:
-        """Ends the worker, and the processes that still run."""
-        self.process.stdin.close()  # it kills them
+        """Ends the worker and its running processes."""
+        self.process.stdin.close()  # the worker then kills them
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class Worker:
 
 
 class Processes:
-    """The forked processes of a job, from the start."""
+    """The forked processes of a job."""
 
     def __init__(self, worker: Worker, job: dict):
         self._worker, self.folder = worker, Path(job["folder"])
@@ -97,14 +97,14 @@ class Processes:
         self._codes: dict[int, int] = {}
 
     def ended(self) -> int:
-        """How many have ended."""
+        """Returns how many have ended."""
         for pid in self.ids:
             if pid not in self._codes and (code := self._worker.ask(reap=pid)) is not None:
                 self._codes[pid] = code
         return len(self._codes)
 
     def until(self, happened: Callable[[], bool], n_ended: int, pause: float = 0.02) -> bool:
-        """Waits for something to happen or for so many to end; whether it has happened."""
+        """Waits for a condition or for `n_ended` processes to end. Returns whether the condition holds."""
         limit = time.monotonic() + TIMEOUT
         while not happened():
             if self.ended() >= n_ended:
@@ -116,12 +116,12 @@ class Processes:
         return True
 
     def wait(self) -> list[int]:
-        """Exit codes of all."""
+        """Returns the exit codes of all processes."""
         self.until(lambda: False, len(self.ids))
         return [self._codes[pid] for pid in self.ids]
 
     def kill(self) -> None:
-        """All at once."""
+        """Kills all processes at once."""
         if self.ended() < len(self.ids):
             os.killpg(self.ids[0], signal.SIGKILL)
 
@@ -135,13 +135,13 @@ def train(name: str, folder: Path, output: Path, death=None, resume=None, reques
 
 
 class Restarted:
-    """A run that is started again after each kill."""
+    """A run that restarts after each kill."""
 
     def __init__(self, worker: Worker, name: str, folder: Path, seed: int):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
         self.straight = worker.straight(name)
         self.random = random.Random(seed)
-        self.story = [f"seed {seed}"]  # for the message, should it end badly
+        self.story = [f"seed {seed}"]  # for the message of a failure
         self.n_starts = 0
         self.last: str | None = None  # checkpoint that a start should resume from
 
@@ -151,19 +151,18 @@ class Restarted:
         return Processes(self.worker, train(self.name, folder, self.output, death, resume, save_total_limit=KEPT))
 
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """Returns the step of the newest checkpoint."""
         return max([0, *(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*"))])
 
     def check(self, processes: Processes, resumed: str | None, is_over: bool) -> dict:
         """
-        Checks what it went on from, that all checkpoints are those of the uninterrupted run, and the final states if
-        it is over.
+        Checks where the run resumed, that all checkpoints match the baseline's, and the final states if it is over.
         """
         where = "; ".join(self.story)
         for file in sorted(processes.folder.glob("resumed-*.json")):
             expected = {"checkpoint": resumed, "step": int(resumed.split("-")[1]) if resumed else 0}
             assert json.loads(file.read_text()) == expected, where
-        assert "has changed since" not in processes.logs(), where  # the dataset is the same in each process
+        assert "has changed since" not in processes.logs(), where  # every process sees the same dataset
         job = {"task": "inspect", "processes": 1, "folder": str(self.folder / f"inspected-{self.n_starts}")}
         job |= {"output": str(self.output), "straight": str(self.straight)}
         inspection = Processes(self.worker, {**job, "final": str(processes.folder) if is_over else None})
@@ -176,7 +175,10 @@ class Restarted:
         return found
 
     def dies(self, point: str, step: int, rank: int, last: int, resume: str | None = None) -> dict:
-        """One process ends itself at a point of saving, and then the others are killed; the rest as `check` says."""
+        """
+        One process ends itself at a point of saving, then the test kills the others. See `check` for the other
+        arguments.
+        """
         self.story.append(f"process {rank} dies with {point} at step {step}")
         expected = resume or self.last
         processes = self.start({"point": point, "step": step, "rank": rank}, resume)
@@ -191,7 +193,7 @@ class Restarted:
         return found
 
     def killed(self, happened: Callable[[Processes], bool], moment: str, delay: float) -> bool:
-        """All processes are killed some time after something has happened; whether that was before their end."""
+        """Kills all processes some time after a condition holds. Returns whether they were still running."""
         processes = self.start()
         if processes.until(lambda: happened(processes), 1, pause=0.0005):
             time.sleep(delay)
@@ -206,7 +208,7 @@ class Restarted:
         return not is_over
 
     def ends(self) -> dict:
-        """It runs to its end."""
+        """Runs to the end."""
         self.story.append("left alone")
         expected, processes = self.last, self.start()
         assert set(processes.wait()) == {0}, f"{self.story}\n{processes.logs()}"
@@ -235,7 +237,7 @@ def test_uninterrupted_run_has_something_to_lose(worker, case):
     weights = [load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     history = json.loads((checkpoints[1] / "trainer_state.json").read_text())["log_history"]
-    # It moves in the first epoch of each rollout
+    # The run moves in the first epoch of each rollout
     assert len({entry["kl_coef"] for entry in history}) == (LAST + 1) // 2
     assert any(entry.get("replay/frac", 0) > 0 for entry in history)
     assert any(entry.get("sampling/rounds", 0) > 1 for entry in history)
@@ -252,7 +254,7 @@ def test_killed_while_it_saves(worker, case, tmp_path):
     run.dies("deleting", 7, 0, last=7)
     run.dies("in place", LAST, 0, last=LAST)
     run.ends()  # without another step
-    # Now the place is taken, and the one that has it is already aside
+    # The destination now exists, and the old checkpoint is already moved away
     run.dies("all written", LAST, 0, last=LAST - 1, resume=f"checkpoint-{LAST - 1}")
     found = run.ends()
     assert sorted(found["checkpoints"]) == [f"checkpoint-{step}" for step in (LAST - 1, LAST)]
@@ -286,13 +288,13 @@ def test_killed_at_random(worker, case, tmp_path):
 
 
 class Asked:
-    """A run that is asked to end, saves a checkpoint then and never else, and is started again."""
+    """A run that receives a signal, saves only the resulting checkpoint, and restarts."""
 
     def __init__(self, worker: Worker, name: str, folder: Path):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
 
     def start(self, *signals: str, options: dict | None = None, **request) -> Processes:
-        """Starts it, to get the signals in the `moment` on the process `rank`, with `step` steps behind it."""
+        """Starts the run. The process `rank` gets the signals at the `moment` after `step` steps."""
         asks = {**request, "signals": signals} if signals else None
         folder = self.folder / f"at {request.get('step', LAST)}"
         options = {"enable_jit_checkpoint": True, "save_strategy": "no", **(options or {})}
@@ -302,7 +304,7 @@ class Asked:
         return sorted(path.name for path in self.output.glob("checkpoint-*"))
 
     def differences(self, processes: Processes) -> list[str]:
-        """Where its final states differ from those of the uninterrupted run."""
+        """Returns where the final states differ from the baseline's."""
         job = {"task": "inspect", "processes": 1, "folder": str(self.folder / "inspected"), "output": str(self.output)}
         job |= {"straight": str(self.worker.straight(self.name)), "final": str(processes.folder)}
         inspection = Processes(self.worker, job)
@@ -336,7 +338,7 @@ def test_signalled_to_end(worker, case, tmp_path):
 
 
 def test_signalled_between_steps(worker, tmp_path):
-    """It ends after the next one."""
+    """The run ends after the next step."""
     run = Asked(worker, "grpo", tmp_path)
     assert run.start("SIGTERM", moment="after the update", step=3, rank=0).wait() == [0]
     assert run.checkpoints() == ["checkpoint-4"]
@@ -346,7 +348,7 @@ def test_signalled_between_steps(worker, tmp_path):
     "options", [{"media_prefetch": 2}, {"media_prefetch": 0, "dataloader_num_workers": 1}], ids=["ahead", "loader"]
 )
 def test_signalled_with_its_workers(options, worker, tmp_path):
-    """Which have the rest of the batch, or rows of the next."""
+    """Workers hold the rest of the batch, or rows of the next one."""
     run = Asked(worker, "grpo", tmp_path)
     processes = run.start("SIGTERM to all", options=options, moment="gradient added", step=1, rank=0)
     assert processes.wait() == [0], processes.logs()
@@ -375,7 +377,7 @@ def test_full_disk_of_one_ends_all(rank, worker, tmp_path):
 
 
 def test_launcher_ends_the_others(worker, tmp_path):
-    """As `dies`, but with the processes and the end of the others left to `torch.distributed.run`."""
+    """Like `dies`, but `torch.distributed.run` starts the processes and ends the others."""
     run = Restarted(worker, "ddp", tmp_path, 0)
     first = tmp_path / "launched"
     first.mkdir()
@@ -399,7 +401,7 @@ def test_launcher_ends_the_others(worker, tmp_path):
 
 
 def test_second_run_in_a_folder_is_refused(worker, tmp_path):
-    """On all its processes, until the first run is killed."""
+    """All processes refuse until the first run is killed."""
     options = {"save_strategy": "no", "disable_tqdm": True}
     first = Processes(worker, train("ddp", tmp_path / "first", tmp_path / "output", max_steps=10_000, **options))
     begun = [first.folder / f"resumed-{rank}.json" for rank in range(2)]
@@ -419,7 +421,10 @@ def test_second_run_in_a_folder_is_refused(worker, tmp_path):
     ("name", "saves"), [("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", True), ("SIGINT", True)]
 )
 def test_launcher_is_killed(launcher, name, saves, tmp_path):
-    """What it started ends with it, whether it passes on the signal or not; with a checkpoint if it is to."""
+    """
+    The launched processes end with the launcher, whether it forwards the signal or not, and save a checkpoint if they
+    should.
+    """
     job = train("grpo" if launcher == "accelerate" else "ddp", tmp_path, tmp_path / "output", max_steps=10_000)
     job["options"] |= {"enable_jit_checkpoint": saves, "save_strategy": "no", "disable_tqdm": True}
     script = [HERE / "killed_worker.py", "train", json.dumps(job)]
@@ -454,6 +459,6 @@ def wait_until(happened: Callable[[], bool], folder: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Not so if nobody has asked yet how it ended."""
+    """A zombie doesn't count as running."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

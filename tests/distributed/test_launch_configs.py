@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The configs of `trl_multimodal_rft/accelerate_configs`: what accelerate makes of their fields, and an example
-script launched with each of them, by the command that users type, on the CPU.
+Tests the configs of `trl_multimodal_rft/accelerate_configs`: how accelerate reads their fields, and an example script
+launched on the CPU with each of them, by the command that users type.
 """
 
 import json
@@ -38,24 +38,24 @@ CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ZERO = {"deepspeed_zero1": 1, "deepspeed_zero2": 2, "deepspeed_zero3": 3}
 TIMEOUT = 900  # seconds; a launch takes half a minute on an idle machine
 
-# The configs are for GPUs; this makes a CPU do
+# The configs target GPUs; these options run them on a CPU
 CPU = {"ACCELERATE_USE_CPU": "true"}
 IN_FLOAT32 = ["--mixed_precision", "no"]
-FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # or from TRL, for vLLM
+FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # or set by TRL for vLLM
 
 
 # Fields
 
 
 def assert_fields_are_known(path):
-    """`accelerate launch` refuses unknown fields, but not those below another, which it would ignore."""
+    """`accelerate launch` refuses unknown top-level fields, but ignores unknown nested ones."""
     config = load_config_from_file(str(path))
     options = vars(launch_command_parser().parse_args(["script.py"]))
     assert config.fsdp_config.keys() | config.deepspeed_config.keys() <= options.keys()
 
 
 def launch_environment(path, *options):
-    """The arguments of the launcher, and the environment that it would give to processes."""
+    """Returns the arguments of the launcher and the environment that it would set."""
     path = FOLDER / f"{path}.yaml" if isinstance(path, str) else path
     command = ["--config_file", str(path), "--main_process_port", "0", *options, "script.py"]
     args = _validate_launch_command(launch_command_parser().parse_args(command))[0]
@@ -121,14 +121,14 @@ def test_fields_of_several_processes_reach_them(name):
 
 
 def plugin_of(path, monkeypatch):
-    """What the plugin of a config makes of its fields, by their names there."""
+    """Returns the plugin's values of a config, by their names in the plugin."""
     args, environment = launch_environment(path)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     if args.use_deepspeed:
         plugin = DeepSpeedPlugin()
         names = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
-        # The last two so that they follow the arguments of the script
+        # The last two come last because they follow the arguments of the script
         names += ("zero3_save_16bit_model", "gradient_accumulation_steps", "gradient_clipping")
         return {name: getattr(plugin, name) for name in names}
     plugin = FullyShardedDataParallelPlugin()
@@ -149,7 +149,7 @@ IN_PLUGIN = {
         "fsdp_reshard_after_forward": True,
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_activation_checkpointing": False,
-        "fsdp_offload_params": "OffloadPolicy",  # which leaves everything where it is
+        "fsdp_offload_params": "OffloadPolicy",  # it leaves everything in place
         "fsdp_auto_wrap_policy": "transformer_auto_wrap_policy",
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     },
@@ -190,7 +190,7 @@ def test_fields_reach_the_plugin(name, monkeypatch):
     ],
 )
 def test_the_plugin_follows_the_fields(name, field, value, in_plugin, tmp_path, monkeypatch):
-    """Many values in the files are what the plugin would have without them, too."""
+    """Many values in the files equal the plugin's defaults."""
     config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     fields = config["fsdp_config" if name == "fsdp2" else "deepspeed_config"]
     assert fields[field] != value
@@ -203,7 +203,7 @@ def test_the_plugin_follows_the_fields(name, field, value, in_plugin, tmp_path, 
 
 
 class Outcome:
-    """What a training run left behind."""
+    """Results of a training run."""
 
     def __init__(self, folder: Path, output: str, reports: list[dict]):
         self.folder, self.output = folder, output
@@ -232,7 +232,7 @@ def wait(process):
 
 
 def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):
-    """Runs `accelerate launch --config_file ... examples/grpo_audio.py`, once for each machine, to their end."""
+    """Runs `accelerate launch --config_file ... examples/grpo_audio.py` once per machine, and waits for all."""
     reports = folder / "reports"
     reports.mkdir(parents=True)
     inherited = {name: value for name, value in os.environ.items() if name not in FROM_A_LAUNCHER}
@@ -267,7 +267,7 @@ def launch(name, folder, script_options, launcher_options=(), environment=CPU, m
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A model and a dataset, as folders."""
+    """Returns folders of a model and a dataset."""
     folder = tmp_path_factory.mktemp("given")
     for part in spoken_digit_model():
         part.save_pretrained(folder / "model")
@@ -277,7 +277,7 @@ def given(tmp_path_factory):
 
 
 def arguments(given):
-    """Two steps whose completions, one token each, are right now and then; they are saved, and so is a checkpoint."""
+    """Trains two steps on one-token completions, some of which are right, and saves them and a checkpoint."""
     return [
         *("--model_name_or_path", str(given / "model"), "--dtype", "float32", "--bf16", "False"),
         *("--dataset_name", str(given / "data"), "--max_completion_length", "1"),
@@ -301,7 +301,7 @@ def assert_trained(outcome, given, processes, machines=1, **facts):
     assert [(r["process"], r["processes"]) for r in outcome.reports] == [(i, processes) for i in range(processes)]
     for report in outcome.reports:
         assert report == {**report, "device": "cpu", **facts}
-    # One run: independent ones would each have printed this
+    # Independent runs would each print this
     assert outcome.output.count("padded rows vs. model's forward") == machines
     assert [step["step"] for step in outcome.steps] == [1, 2]
     assert len(list(outcome.checkpoint.glob("rollout_state_*.pt"))) == processes
@@ -342,7 +342,7 @@ def test_fsdp2(multi_gpu, given, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO)
 def test_deepspeed(name, multi_gpu, given, tmp_path):
-    """On the CPU DeepSpeed takes another backend, by an argument of the script, and no environment variable."""
+    """On the CPU, an argument of the script selects another DeepSpeed backend, without environment variables."""
     outcome = trained(name, tmp_path / "run", given, "--ddp_backend", "gloo", environment={})
     assert_trained(outcome, given, 2, type="DEEPSPEED", zero_stage=ZERO[name])
     states = sorted(path.name.split("_mp_")[0] for path in outcome.checkpoint.glob("global_step2/*model_states.pt"))
@@ -350,14 +350,14 @@ def test_deepspeed(name, multi_gpu, given, tmp_path):
     frozen = []
     if name == "deepspeed_zero3":
         assert states == ["zero_pp_rank_0", "zero_pp_rank_1"]
-        # A model that is loaded in parts keeps what it says is frozen; loaded whole, transformers thaws it
+        # A sharded model keeps its frozen flags; transformers unfreezes a whole one on loading
         frozen = ["model.audio_tower.embed_positions.weight"]
     assert_trained_alike(outcome, multi_gpu, given, frozen)
 
 
 @pytest.mark.slow
 def test_demo_with_weights_in_parts(tmp_path):
-    """Its model is built, not loaded, and answers before it is split and while it is."""
+    """The demo builds its model, and samples before and after sharding."""
     script_options = ["--max_steps", "1", "--ddp_backend", "gloo"]
     launcher_options = ["--num_processes", "2", *IN_FLOAT32]
     codes, outcome = launch("deepspeed_zero3", tmp_path / "run", script_options, launcher_options, environment={})
@@ -368,7 +368,7 @@ def test_demo_with_weights_in_parts(tmp_path):
 
 @pytest.mark.slow
 def test_multi_node(multi_gpu, given, tmp_path):
-    """Two machines with one process each, which are both this one."""
+    """Both machines, with one process each, are this one."""
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     machines = [["--machine_rank", str(rank), *address] for rank in range(2)]
     outcome = trained("multi_node", tmp_path / "run", given, machines=machines)
@@ -379,7 +379,7 @@ def test_multi_node(multi_gpu, given, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, launcher_options", [("cpu", []), ("single_gpu", IN_FLOAT32)])
 def test_one_process(name, launcher_options, given, tmp_path):
-    """Without a GPU, `single_gpu.yaml` finds none, and trains on the CPU."""
+    """`single_gpu.yaml` trains on the CPU if no GPU exists."""
     outcome = trained(name, tmp_path / "run", given, launcher_options=launcher_options, environment={})
     assert_trained(outcome, given, 1, type="NO", mixed_precision="no")
 
@@ -395,7 +395,7 @@ def test_processes_that_are_not_connected(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["cpu", "single_gpu"])
 def test_one_process_instead_of_several(name, monkeypatch):
-    """Accelerate launches one with these configs, whatever `--num_processes` says."""
+    """Accelerate launches one process with these configs and ignores `--num_processes`."""
     args = MultimodalGRPOConfig("out", use_cpu=True)
     for processes, refused in (("1", False), ("2", True)):
         for variable, value in launch_environment(name, "--num_processes", processes)[1].items():
@@ -406,7 +406,7 @@ def test_one_process_instead_of_several(name, monkeypatch):
 
 def test_one_process_with_several_gpus(tmp_path):
     args = MultimodalGRPOConfig(str(tmp_path), use_cpu=True)
-    args._n_gpu = 2  # as on a machine with two, without a launcher
+    args._n_gpu = 2  # as with two GPUs and no launcher
     model, processor = load("qwen2_5_vl")
     with pytest.raises(RuntimeError, match="One process sees 2 GPUs.*`accelerate launch --num_processes 2`"):
         MultimodalGRPOTrainer(model, length_and_sum, args, text_rows(), processing_class=processor)

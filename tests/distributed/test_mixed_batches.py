@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Ranks that hold different media train as one process does, and no collective hangs."""
+"""Ranks with different media train like one process, and no collective hangs."""
 
 from unittest import mock
 
@@ -16,7 +16,7 @@ from trl_multimodal_rft.forward import processes
 
 
 TIMEOUT = 600  # seconds; a run takes a tenth of it, and a rank that hangs in a collective fails after a minute
-ENCODERS = {  # by scenario, kinds whose encoders have something to train
+ENCODERS = {  # by scenario, the kinds whose encoders train
     "mixed_vision": {"image"},
     "mixed_deepstack": {"image"},
     "mixed_audio": {"audio"},
@@ -31,8 +31,8 @@ ENCODERS = {  # by scenario, kinds whose encoders have something to train
     "mixed_adapted": {"image", "audio"},
     "mixed_critic": {"image"},
 }
-MEASURED = ["mixed_vision", "mixed_omni", "mixed_critic"]  # what media contribute
-SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # where DDP looks for unused weights
+MEASURED = ["mixed_vision", "mixed_omni", "mixed_critic"]  # with the contribution of media
+SEARCHED = ["mixed_accumulated_searched", "mixed_parts_searched"]  # DDP searches for unused weights
 ISOLATED = ["mixed_isolated", "mixed_isolated_numbers"]
 REFUSAL = "Ranks hold different modalities, but this model needs separate forward passes"
 
@@ -68,13 +68,13 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
         assert not any(dummies for _, dummies in alone[name][0]["forwards"]), name
     for rank in results["mixed_parts"] + results["mixed_parts_shared"]:
         assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
-    # What there is to train is found once a run, in the policy and where there is one in the critic
+    # The trainer finds the trainable encoders once per run, in the policy and in the critic if it exists
     for name, kinds in ENCODERS.items():
         n_towers = max(len(kinds), 1) * (2 if name == "mixed_critic" else 1)
         assert all(rank["searches"] in ([n_towers] if engine == "ddp" else [0, n_towers]) for rank in results[name]), (
             name
         )
-    # The media were in the earlier micro-batch, in the later one, and in one on each process
+    # The media were in the earlier micro-batch, in the later one, and in one per rank
     held = [[own for own, _ in rank["forwards"]] for rank in results["mixed_accumulated"]]
     assert held == [[["image"], [], [], [], [], ["image"]], [[], [], [], ["image"], ["video"], []]]
 
@@ -101,7 +101,7 @@ def assert_same_training(name, ranks, alone):
 
 
 def assert_same_contribution(name, ranks, alone):
-    """Each process measures its prompt of a step, if it has media; one process measures both."""
+    """Each rank measures its prompt of a step if the prompt has media. One process measures both."""
     metric = "media/contribution"
     for step, other, expected in zip(*(result["steps"] for result in (*ranks, alone)), strict=True):
         names = {key for key in expected if key.startswith(metric)}
@@ -114,7 +114,7 @@ def assert_same_contribution(name, ranks, alone):
 
 
 def assert_encoders_run_together(name, engine, encoders, forwards):
-    """Encoders run on both processes, where one needs them or the engine does, and nowhere else."""
+    """Encoders run on both ranks where one rank or the engine needs them, and nowhere else."""
     used = set()
     for forward in zip(*forwards, strict=True):
         held = set().union(*(own for own, _ in forward))
@@ -124,7 +124,7 @@ def assert_encoders_run_together(name, engine, encoders, forwards):
                 assert encoder_kinds(own) | set(dummies) == encoders | encoder_kinds(own), name
                 assert not encoder_kinds(own) & set(dummies), name
             else:
-                # ZeRO-3 needs those that had a gradient before
+                # ZeRO-3 needs the encoders that had a gradient before
                 needed = held | (used - encoder_kinds(held) if engine == "zero3" else set())
                 assert set(own) | set(dummies) == needed, name
 
@@ -141,7 +141,7 @@ def norm(tensors):
 
 
 class WithDummies(Injected, MultimodalGRPOTrainer):
-    """Adds dummy inputs of all kinds to each differentiated forward."""
+    """Adds dummy inputs of all kinds to each differentiated forward pass."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -184,20 +184,21 @@ def gradients(trainer_class, family, rows, dtype, **options):
     ids=str,
 )
 def test_dummy_inputs_change_no_gradient(family, n_kinds, options):
-    """Without media in the first step, and with them in the second."""
+    """The first step has no media, the second has media."""
     rows = list(text_rows(2)) + ([] if family == "qwen2_audio" else list(image_rows(1)))
     if "vl" not in family:
         rows.append({"prompt": [{"role": "user", "content": "What do you hear?"}], "audio": sound(0.7)})
     rows += list(text_rows(4 - len(rows)))
     columns = dict.fromkeys(name for row in rows for name in row)
     rows = [{**columns, **row} for row in rows]
-    # Wide enough that rounding doesn't show, which another length of the row changes; kernels of experts take no more
+    # Wide enough to hide rounding, which depends on the length of the row. The kernels of experts allow no wider
+    # tolerance.
     moe = family == "qwen3_vl_moe"
     dtype, tolerance = (torch.float32, 1e-6) if moe else (torch.float64, 1e-7)
     plain = gradients(type("Plain", (Injected, MultimodalGRPOTrainer), {}), family, rows, dtype, **options)
     with mock.patch.object(processes, "dummy_prompt", wraps=processes.dummy_prompt) as made:
         with_dummies = gradients(WithDummies, family, rows, dtype, **options)
-    assert made.call_count == n_kinds  # though there were two steps
+    assert made.call_count == n_kinds  # despite two steps
     assert len(plain) == len(with_dummies) == 2
     in_encoders = with_dummies[0].keys() - plain[0].keys()
     assert {name.split(".")[1] for name in in_encoders} & {"visual", "audio_tower"}

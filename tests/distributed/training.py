@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Training of tiny models on the engine that the command line names, with batches that are the same for any number of
+Trains tiny models with the engine that the command line names. The global batches don't depend on the number of
 processes.
 """
 
@@ -32,11 +32,11 @@ from trl_multimodal_rft import (
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 ON_CPU = os.environ.get("TESTS_DEVICE", "cpu") == "cpu"
-SHARES_GPU = not ON_CPU and int(os.environ.get("WORLD_SIZE", 1)) > 1  # which NCCL refuses
+SHARES_GPU = not ON_CPU and int(os.environ.get("WORLD_SIZE", 1)) > 1  # NCCL refuses this
 if SHARES_GPU:
     os.environ["LOCAL_RANK"] = "0"
-ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # stages of DeepSpeed
-GROUP = 4  # completions of a prompt
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}  # DeepSpeed stages
+GROUP = 4  # completions per prompt
 
 
 # Trainers
@@ -44,9 +44,9 @@ GROUP = 4  # completions of a prompt
 
 class Injecting(Wrapped):
     """
-    Until the step `until`, takes completions that depend on the step and on the place in the global batch alone.
+    Before the step `until`, takes completions that depend only on the step and on the position in the global batch.
 
-    Those of evaluators, which have a config of their own, are sampled.
+    Evaluators, which have separate configs, sample.
     """
 
     def __init__(self, trainer, until: float = math.inf):
@@ -62,7 +62,7 @@ class Injecting(Wrapped):
 class RecordingTrainer(MultimodalGRPOTrainer):
     """Keeps the completions of all calls."""
 
-    n_given = 0  # steps whose completions aren't sampled
+    n_given = 0  # steps with injected completions
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class RecordingTrainer(MultimodalGRPOTrainer):
 
 
 class InjectingTrainer(RecordingTrainer):
-    """Samples after two steps only."""
+    """Samples after two steps."""
 
     n_given = 2
 
@@ -89,7 +89,7 @@ class InjectingRLOO(MultimodalRLOOTrainer):
 
 
 class RemembersParts:
-    """Remembers of each micro-batch into how many parts it was split, and how many were run."""
+    """Records the number of parts of each micro-batch, and how many of them ran."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -136,7 +136,7 @@ def train(
     model, processor = (FAMILIES.get(family) or SPECIAL[family]).build()
     if end_ids is not None:
         model.generation_config.eos_token_id = end_ids
-    model.save_pretrained(folder / "model")  # the first process does
+    model.save_pretrained(folder / "model")  # only rank 0 writes
     state.wait_for_everyone()
     config = {
         "output_dir": str(folder / "output"),
@@ -145,7 +145,7 @@ def train(
         "max_completion_length": 8,
         "max_steps": 2,
         "optim": "sgd",
-        "learning_rate": 0.5,  # so that rounding of the weights doesn't show in an update
+        "learning_rate": 0.5,  # hides the rounding of the weights in an update
         "lr_scheduler_type": "constant",
         "shuffle_dataset": False,
         "self_check": False,
@@ -178,7 +178,7 @@ def train(
 
 
 def start(**options):
-    """Forgets the accelerator and the engine of the scenario before; gives the state of the processes."""
+    """Resets the accelerator and the engine of the previous scenario. Returns the state of the processes."""
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
     if not ON_CPU:
@@ -189,12 +189,12 @@ def start(**options):
 
 
 def engine_options(state):
-    """Arguments of a config."""
-    splits = state.num_processes > 1 or not ON_CPU  # GPUs have engines of one process, too
+    """Returns the arguments of a config."""
+    splits = state.num_processes > 1 or not ON_CPU  # GPUs run engines with one process, too
     if ENGINE in ZERO and splits:
         zero = {"stage": ZERO[ENGINE]}
         if zero["stage"] == 3:
-            # No weight is too small to be split
+            # Engines shard even the smallest weight
             zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         config |= {"gradient_clipping": "auto", "zero_optimization": zero}
@@ -205,20 +205,20 @@ def engine_options(state):
 
 
 def weights(model):
-    """Copies of the parameters, whole also where each process holds a part."""
+    """Returns full copies of the parameters, also of sharded ones."""
     parameters = dict(model.named_parameters())
     with gathered(parameters.values()):
         return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
 def averages(trainer):
-    """Copies of the averages of the policy's parameters."""
+    """Returns copies of the averages of the policy's parameters."""
     average = getattr(trainer, "ema", None)
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
 
 
 def compared(straight, resumed):
-    """What a resumed run gives, and where it is another than the one that went straight through."""
+    """Returns the result of a resumed run, and where it differs from the uninterrupted one."""
     updates = straight["update"], resumed["update"]
     logs = [
         [{name: value for name, value in step.items() if "time" not in name} for step in each["steps"]]
@@ -232,7 +232,7 @@ def compared(straight, resumed):
 
 
 def gathered(parameters):
-    """Where ZeRO-3 has split parameters, a context in which they are whole."""
+    """Returns a context that gathers the parameters that ZeRO-3 sharded."""
     split = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not split:
         return nullcontext()
@@ -260,7 +260,7 @@ def image_rows():
     ]
 
 
-# Four prompts of which two fit into the budget of a forward together, and four of which one does
+# The budget of a forward pass fits two of the first four prompts together, and one of the other four
 SHORT_AND_LONG = 4 * [image_rows()[3]] + 4 * [row("What is in the image? " * 4, image=image_rows()[2]["image"])]
 
 

@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scenarios of distributed training: `worker.py <engine> <folder> <scenario>...`, started by `launcher.Run`.
+"""
+Scenarios of distributed training: `worker.py <engine> <folder> <scenario>...`, started by `launcher.Run`.
 
-Every process runs the same scenarios and writes what it saw. A scenario has the same global batches for any number of
+Every process runs the same scenarios and writes its results. A scenario has the same global batches for any number of
 processes.
 """
 
@@ -21,7 +22,7 @@ from training import ENGINE, FOLDER, ON_CPU, SCENARIOS, start
 
 
 def main():
-    gc.freeze()  # every run collects garbage, which would go through all that is imported
+    gc.freeze()  # Each run collects garbage and would otherwise scan all imported objects
     torch.set_num_threads(1)
     if ENGINE == "fsdp2" and ON_CPU:
         enable_fsdp2_on_cpu()

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tests with vLLM's own engine, on the CPU (`make test-vllm`)."""
+"""Tests with a real vLLM engine on the CPU (`make test-vllm`)."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ else:
     if not torch.cuda.is_available():
         vllm_cpu.install()
 
-    # Attention on the CPU takes heads of 32
+    # Attention on the CPU supports a head size of 32
     _decoder = families.decoder
 
     def _with_large_heads(tokenizer, **changes):
@@ -34,7 +34,7 @@ else:
 
 @pytest.fixture(scope="session")
 def omni(tmp_path_factory):
-    """Folder of a Qwen2.5-Omni as it is released."""
+    """Returns the folder of a complete Qwen2.5-Omni, as released."""
     from helpers.omni import OMNI, save_released
     from helpers.trainer_utils import saved
 
@@ -44,7 +44,7 @@ def omni(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(omni, tmp_path_factory):
-    """Address of a server of it, which is the same for all tests."""
+    """Returns the address of a server of the model. All tests share it."""
     from serving import serve
 
     with serve(omni, tmp_path_factory.mktemp("server")) as address:

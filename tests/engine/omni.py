@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Qwen2.5-Omni with a server, which has the whole model: its thinker, and rows with media of all kinds."""
+"""Qwen2.5-Omni with a server that holds the whole model: the trainer's thinker, and rows with media of all kinds."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from helpers.trainer_utils import sound
 
 
 def load_omni(folder: Path) -> dict:
-    """The arguments `model` and `processing_class` of a trainer."""
+    """Returns the arguments `model` and `processing_class` of a trainer."""
     model = hf.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(folder, dtype="float32")
     return {"model": model, "processing_class": hf.AutoProcessor.from_pretrained(folder)}
 
 
 def omni_rows() -> Dataset:
-    """Four rows: a sound, nothing, two sounds with an image and a video, an image."""
+    """Returns four rows: one sound; no media; two sounds with an image and a video; one image."""
     prompts = ["What do you hear?", "Is there a cat?", "Compare them.", "What is in the image?"]
     media = {
         "audios": [[sound(0.4)], [], [sound(0.3, 1), sound(0.6, 2)], []],

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""vLLM's own server in a process of its own, and training in several."""
+"""Starts a vLLM server in a separate process, and trains in several processes."""
 
 import json
 import subprocess
@@ -22,9 +22,9 @@ FLAGS = [
 
 @contextmanager
 def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterator[str]:
-    """The address of a server that runs within the context; it takes a minute to start."""
+    """Yields the address of a server that runs within the context. It takes a minute to start."""
     port, log = free_port(), folder / "server.txt"
-    # Not `vllm serve`, which looks for a distribution of that name
+    # `vllm serve` looks for a distribution of that name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -55,7 +55,9 @@ def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 900
 def train(
     model: Path, folder: Path, processes: int, runs: dict[str, dict], **environment: str
 ) -> dict[str, list[dict]]:
-    """What each process of `worker.py` wrote, by the name of the run, whose options are given."""
+    """
+    Returns the results of each process of `worker.py` by the name of the run. The arguments give each run's options.
+    """
     log = folder / "worker.txt"
     script = [Path(__file__).with_name("worker.py"), folder, model, json.dumps(runs)]
     with log.open("w") as output:
@@ -68,7 +70,7 @@ def train(
     try:
         outcome = process.wait(500)
     finally:
-        process.terminate()  # a kill would leave torchrun's workers behind
+        process.terminate()  # a kill would orphan torchrun's workers
         process.wait(60)
     assert outcome == 0, log.read_text()[-8000:]
     return {

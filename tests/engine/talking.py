@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Conversations that an engine samples, words and ends of turns, compared with the model's forward of what a processor
-makes of each whole conversation."""
+"""
+Conversations that an engine samples, both words and ends of turns, compared with the model's forward pass of each
+whole conversation as a processor encodes it.
+"""
 
 import itertools
 
@@ -26,7 +28,7 @@ OPTIONS = {
     "save_strategy": "no",
     "gradient_checkpointing": False,
     "use_vllm": True,
-    # Words are sampled by a bias that the trainer's log-probabilities don't have, so that weights would be 0
+    # A bias, which the trainer's log-probabilities lack, selects words. Importance weights would be 0.
     "vllm_importance_sampling_correction": False,
     "use_cpu": True,
     "bf16": False,
@@ -36,13 +38,13 @@ ENGINE = {**vllm_cpu.ENGINE, "max_model_len": 2048}
 
 class Talking:
     """
-    Completion `i` calls `show` `turns[i]` times, with whatever words it samples, then answers.
+    Completion `i` calls `show` `turns[i]` times with arbitrary sampled words, then answers.
 
-    `differences` hold the engine's log-probabilities less those of the truth, of each conversation of each draw.
+    `differences` hold the engine's log-probabilities minus the baseline's, for each conversation of each draw.
     """
 
     turns = (0, 1, 2, 3, 1, 0, 2, 1)
-    media: list  # what `show` returns, by its number
+    media: list  # results of `show`, by number
 
     def __init__(self, *args, **kwargs):
         self.differences, self.conversations = [], []
@@ -77,18 +79,18 @@ class Talking:
             mask = output["completion_mask"][i].bool()
             ids, prompt = output["completion_ids"][i][mask], output.prompts[i]
             self.conversations.append((row, prompt, ids, output["tool_mask"][i][mask].bool(), logps[i][mask]))
-            assert prompt.decoded == ()  # no media are kept
+            assert prompt.decoded == ()  # the trainer keeps no media
         self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])
         return output
 
     def difference(self, row, prompt: EncodedPrompt, ids, is_sampled, sampled, media=None) -> torch.Tensor:
-        """Of the sampled tokens, with these media instead of those that were shown."""
+        """Returns the difference at the sampled tokens, with these media instead of those shown."""
         messages, place = [{"role": "user", "content": _blocks(row)}], 0
         for number, (was_sampled, group) in enumerate(itertools.groupby(is_sampled.tolist())):
             end = place + len(list(group))
             content = [_plain(block) for block in (media or self.media)[number // 2 % len(self.media)]]
             if was_sampled:
-                # The last one has no end where the engine's limit cut it
+                # The last turn has no end if the engine's limit cut it
                 last = end - int(ids[end - 1] == self._tokenizer.eos_token_id)
                 content = [{"type": "text", "text": self._tokenizer.decode(ids[place:last])}]
             messages.append({"role": "assistant" if was_sampled else "tool", "content": content})
@@ -109,7 +111,7 @@ class Talking:
 
     @property
     def largest(self) -> list[float]:
-        """Of each draw."""
+        """Returns the largest difference of each draw."""
         return [max(each.abs().max().item() for each in draw) for draw in self.differences]
 
 
@@ -123,7 +125,7 @@ def _blocks(row) -> list[dict]:
 
 
 def _plain(block: dict) -> dict:
-    """A block as processors take it."""
+    """Returns a block in the format of processors."""
     return {"type": "audio", "audio": block["audio"]["array"]} if block["type"] == "audio" else block
 
 
@@ -141,7 +143,7 @@ def show(number: int) -> list:
 
 
 def make(trainer_class, config_class, objects: dict, rows, media: list, folder, **options):
-    """A trainer of two updates whose completions are conversations of six words."""
+    """Returns a trainer of two updates whose completions are conversations of six words."""
     Talking.media = media
     tokenizer = objects["processing_class"].tokenizer
     words = [id for word in WORDS for id in tokenizer(word)["input_ids"]]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the colocated engine samples, compared with the model's own forward."""
+"""Compares the samples of the colocated engine with the model's forward pass."""
 
 import pytest
 from helpers.engine_runs import Recorded, make

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the engine takes and its settings: numbers of media, lengths, media mixed and missing, users' options."""
+"""Engine inputs and settings: numbers of media, lengths, mixed and missing media, user options."""
 
 import logging
 
@@ -44,7 +44,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     assert config.dtype == torch.float32
     limits = config.multimodal_config
     assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [3, 0]
-    trainer.train()  # an epoch
+    trainer.train()  # one epoch
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 4
 
     four = [{"prompt": "a"}, {"prompt": "b", "images": [image(56, 56, seed=i)["image"] for i in range(4)]}]
@@ -73,7 +73,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
 
 def test_options_of_users(tmp_path):
     two = load("qwen2_audio")[1].tokenizer.decode([300, 300])
-    # Each with the bias against placeholders
+    # Each has the bias against placeholders
     for options, drawn in (({}, [300] * 6), ({"stop": [two]}, [300] * 2)):
         options = {"generation_kwargs": {"logit_bias": {300: 100.0}, **options}, "max_steps": 1}
         trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
@@ -134,7 +134,7 @@ def test_rollout_func_samples_with_the_engine_as_in_trl(tmp_path):
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", text_rows(), tmp_path, objects=objects, **options)
     trainer.train()
     differences = [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "reward" in e]
-    assert len(differences) == 2 and max(differences) < 0.05  # what placeholders had of the probabilities
+    assert len(differences) == 2 and max(differences) < 0.05  # the probability that placeholders had
 
 
 class Called(Calling):
@@ -145,7 +145,7 @@ class Called(Calling):
 
 def test_tools_continue_with_the_engine(tmp_path):
     options = {"use_vllm": True, "vllm_engine_kwargs": vllm_cpu.ENGINE, "generation_kwargs": {"max_tokens": 8}}
-    options |= {"max_completion_length": 200, "self_check": False}  # of calls that nobody sampled
+    options |= {"max_completion_length": 200, "self_check": False}  # no engine sampled these calls
     objects = with_tools(tools=[look_up])
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen3_vl", text_rows(), tmp_path, objects=objects, sampler=Called, **options

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluation by the engine: greedy completions are those of transformers, and training doesn't notice."""
+"""Evaluation by the engine: greedy completions equal those of transformers, and evaluation doesn't affect training."""
 
 import copy
 
@@ -19,7 +19,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 
 
 class Trained(Remembers):
-    """Remembers what training samples."""
+    """Records the samples of training."""
 
     def __call__(self, model, prompts, *, config=None, **options):
         if config is not None:
@@ -27,7 +27,7 @@ class Trained(Remembers):
         return super().__call__(model, prompts, **options)
 
     def taken(self):
-        """The completions of the calls since the last time."""
+        """Returns the completions since the last call."""
         calls, self.calls = self.calls, []
         return [ids for _, ids, _ in calls]
 
@@ -66,7 +66,7 @@ def test_evaluation_during_training_and_after(tmp_path):
     theirs = evaluate(trainer.model, trainer.processing_class, held_out, length_and_sum, greedy)
     assert own.rows == theirs.rows and own.metrics == theirs.metrics
     assert [row["completions_without"] for row in own.rows] != completions(own)
-    trainer.model.load_state_dict(start)  # as one that was read from a checkpoint
+    trainer.model.load_state_dict(start)  # as loaded from a checkpoint
     assert completions(evaluate_trainer(trainer, held_out, length_and_sum, greedy)) != completions(own)
 
     trainer.sampler.taken()

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Every family with vLLM's own engine, compared with the model's own forward, before and after all weights change.
+Compares every family's samples from vLLM with the model's forward pass, before and after a change of all weights.
 
-`make vllm-families` prints the table of all, of which `docs/vllm.md` shows the latest.
+`make vllm-families` prints the table of all families; `docs/vllm.md` shows the latest one.
 """
 
 import pytest
@@ -19,25 +19,26 @@ from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 
-OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}  # vLLM takes released models, not thinkers
+OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}  # vLLM loads released models, not thinkers
 OFTEN = ["qwen2_audio", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "idefics3", "internvl"]
-# On the CPU its linear attention takes vLLM minutes for each token
+# vLLM's linear attention takes minutes per token on the CPU
 NEVER = ["qwen3_5"]
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OFTEN + NEVER]
-# What stands in the table for those that can't be sampled exactly
+# Table entries of families that vLLM can't sample exactly
 KNOWN = {
-    # vLLM imports a name that transformers 5.23 hasn't
+    # vLLM imports a name that transformers 5.23 removed
     "llava": "failed to be inspected",
     "llava_onevision": "failed to be inspected",
     "paligemma": "PixtralRotaryEmbedding",
-    # Attributes that transformers' configs haven't any more
+    # Attributes that transformers' configs no longer have
     "qwen3_vl_moe": "norm_topk_prob",
     "qwen3_omni_moe": "image_size",
-    # Not any more in vLLM, or in another format
+    # vLLM removed these, or uses another format
     "phi4_multimodal": "not supported anymore",
     "voxtral": "Mistral's own",
     "internvl": "vLLM expands video placeholders differently",
-    # Of the tiny models: biases that vLLM gives where the config says so, and what their tokenizers and configs lack
+    # Differences of the tiny models: biases that vLLM adds where the config says so, and missing entries of their
+    # tokenizers and configs
     "glm4v": "has no place for",
     "gemma3": "failed to be inspected",
     "gemma3n": "KeyError",
@@ -50,7 +51,7 @@ def trainer_of(name: str, tmp_path) -> RecordedOmni:
     folder = str(saved(name))
     if name in OMNI:
         save_released(name, folder, folder := str(tmp_path / "released"))
-    rows = with_media(text_rows(), "prompt", [None] * 8)  # whose media can't be counted
+    rows = with_media(text_rows(), "prompt", [None] * 8)  # vLLM can't count these media
     args = MultimodalGRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -73,7 +74,10 @@ def kinds(chat) -> str:
 
 
 def difference(trainer, chat) -> float:
-    """Largest difference of the engine's log-probabilities to the model's own, of two completions of a chat."""
+    """
+    Returns the largest difference between log-probabilities of the engine and of the model, over two completions of a
+    chat.
+    """
     for block in chat[0]["content"]:
         if block["type"] == "audio":
             block["sampling_rate"] = RATE
@@ -85,7 +89,7 @@ def difference(trainer, chat) -> float:
 
 
 def change_weights(trainer) -> None:
-    """As an update that reaches every weight, also those that are 0."""
+    """Changes every weight, also those that are 0."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in trainer._unwrapped(trainer.model).parameters():
@@ -95,7 +99,7 @@ def change_weights(trainer) -> None:
 
 
 def measured(name: str, tmp_path) -> dict[str, str | list[float]]:
-    """By what a prompt holds, the differences before and after a change of all weights, or what went wrong."""
+    """Returns, by the prompt's media, the differences before and after a change of all weights, or the failure."""
     try:
         trainer = trainer_of(name, tmp_path)
     except Exception as error:
@@ -121,7 +125,7 @@ def measured(name: str, tmp_path) -> dict[str, str | list[float]]:
 
 
 def shown(error: BaseException) -> str:
-    """The innermost cause, in a line."""
+    """Returns the innermost cause in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

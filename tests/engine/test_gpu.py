@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What only GPUs show (`make test-gpu-vllm`): weights that are loaded in place, or by NCCL, an engine that sleeps, one of
+GPU-only behavior (`make test-gpu-vllm`): weights loaded in place or over NCCL, an engine that sleeps, one engine on
 several GPUs, 16 bits, and a run that learns.
 """
 
@@ -23,7 +23,7 @@ GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
-TOLERANCE = 1e-3  # kernels of another engine add in another order
+TOLERANCE = 1e-3  # kernels of another engine sum in another order
 ROOT = Path(__file__).parents[2]
 ENGINE = {"vllm_mode": "colocate", "vllm_engine_kwargs": {"enforce_eager": True, "max_model_len": 512}}
 
@@ -39,7 +39,7 @@ def check(ranks):
 
 
 def test_engine_that_sleeps(omni, tmp_path):
-    """Its weights are gone after each draw."""
+    """The engine drops its weights after each draw."""
     runs = {"asleep": {**ENGINE, "vllm_enable_sleep_mode": True}}
     check(train(omni, tmp_path, 1, runs, CUDA_VISIBLE_DEVICES="0")["asleep"])
 
@@ -70,7 +70,7 @@ MEDIA = [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows), ("qwen2_5_vl",
 
 @pytest.mark.parametrize(("family", "rows"), MEDIA)
 def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
-    """After changes of all weights, with which sounds, images and videos are encoded anew."""
+    """After weight changes, the engine encodes sounds, images and videos anew."""
     assert_follows(trainer_of(saved(family), rows, tmp_path), TOLERANCE)
 
 
@@ -96,7 +96,10 @@ def test_adapter(options, tmp_path):
 
 @pytest.mark.parametrize(("family", "rows"), MEDIA)
 def test_ratios_in_sixteen_bits(family, rows, tmp_path):
-    """Of the trainer's probabilities to the engine's, by which TRL weighs tokens: near 1, and so on average."""
+    """
+    Checks the ratios of the trainer's to the engine's probabilities, by which TRL weights tokens. They are near 1,
+    also on average.
+    """
     engine = {**ENGINE["vllm_engine_kwargs"], "dtype": "bfloat16", "gpu_memory_utilization": 0.3}
     options = {"bf16": True, "max_steps": 3, "logging_steps": 1, "vllm_engine_kwargs": engine}
     trainer = trainer_of(saved(family), rows, tmp_path, **options)
@@ -110,7 +113,7 @@ def test_ratios_in_sixteen_bits(family, rows, tmp_path):
 
 
 def test_learns_spoken_digits(tmp_path):
-    """The demo, sampled by the engine."""
+    """Runs the demo with samples of the engine."""
     engine = json.dumps({"dtype": "float32", "enforce_eager": True})
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "examples/grpo_audio.py"),

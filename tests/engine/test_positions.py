@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts are scored at the positions that vLLM samples them at, which aren't transformers' after a long video."""
+"""The trainer scores prompts at vLLM's positions, which differ from transformers' after a long video."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
 
 
-# Multiples of the smallest size that all families take, 64 pixels
+# Multiples of 64 pixels, the smallest size that all families support
 def clip(frames, width, height, seed=0):
     return video(frames, 64 * width, 64 * height, seed)
 
@@ -44,7 +44,7 @@ SOUNDS = {"sounds": [clip(16, 1, 1), sound(0.5), TEXT, still(1, 1), sound(0.9), 
 
 
 def rated(media, **options):
-    """Without a rate, the time of videos is too short in Qwen2.5-VL."""
+    """Without a frame rate, videos are too short in Qwen2.5-VL."""
     return {
         name: [{**block, "sample_fps": 2.0, **options} if block["type"] == "video" else block for block in blocks]
         for name, blocks in media.items()
@@ -55,7 +55,7 @@ FAMILIES = {
     "qwen2_vl": MEDIA,
     "qwen2_5_vl": rated(MEDIA),
     "qwen3_vl": rated(MEDIA),
-    OMNI: rated(MEDIA | SOUNDS, min_pixels=56 * 56),  # whose processor in these tests resizes no videos
+    OMNI: rated(MEDIA | SOUNDS, min_pixels=56 * 56),  # the processor in these tests resizes no videos
 }
 
 
@@ -87,7 +87,7 @@ def test_positions_are_those_of_vllm(family, omni):
         ]
         expected, offset = theirs.get_mrope_input_positions(rendered["prompt_token_ids"], features)
         assert torch.equal(prompt.position_ids[-3:, 0], expected.long()), name
-        # Where completions continue
+        # Positions after the prompt
         assert (prompt.position_ids[-3:, 0, -1] + 1 == len(prompt) + offset).all()
         assert torch.equal(prompt.position_ids[:-3], own.position_ids[:-3])
         if not torch.equal(own.position_ids, prompt.position_ids):
@@ -108,5 +108,5 @@ def test_long_videos_are_scored_as_they_are_sampled(tmp_path):
     assert check.conversation < 1e-5
     measured = (check.engine, check.engine_updated, check.engine_conversation)
     assert all(largest <= 1e-4 for _, largest in measured)
-    # What they are about: the model itself has other positions
+    # The model's default positions differ
     assert max(trainer.largest) > 1e-3

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The self-check distinguishes an engine that samples from the policy from one that samples from something else."""
+"""The self-check distinguishes an engine that samples from the policy from one that doesn't."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def test_grpo_samples_from_the_policy(tmp_path):
     assert_exact(trainer.checks.self_check)
     assert ["engine vs. recomputed" in each for each in printed] == [False, True, True]
     assert ["engine vs. recomputed, updated" in each for each in printed] == [False, False, True]
-    assert trainer.checks._engine_check.first is None  # no media are kept
+    assert trainer.checks._engine_check.first is None  # the trainer keeps no media
 
 
 def test_rounding_of_the_engine_is_no_error(tmp_path):
@@ -59,7 +59,7 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     class Remembering(MultimodalRLOOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
-            drawn.append((torch.tensor(self._logs["advantages"]), output))  # as they are logged, without weights
+            drawn.append((torch.tensor(self._logs["advantages"]), output))  # as in the logs, without weights
             return output
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
@@ -79,7 +79,7 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
             assert logged[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(expected, rel=1e-5)
         expected = differences.abs().sum() / output["completion_mask"].sum()
         assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(expected.item(), rel=1e-5)
-    # Placeholders, which the engine leaves out, have some probability
+    # Placeholders, which the engine excludes, have some probability
     assert 0.9 < torch.cat(weights).min() < torch.cat(weights).max() == pytest.approx(0.98)
 
 
@@ -92,7 +92,7 @@ def test_ppo_samples_from_the_policy(tmp_path):
 
 
 def some_signal(completion_ids, prompts, **kwargs):
-    """The completions of every other prompt all get the same reward."""
+    """Gives all completions of every other prompt the same reward."""
     dead = [sum(map(ord, str(prompt))) % 2 for prompt in prompts]
     return [0.0 if none else float(sum(ids) % 7) for none, ids in zip(dead, completion_ids, strict=True)]
 
@@ -128,11 +128,11 @@ def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
             torch.testing.assert_close(ratios[mask.bool()], (old - sampled)[mask.bool()].exp())
 
 
-# Engines that sample from something else
+# Engines that sample from another policy
 
 
 def copied(folder):
-    """The folder of the family once more."""
+    """Returns a new copy of the family's folder."""
     return shutil.copytree(saved(FAMILY), folder)
 
 
@@ -161,7 +161,7 @@ def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(dtype, rou
     def all_but_one(self):
         for name, parameter in named(self):
             if name.endswith("layers.0.self_attn.q_proj.weight"):
-                # On a CPU, an engine can't keep a weight that it isn't given
+                # On a CPU, an engine can't keep a weight that it doesn't receive
                 parameter = stale.setdefault(name, parameter.detach().clone())
             yield name, parameter
 

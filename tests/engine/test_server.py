@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""vLLM's own server in a process of its own: what it is refused for, and that what it samples is what is scored."""
+"""
+A vLLM server in a separate process: which servers the trainer refuses, and that it scores the policy that the server
+samples from.
+"""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -36,7 +39,7 @@ from trl_multimodal_rft.generation.vllm_server import (
 
 def make(server, omni, tmp_path, rows=None, **options):
     options = {"vllm_mode": "server", "vllm_server_base_url": server, **options}
-    # The model is an instance, and the engine the server's
+    # The model is an instance, and the engine runs in the server
     options |= {"model_init_kwargs": None, "vllm_engine_kwargs": None}
     rows = omni_rows() if rows is None else rows
     return engine_runs.make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, load_omni(omni), **options)
@@ -57,7 +60,7 @@ def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path):
 
 
 def test_tools_show_media(server, omni, tmp_path):
-    """Of all kinds, in conversations of 0 to 3 turns, before and after an update."""
+    """Covers all kinds, in conversations of 0 to 3 turns, before and after an update."""
     objects = load_omni(omni)
     with_turns_of_tools(objects["processing_class"])
     media = [
@@ -84,7 +87,7 @@ def trainer_draw(trainer):
 
 @pytest.mark.parametrize("part", ["audio_tower", "visual"])
 def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
-    """Of the same media before they changed."""
+    """The server encodes the same media again after each update."""
     trainer = make(server, omni, tmp_path, self_check=False)
     trainer_draw(trainer)
     with torch.no_grad():
@@ -114,7 +117,7 @@ def test_processor_that_makes_other_tokens(server, omni, tmp_path):
         trainer_draw(trainer)
 
 
-# Which servers are refused
+# Servers that the trainer refuses
 
 
 def changed(info, **settings):
@@ -131,12 +134,12 @@ def test_refused_servers(client, omni, tmp_path):
     config.thinker_config.text_config.num_hidden_layers += 1
     with pytest.raises(ValueError, match="another model than the trainer's: `num_hidden_layers` is 2, not 3"):
         check_server(client, info, config, "float32")
-    # A path of another machine
+    # A path on another machine
     check_server(client, changed(info, model="/not/here"), config, "float32")
 
 
 class Answers:
-    """A server that has not all that is asked of it."""
+    """A server that supports only a part of the requests."""
 
     base_url = "http://elsewhere:8000"
 
@@ -174,7 +177,7 @@ def test_engine_kwargs_are_the_servers(tmp_path):
         MultimodalGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-# What is sent
+# Requests
 
 
 def test_settings_are_the_servers(client, omni):
@@ -189,7 +192,7 @@ def test_settings_are_the_servers(client, omni):
 
 
 def test_video_with_text_between_its_parts_is_refused(client):
-    """Qwen3-VL writes a time before each frame, and HTTP has no field for which tokens are the frame's."""
+    """Qwen3-VL writes a time before each frame, and HTTP has no field that marks the frame's tokens."""
     folder = saved("qwen3_vl")
     renderer = server_renderer(client.get_server_info(), str(folder), None, False)
     model, processor = load("qwen3_vl")

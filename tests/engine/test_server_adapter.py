@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""An adapter that vLLM's own server loads from a folder."""
+"""A vLLM server loads an adapter from a folder."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tools that see, hear and show, with vLLM: each turn is sampled after all that was said and shown before."""
+"""Tools that see, hear and show, with vLLM: the engine samples each turn after the full conversation so far."""
 
 import pytest
 from helpers import engine_runs
@@ -33,7 +33,7 @@ def sounds():
 
 
 def assert_exact(trainer):
-    """Each token as the model scores it, and as the trainer does."""
+    """Asserts that the engine, the trainer and the model score each token alike."""
     assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4
     check = trainer.checks.self_check
     assert check.conversation <= 1e-4
@@ -42,7 +42,7 @@ def assert_exact(trainer):
 
 
 def test_images(tmp_path):
-    """Of 0 to 3 turns in one batch, before and after an update."""
+    """Covers 0 to 3 turns in one batch, before and after an update."""
     options = {"vllm_engine_kwargs": {**ENGINE, "block_size": 32}, "max_tool_media": 4}
     trainer = make(
         TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), images(), tmp_path, **options
@@ -63,9 +63,10 @@ def test_images(tmp_path):
     trainer.train()
     assert_exact(trainer)
     assert [len(entry) for entry in trainer.differences] == [8, 8]
-    # Two prompts, and seven results with media, of ten: each once, in however many turns it is looked at
+    # The trainer encodes two prompts, and seven of ten results that have media, once each, however many turns read
+    # them
     assert len(rendered) == 2 * (2 + 7)
-    assert any(output.num_cached_tokens > 0 for output in turns)  # what vLLM continues from
+    assert any(output.num_cached_tokens > 0 for output in turns)  # vLLM continues from these
 
     *conversation, _ = trainer.conversations[-1]
     own, other = (trainer.difference(*conversation, 0.0, media) for media in (None, images(seed=50)))
@@ -95,7 +96,7 @@ def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
 
 
 def rollout(prompts, trainer):
-    """Asks the engine with media, as vLLM takes them."""
+    """Sends media to the engine in vLLM's format."""
     processor, asked = trainer.processing_class, []
     for prompt in prompts:
         text = processor.apply_chat_template(prompt, add_generation_prompt=True)

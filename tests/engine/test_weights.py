@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights that the colocated engine is given: it samples from what the trainer holds, whatever changed."""
+"""The colocated engine samples from the trainer's weights, whatever changed."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
     assert difference(trainer) < 1e-5
     change(trainer, "visual")
     monkeypatch.setattr(trainer.vllm_generation.llm.llm_engine, "reset_encoder_cache", lambda: None)
-    assert difference(trainer) > 1e-3  # what the tower made of the same images before
+    assert difference(trainer) > 1e-3  # the tower's features of the same images before
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -64,7 +64,7 @@ def test_adapter_alone(family, rows, layers, omni, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "_load_weights", lambda: pytest.fail("gave all weights"))
     assert_follows(trainer)
     assert generation.llm.llm_engine.list_loras() == {3}
-    if family == "internvl":  # whose tower vLLM doesn't adapt
+    if family == "internvl":  # vLLM doesn't adapt its tower
         trainer.model.add_adapter("tower", LoraConfig(r=4, target_modules=r".*vision_tower.*q_proj"))
         trainer.model.set_adapter("tower")
         generation._adapter = EngineAdapter(trainer.model, trainer.accelerator)
@@ -90,7 +90,7 @@ def test_weights_beside_an_adapter_need_a_vllm_that_takes_them(tmp_path, monkeyp
     ("family", "rows", "alone"), [("qwen2_5_vl", image_rows, None), ("qwen2_audio", audio_rows, False)]
 )
 def test_weights_of_4_bits(family, rows, alone, tmp_path):
-    """They stay what they are; the engine has what they stand for."""
+    """They stay unchanged. The engine gets their dequantized values."""
     save_wide(family, tmp_path)
     lora = LoraConfig(r=4, target_modules=DECODER)
     trainer = trainer_of(tmp_path, rows, tmp_path, lora, NF4, vllm_sync_adapter=alone)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Weights that change, and an engine that follows them."""
+"""Changes weights under an engine that follows them."""
 
 import torch
 import vllm_cpu
@@ -34,14 +34,14 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
 
 
 def difference(trainer) -> float:
-    """Of the engine's log-probabilities to the model's, after a sync."""
+    """Returns the difference between log-probabilities of the engine and of the model, after a sync."""
     trainer.sampler.invalidate_weights()
     trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
     return trainer.differences[-1]
 
 
 def change(trainer, part="") -> None:
-    """Moves all trained weights whose names have a part."""
+    """Moves all trainable weights whose names contain `part`."""
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if parameter.requires_grad and part in name:

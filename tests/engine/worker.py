@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Trains in one or several processes, and writes what each of them sampled: `worker.py OUTPUT MODEL RUNS`."""
+"""Trains in one or several processes, and writes what each one sampled: `worker.py OUTPUT MODEL RUNS`."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig  # noqa: E402
 
 
 def run(output: Path, model: Path, name: str, options: dict) -> None:
-    """Three steps of three groups of four; of two processes, both have half of the second."""
+    """Runs three steps of three groups of four. Of two ranks, each has half of the second group."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     args = MultimodalGRPOConfig(
         **{
@@ -49,7 +49,7 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
     trainer.train()
     result = {
         "draws": trainer.draws,
-        "asked": asked,  # of the server: how many completions of each prompt
+        "asked": asked,  # requests to the server: the number of completions of each prompt
         "weights": sum(parameter.double().abs().sum().item() for parameter in trainer.model.parameters()),
     }
     (output / f"{name}-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Measures how exactly a family is scored and sampled, on a tiny model, against the model's own plain forward."""
+"""
+Measures on a tiny model how exactly the package scores and samples a family, against the model's plain forward pass.
+"""
 
 import copy
 import multiprocessing
@@ -36,30 +38,30 @@ _COMPLETIONS, _NEW_TOKENS = 2, 5
 
 _RATE = 16000  # Hz, of the clips of chats
 
-# What is equal but for rounding, in nats and relative to the gradient
+# Tolerances for rounding, in nats and relative to the gradient
 TOLERANCE = 1e-4
 
 
 @dataclass
 class Measurement:
-    """What was measured of a family."""
+    """Measurements of a family."""
 
     family: str  # its `model_type`
-    kinds: str = ""  # kinds of media that were measured
-    real: bool = False  # whether prompts came from a real processor
-    # `"packed"` or `"padded"`, with `"isolated"` if prompts get forward passes of their own, or `"refused"`;
-    # `"wrong: ..."` and `"error: ..."` of what isn't exact and what fails, `"not built"` if nothing was measured
+    kinds: str = ""  # measured kinds of media
+    real: bool = False  # whether a real processor made the prompts
+    # `"packed"` or `"padded"`, with `"isolated"` if prompts get separate forward passes, or `"refused"`; `"wrong:
+    # ..."` for inexact results, `"error: ..."` for failures, and `"not built"` if there is no measurement
     mode: str = "not built"
     logps: float | None = None  # largest difference of log-probabilities, in nats
     gradient: float | None = None  # difference of the gradient, relative to its norm
-    sharing: str = ""  # whether samples share a prefill: `"yes"`, `"no"`, or what is wrong
+    sharing: str = ""  # whether samples share a prefill: `"yes"`, `"no"`, or the failure
     note: str = ""  # remark
 
 
 def measure_all(
     families: Mapping[str, Callable[[str], Measurement]], time_limit: float, n_workers: int
 ) -> Iterator[Measurement]:
-    """Measures families, each in a process of its own."""
+    """Measures each family in a separate process."""
     context = multiprocessing.get_context(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
     )
@@ -205,7 +207,7 @@ def _mode(fallbacks: Fallbacks) -> str:
 
 
 def _remedy(score, fallbacks: Fallbacks) -> str:
-    """What would be exact."""
+    """Returns an exact configuration."""
     for packing in [True, False][not fallbacks.packing :]:
         for isolate in (None, "media", "prompt"):
             for logits_from_model in (False, True):
@@ -242,7 +244,7 @@ def _plain_inputs(model, prompt: EncodedPrompt) -> dict[str, Any]:
 
 
 def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
-    """Logits of a completion's tokens by the model's own forward, of one row."""
+    """Returns the logits of a completion's tokens from the model's forward pass on one row."""
     inputs, n_new = _plain_inputs(model, prompt), len(completion)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
     fill = {"attention_mask": 1, **family_of(model).token_field_fill}
@@ -255,7 +257,9 @@ def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> tor
 
 
 def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> tuple[str, str]:
-    """Whether greedy samples from a shared prefill are those of `generate`, and these those of the forward."""
+    """
+    Returns whether greedy samples from a shared prefill equal those of `generate`, and those equal the forward pass.
+    """
     text_ids, disagreement = ordinary_ids(model), ""
     size = model.config.get_text_config(decoder=True).vocab_size
     greedy = GenerationConfig(

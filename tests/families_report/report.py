@@ -19,7 +19,7 @@ from trl_multimodal_rft.families import FAMILIES, MODALITIES, family_of
 from .measure import Measurement, measure_all, measure_class, measure_real
 
 
-# What `docs/vllm.md` says of families that were run with vLLM, except for media of which it makes other tokens
+# Results in `docs/vllm.md` for families that ran with vLLM, except for media that vLLM tokenizes differently
 VLLM = {
     "idefics3": "yes",
     "internvl": "yes",
@@ -40,7 +40,7 @@ VLLM = {
 
 
 def measurable() -> dict[str, str]:
-    """Families that complete prompts with media, each class once."""
+    """Returns families that complete prompts with media, each class once."""
     found: dict[str, str] = {}
     parts = {model_type for family in FAMILIES for model_type in family.trained_part}
     for model_type, name in sorted(classes_with_media().items()):
@@ -53,14 +53,14 @@ def measurable() -> dict[str, str]:
     return found
 
 
-# What stands before measurements in a file
+# Text before the measurements in a file
 MARK = "<!-- measured -->"
 
 HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "shared prefill", "vLLM", "remark")
 
 
 def cells(found: Measurement) -> tuple[str, ...]:
-    """One row of the table of measurements."""
+    """Returns one row of the table of measurements."""
     numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
     vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
     if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
@@ -70,7 +70,7 @@ def cells(found: Measurement) -> tuple[str, ...]:
 
 
 def table(measured: list[Measurement]) -> str:
-    """Measurements in Markdown."""
+    """Returns the measurements in Markdown."""
     modes = [each.mode.split(":")[0] for each in measured]
     totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.synthetic:
         real = [name for name in ALL_FAMILIES if name in CONFIG_MAPPING]
         for name in real:
-            work.pop(f"{name}_thinker", None)  # of the same model
+            work.pop(f"{name}_thinker", None)  # part of the same model
             work[name] = functools.partial(measure_real, class_name=classes.get(name))
     if args.only is not None:
         if unknown := [name for name in args.only if name not in work]:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts with media for tiny models: random tensors of the shapes that processors give."""
+"""Prompts with media for tiny models: random tensors in the shapes that processors return."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,31 +17,31 @@ from .tiny_models import VOCABULARY, meant_ids
 
 Tensors = dict[str, torch.Tensor]
 
-# A medium by its kind and its size, from 0
+# A medium by kind and by size, from 0
 Medium = tuple[str, int]
 
-# Of a video, after those that a patch spans
+# Sizes of a video, after those that a patch spans
 _FRAMES = 2
 
 _FIELD_VALUES = {"image": 1, "video": 2, "audio": 3}
 
 
 class NotBuilt(Exception):
-    """A model's media can't be made."""
+    """The report can't build a model's media."""
 
 
 def arguments(model: PreTrainedModel) -> set[str]:
-    """What a model's forward takes."""
+    """Returns the arguments of a model's forward pass."""
     return {*inspect.signature(type(model).forward).parameters}
 
 
 def kinds_of(model: PreTrainedModel) -> list[str]:
-    """Which media a model takes."""
+    """Returns the kinds of media that a model accepts."""
     return [kind for kind in MODALITIES if kind in model.input_modalities]
 
 
 def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
-    """Media of prompts to measure: one, several of other sizes, all kinds, none."""
+    """Returns the media of the prompts to measure: one, several of other sizes, all kinds, none."""
     chats: list[list[Medium]] = [[]]
     for kind in kinds:
         chats += [[(kind, 0)], [(kind, 1), (kind, 0)]]
@@ -53,7 +53,7 @@ def chats_of(kinds: Sequence[str]) -> list[list[Medium]]:
 def encode(
     model: PreTrainedModel, media: Sequence[Medium], seed: int = 0, split_frames: bool = False
 ) -> EncodedPrompt:
-    """Makes a prompt."""
+    """Builds a prompt."""
     if model.config.model_type in _PROMPTS:
         return _PROMPTS[model.config.model_type](model, media, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -95,22 +95,20 @@ def _prompt(model, input_ids, tensors: Tensors, fields: Tensors, kinds: Sequence
 
 
 def ordinary_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Ids that no config gives a meaning."""
+    """Returns ids to which no config gives a meaning."""
     named = meant_ids(model.config.to_dict())
     size = model.config.get_text_config(decoder=True).vocab_size
     return torch.tensor([i for i in range(50, min(VOCABULARY - 100, 2 * size // 3)) if i not in named])
 
 
 def has_placeholders(model: PreTrainedModel) -> bool:
-    """
-    Whether a prompt can be made: the config, or a table here, names the tokens of media.
-    """
+    """Returns whether the config, or a table here, names the tokens of media."""
     known = model.config.model_type in (*_PROMPTS, "molmo2")
     return known or any(placeholder_token_ids(model, None).values())
 
 
 def placeholder_of(model: PreTrainedModel, kind: str) -> int:
-    """Id of the token that stands for a kind of media."""
+    """Returns the id of the placeholder token of a media kind."""
     ids = placeholder_token_ids(model, None)
     if model.config.model_type == "molmo2":
         return model.config.image_patch_id
@@ -126,7 +124,7 @@ def _text(model, n: int, generator) -> list[int]:
 
 
 def _around(model, kind: str) -> tuple[list[int], list[int]]:
-    """Tokens that say where a medium starts and ends."""
+    """Returns the tokens before and after a medium."""
 
     def named(end: str) -> list[int]:
         names = (f"{each}_{end}_token_id" for each in (kind, *(["vision"] if kind != "audio" else [])))
@@ -137,7 +135,7 @@ def _around(model, kind: str) -> tuple[list[int], list[int]]:
 
 
 def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
-    """Tokens of a medium: the features that the model makes of it."""
+    """Returns the number of a medium's tokens, from the model's features."""
     tensors = recipe(model, kind)(model, [size])
     counted = _COUNTS.get(model.config.model_type, {}).get(kind)
     if counted is not None:
@@ -163,7 +161,7 @@ def n_tokens(model: PreTrainedModel, kind: str, size: int) -> int:
 
 
 def recipe(model: PreTrainedModel, kind: str) -> Callable[[PreTrainedModel, Sequence[int]], Tensors]:
-    """What makes tensors of a kind of media."""
+    """Registers a function that makes tensors of a media kind."""
     own = _OWN.get(model.config.model_type, {}).get(kind)
     if own is not None:
         return own
@@ -212,7 +210,7 @@ def _video_grids(model, sizes) -> Tensors:
 
 
 def _pictures(model, sizes) -> Tensors:
-    """Images of the one size that the tower has."""
+    """Images of the tower's fixed size."""
     side = _first(_tower(model), "image_size", default=56)
     channels = _first(_tower(model), "num_channels", "in_channels", default=3)
     return {"pixel_values": torch.randn(len(sizes), channels, side, side)}
@@ -231,7 +229,7 @@ def _frames(model, sizes) -> Tensors:
 
 
 def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool = False) -> Tensors:
-    """Features of sound, those of shorter clips padded."""
+    """Audio features, padded to the longest clip."""
     config = _tower(model, "audio")
     names = ("num_mel_bins", "n_mels", "input_feat_size", "input_dim", "feature_size", "audio_embed_dim")
     mels = _first(config, *names, default=128)
@@ -246,7 +244,7 @@ def _mels(model, sizes, mask: str | None = None, unit: int = 40, by_frame: bool 
 
 
 def _padded_images(shapes: torch.Tensor) -> Tensors:
-    """Images of several heights and widths, the smaller ones padded."""
+    """Images of several heights and widths, padded to the largest."""
     pixels = torch.zeros(len(shapes), 3, *shapes.amax(0).tolist())
     for image, (height, width) in zip(pixels, shapes.tolist(), strict=True):
         image[:, :height, :width] = torch.randn(3, height, width)
@@ -259,14 +257,14 @@ def _sized(model, sizes) -> Tensors:
 
 
 def _crops(model, sizes) -> Tensors:
-    """Images in tiles after a picture of the whole, of two shapes."""
+    """Images as tiles after a thumbnail, of two shapes."""
     side = _first(_tower(model), "image_size")
     shapes = torch.tensor([[side, 2 * side] if size % 2 else [2 * side, side - 6] for size in sizes])
     return {"pixel_values": torch.randn(len(sizes), 3, 3, side, side), "image_sizes": shapes}
 
 
 def _square_patches(tensors: Tensors, model) -> Tensors:
-    """Patches that keep their two sides."""
+    """Patches with two spatial dimensions."""
     patch = _first(_tower(model), "patch_size")
     return {
         name: value.view(len(value), -1, patch, patch) if name.startswith("pixel") else value
@@ -275,7 +273,7 @@ def _square_patches(tensors: Tensors, model) -> Tensors:
 
 
 def _crops_of_molmo(model, sizes, suffix: str = "") -> Tensors:
-    """Crops of 4 x 4 patches, and which 2 x 2 of them make a token."""
+    """Crops of 4 x 4 patches, and which 2 x 2 of them form a token."""
     config = _tower(model)
     n = [1 + size if suffix else 2 + size for size in sizes]
     side = _first(config, "image_size") // config.patch_size
@@ -297,7 +295,7 @@ def _sam_pictures(model, sizes) -> Tensors:
 
 
 def _with_questions(model, sizes, frames: int | None = None) -> Tensors:
-    """Images, or frames, with the text that a query transformer reads."""
+    """Images or frames with the text for a query transformer."""
     pixels = _pictures(model, sizes)["pixel_values"]
     if frames is not None:
         pixels = torch.stack([pixels + 0.1 * i for i in range(frames)], dim=1)
@@ -308,7 +306,7 @@ def _with_questions(model, sizes, frames: int | None = None) -> Tensors:
 
 
 def _waves(model, sizes, mask: str, unit: int) -> Tensors:
-    """Sound as it is."""
+    """Raw waveforms."""
     lengths = torch.tensor([unit * (3 + 2 * size) for size in sizes])
     own = torch.arange(int(lengths.max())) < lengths[:, None]
     values = torch.randn(*own.shape) * own
@@ -328,7 +326,7 @@ def _flat_grids(model, sizes) -> Tensors:
 
 
 def _tiled(model, sizes) -> Tensors:
-    """The tiles of all images as those of one."""
+    """The tiles of all images, as those of one image."""
     side = _first(_tower(model), "image_size", default=64)
     return {"pixel_values": torch.randn(1, sum(1 + size for size in sizes), 3, side, side)}
 
@@ -344,7 +342,7 @@ def _sides_of_codes(model, sizes) -> Tensors:
 
 
 def _looked_at(model, media, seed: int) -> EncodedPrompt:
-    """Images that layers of cross-attention look at, and a mask that says from which token on."""
+    """Images for cross-attention layers, and a mask with the first token that attends to each."""
     generator = torch.Generator().manual_seed(seed)
     n, before, behind = len(media), 3 + seed % 3, 6
     ids = torch.tensor([*_text(model, before, generator), *[model.config.image_token_index] * n])
@@ -365,7 +363,7 @@ def _looked_at(model, media, seed: int) -> EncodedPrompt:
 
 
 def _looked_at_last(model, media, seed: int) -> EncodedPrompt:
-    """The same, each token looks at the last image before it."""
+    """Images for cross-attention layers, where each token attends to the last image before it."""
     generator = torch.Generator().manual_seed(seed)
     n, side = len(media), model.config.vision_config.image_size
     token = VOCABULARY  # after the vocabulary
@@ -382,12 +380,12 @@ def _merge_sizes(tensors: Tensors, name: str, size: int) -> Tensors:
 
 
 def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches with their places, padded, `-1` where there are none."""
+    """Patches with their positions, padded with `-1`."""
     config = _tower(model)
     pool = getattr(config, "pooling_kernel_size", 1)
     patch = _first(config, "model_patch_size", "patch_size")
     grids = [(2 * pool, (2 + size) * pool) for size in sizes for _ in range(frames)]
-    longest = 2 * 4 * pool * pool  # that of all prompts
+    longest = 2 * 4 * pool * pool  # maximum over all prompts
     patches = torch.rand(len(grids), longest, 3 * patch * patch)
     places = torch.full((len(grids), longest, 2), -1)
     for own, (height, width) in zip(places, grids, strict=True):
@@ -410,7 +408,7 @@ def _positioned_videos(model, sizes) -> Tensors:
 
 
 def _shaped(model, sizes) -> Tensors:
-    """Patches of images with their number along each side, padded."""
+    """Padded patches of images, with their number along each side."""
     patch = _first(_tower(model), "patch_size")
     shapes = torch.tensor([[4, 4 + 2 * size] for size in sizes])
     counts = shapes.prod(1)
@@ -420,7 +418,7 @@ def _shaped(model, sizes) -> Tensors:
 
 
 def _row_of_patches(model, sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches side by side in one image."""
+    """Patches in a row in one image."""
     patch = _first(_tower(model), "patch_size")
     shapes = torch.tensor([[4, 4 + 4 * size] for size in sizes], dtype=torch.int32)
     return torch.randn(1, 3, patch, patch * int(shapes.prod(1).sum())), shapes
@@ -441,7 +439,7 @@ def _with_high_resolution(model, sizes) -> Tensors:
 
 
 def _codes(model, sizes) -> Tensors:
-    """Sound as codes."""
+    """Audio codes."""
     config = model.config.audio_config
     tensors = _mels(model, sizes, "audio_input_ids_mask", unit=6, by_frame=True)
     features = tensors.pop("input_features")
@@ -467,12 +465,12 @@ def _whisper_tokens(model, tensors: Tensors) -> int:
 
 
 def _slots(model, tensors: Tensors) -> int:
-    """Tokens of a mask of tokens."""
+    """Mask of tokens."""
     return int(tensors["input_features_mask"].sum())
 
 
 def _projected(model, sizes) -> Tensors:
-    """Features of sound with a mask of the tokens that they become."""
+    """Audio features with a mask of their tokens."""
     features = _mels(model, sizes, by_frame=True)["input_features"]
     model_config = model.config
     blocks = [-(-40 * (1 + size) // model_config.window_size) for size in sizes]
@@ -507,7 +505,7 @@ _RECIPES: tuple[tuple[str, str, Callable], ...] = (
     ("audio", "audio_input_ids", _codes),
 )
 
-# Of single models, by `model_type` and kind
+# Recipes for single models, by `model_type` and kind
 _OWN: dict[str, dict[str, Callable]] = {
     "blip-2": {"image": _with_questions},
     "chameleon": {"image": _squares},
@@ -558,7 +556,7 @@ _OWN: dict[str, dict[str, Callable]] = {
     },
 }
 
-# From a model and the tensors of a medium to its tokens, where the model has no function for it
+# From a model and a medium's tensors to its tokens, for models without such a function
 _COUNTS: dict[str, dict[str, Callable]] = {
     "blip-2": {"image": lambda model, tensors: model.config.num_query_tokens},
     "instructblip": {"image": lambda model, tensors: model.config.num_query_tokens},
@@ -568,8 +566,8 @@ _COUNTS: dict[str, dict[str, Callable]] = {
     "qwen2_audio": {"audio": _whisper_tokens},
 }
 
-# Prompts that aren't text with placeholders
+# Prompts other than text with placeholders
 _PROMPTS: dict[str, Callable] = {"idefics": _looked_at_last, "mllama": _looked_at}
 
-# Families that write a video with the token of images, between tokens of its own
+# Families that write a video as image tokens between special tokens
 _VIDEOS_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")

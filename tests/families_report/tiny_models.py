@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tiny models of the architectures of transformers, from the configs that their classes have by default."""
+"""Tiny models of transformers' architectures, from the default configs of their classes."""
 
 import copy
 import re
@@ -17,10 +17,10 @@ _HIDDEN = _HEADS * _HEAD_DIM
 _POSITIONS = 2048
 _PATCHES = 4  # along each side of an image
 
-# Settings by patterns of their names, the first that matches. Sizes are all the same, so that what must agree does.
+# Settings by patterns of their names; the first match applies. Equal sizes keep dependent settings consistent.
 _SMALL: tuple[tuple[str, int], ...] = (
     (r"(linear|mamba|ssm).*num.*heads|linear_num_(key|value)_heads|mamba_num_heads", _HEADS),
-    (r"index_n_heads", 32),  # with few, many keys have a score of 0, and which of them count is left to chance
+    (r"index_n_heads", 32),  # with few, many keys score 0, and ties decide
     (r"(\w+_)?(num_key_value_heads|num_kv_heads)", 2),
     (r"(\w+_)?(num_attention_heads|num_heads|n_heads|attention_heads)", _HEADS),
     (r"(\w*head_dim|dim_head)", _HEAD_DIM),
@@ -61,7 +61,7 @@ _MLLAMA = {"vision_output_dim": 3 * _HIDDEN, "intermediate_layers_indices": [0, 
 _MLLAMA |= {"max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
 _SPEECH = {"num_filters": 4, "hidden_size": 16, "depths": [1, 1, 1], "downsampling_ratios": [4, 4], "vae_std": 0.0}
 
-# What a class leaves to checkpoints, and what numbers tie to sizes, by `model_type`
+# Settings that a class leaves to checkpoints, and numbers that depend on sizes, by `model_type`
 CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {_PATCHES**2: 8}, "max_value_projector_patch_to_query_dict": 8},
     "blip-2": {"image_token_index": _IMAGE, "num_query_tokens": 4},
@@ -100,7 +100,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
-    "minimax_m3_vl": {  # whose layers are of one kind by default, and of two in what is released
+    "minimax_m3_vl": {  # by default all layers are of one kind, in the released model of two
         "text_config": {
             **_SPARSE,
             "layer_types": ["full_attention", "minimax_m3_sparse"],
@@ -137,7 +137,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(config: PreTrainedConfig, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """A config of the same kind with small sizes."""
+    """Returns a config of the same kind with small sizes."""
     ids: dict[int, int] = {}
     values = config.to_dict()
     for name, part in config.sub_configs.items():
@@ -185,7 +185,7 @@ def _shrunk(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
 
 def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
     if not isinstance(name, str):
-        return value  # of labels
+        return value  # labels of a classifier
     if isinstance(value, dict):
         return _shrunk(value, ids) if name != "rope_parameters" else copy.deepcopy(value)
     if _IDS.fullmatch(name):
@@ -201,14 +201,14 @@ def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
 
 
 def _inside(value: Any, ids: dict[int, int]) -> Any:
-    """Ids of special tokens go to the end of the vocabulary."""
+    """Moves ids of special tokens to the end of the vocabulary."""
     if not isinstance(value, int) or isinstance(value, bool) or value < VOCABULARY:
         return value
     return ids.setdefault(value, VOCABULARY - 1 - len(ids))
 
 
 def meant_ids(values: Any, name: str = "") -> set[int]:
-    """Ids that a config gives a meaning."""
+    """Returns the ids to which a config gives a meaning."""
     if isinstance(values, dict):
         parts = [meant_ids(value, key) for key, value in values.items() if isinstance(key, str)]
         return set().union(*parts)
@@ -218,7 +218,7 @@ def meant_ids(values: Any, name: str = "") -> set[int]:
 
 
 def _cut_layers(small: dict[str, Any], values: dict[str, Any], name: str) -> None:
-    """One layer of each kind, in the order in which they come first, and what lists say of these layers."""
+    """Keeps the first layer of each kind, and the matching entries of lists."""
     n_layers = values[name]
     lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == n_layers}
     kinds = list(zip(*(value for value in lists.values() if isinstance(value[0], str)), strict=True))
@@ -238,7 +238,7 @@ def _cut_layers(small: dict[str, Any], values: dict[str, Any], name: str) -> Non
 
 
 def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
-    """Parts of a head for positions in time, height and width, which modelling code has for large heads alone."""
+    """Scales the sections of a head for time, height and width, which modelling code fixes for large heads."""
     if "rope_type" not in rope or "vocab_size" not in small:
         return
     factor = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
@@ -247,7 +247,7 @@ def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """A model with random weights, the same at each call, and scaled so that what it sees and hears shows."""
+    """Returns a model with random weights, the same at each call, scaled so that media affect the output."""
     torch.manual_seed(0)
     config = model_class.config_class()
     config = tiny_config(config, {**CHANGES.get(config.model_type, {}), **(changes or {})})

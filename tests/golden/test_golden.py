@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Short trainings whose updates, logs, checkpoints and random states must not move.
+Short trainings whose updates, logs, checkpoints and random states must not change.
 
 `golden.json` holds what they were. A change that is meant to move something writes it again, and says so:
 
@@ -67,7 +67,7 @@ ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sing
 
 
 def mixed_rows() -> Dataset:
-    """An image and a sound, a sound, an image or neither."""
+    """Returns an image and a sound, a sound, an image, or neither."""
     sounds, images = ([row[kind] for row in ROWS[kind]()] for kind in ("audio", "image"))
     rows = with_media(text_rows(), "audio", [sounds[i] if i % 4 < 2 else None for i in range(8)])
     transform = rows.format["format_kwargs"]["transform"]
@@ -194,25 +194,25 @@ def length_and_sum(completion_ids, **kwargs) -> list[float]:
 
 
 def last_token(completion_ids, **kwargs) -> list[float | None]:
-    """None for some."""
+    """Returns `None` for some completions."""
     return [None if ids[0] % 5 == 0 else float(ids[-2 if len(ids) > 1 else -1] % 3) for ids in completion_ids]
 
 
 def often_equal(completion_ids, prompts, **kwargs) -> list[float]:
-    """The same for all completions of every other prompt."""
+    """Returns the same reward for all completions of every other prompt."""
     numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
     return [
         1.0 if number % 2 else reward for number, reward in zip(numbers, length_and_sum(completion_ids), strict=True)
     ]
 
 
-# Completions: of the model itself, which is given ends, of a script with calls of a tool, or of an engine
+# Completions: from the model with forced ends, from a script with tool calls, or from an engine
 
 
 def ends_early(generate, eos: int, *args, **inputs):
-    """`generate` of a model, whose completions are given ends."""
+    """`generate` of a model with forced ends."""
     output = generate(*args, **inputs)
-    if not isinstance(output, torch.Tensor):  # of the self-check
+    if not isinstance(output, torch.Tensor):  # called by the self-check
         return output
     start = inputs["input_ids"].size(1)
     for row, length in enumerate(torch.randint(1, 12, (len(output),)).tolist()):
@@ -222,7 +222,7 @@ def ends_early(generate, eos: int, *args, **inputs):
 
 
 def calls_a_tool(tokenizer, *args, input_ids, **inputs):
-    """`generate` of a model that calls a tool in every other first turn, and answers something else."""
+    """`generate` of a model that calls a tool in every other first turn, and otherwise answers."""
     end, rows = tokenizer.eos_token_id, []
     for row, ids in enumerate(input_ids):
         turns = tokenizer.decode(ids).count("<tool_call>")
@@ -235,7 +235,7 @@ def calls_a_tool(tokenizer, *args, input_ids, **inputs):
 
 
 class Engine(MultimodalVLLMGeneration):
-    """An engine that draws tokens and log-probabilities out of thin air."""
+    """An engine that invents tokens and log-probabilities."""
 
     def _init_vllm(self):
         self.n_synced = 0
@@ -297,11 +297,11 @@ def make_trainer(name: str, folder: str, monkeypatch):
     return trainer_class(args=config_class(folder, **{**COMMON, **ROLLOUT, **options}), **objects)
 
 
-# What is kept of a run
+# The stored results of a run
 
 
 def projected(update: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """The norm of each group of parameters, and its product with a fixed random direction of length 1."""
+    """Returns the norm of each group of parameters, and its product with a fixed random unit vector."""
     squares, products, lengths = defaultdict(float), defaultdict(float), defaultdict(float)
     for name, value in update.items():
         parts = [part for part in name.removeprefix("policy.").split(".") if not part.isdigit()]
@@ -319,7 +319,7 @@ def without_times(entry: dict) -> dict:
 
 
 def train(name: str) -> dict:
-    """A run of the table."""
+    """Runs an entry of the table."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         torch.manual_seed(0)
         np.random.seed(0)
@@ -339,7 +339,7 @@ def train(name: str) -> dict:
 
 
 def differences(stored, now, path: str = "", scale: float = 0.0) -> list[str]:
-    """What two results differ in; a projection may differ by what its norm may."""
+    """Returns the differences of two results. A projection has the tolerance of its norm."""
     if isinstance(stored, dict) and isinstance(now, dict):
         changed = [f"{path} has no {key}" for key in stored.keys() - now.keys()]
         changed += [f"{path} has {key}, which is new" for key in now.keys() - stored.keys()]
@@ -373,7 +373,7 @@ def test_nothing_moved(name):
 
 
 def test_a_change_would_be_seen():
-    """Of an update, a metric, a file, a random number."""
+    """Covers an update, a metric, a file and a random number."""
     result = stored_runs()["ppo audio"]
     group, (norm, product) = next(iter(result["update"].items()))
     for changed in (

@@ -23,14 +23,14 @@ KINDS = {
     "qwen3_vl_moe": "experts",
     "qwen3_5": "linear attention",
 }
-# Of a model's layers some are plain causal for each prompt of the tests, so that variable-length kernels take them
+# Some layers are plain causal for each prompt of the tests, so that variable-length kernels run
 CAUSAL = {"qwen2_5_vl", "qwen2_audio", "qwen3_vl_moe", "qwen3_5"}
-# What packed rows may add to the rounding of padded ones: both round at random
+# Rounding that packed rows may add to that of padded ones, as both round at random
 WORSE = 1.25
 
 
 def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=False, seed=0):
-    """Log-probabilities and entropies in one vector, and gradients, in float32."""
+    """Returns log-probabilities and entropies in one vector, and gradients, in float32."""
     model, prompts = build(name, attention, device, dtype)
     if checkpointing:
         enable_checkpointing(model)
@@ -47,7 +47,7 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """Calls of torch's kernel for sequences of unequal length."""
+    """Records calls of torch's variable-length kernel."""
     calls, kernel = [], varlen.varlen_attn
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs))
     return calls
@@ -69,7 +69,7 @@ def test_float32(name, attention, device):
     ("name", "checkpointing"), [*((name, False) for name in KINDS), ("qwen2_5_vl", True), ("qwen3_5", True)]
 )
 def test_bfloat16(name, checkpointing, device, kernel_calls):
-    """With torch's own kernel for sequences of unequal length where layers are plain causal."""
+    """Layers that are plain causal use torch's variable-length kernel."""
     check_bfloat16(name, device, "sdpa", checkpointing)
     assert bool(kernel_calls) == (device == "cuda" and name in CAUSAL)
 
@@ -82,10 +82,10 @@ def test_flash_attention(name, device):
     check_bfloat16(name, device, "flash_attention_2")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns on compilation
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
 def test_flex_attention(name, device):
-    """Packed rows go the way of sdpa, and everything else that of flex attention."""
+    """Packed rows use sdpa, and everything else uses flex attention."""
     if device == "cpu":
         pytest.skip("compiles for minutes")
     packed, packed_gradients = scores(name, device, torch.float32, "flex_attention")
@@ -95,7 +95,7 @@ def test_flex_attention(name, device):
 
 
 def check_bfloat16(name, device, attention, checkpointing=False):
-    """Packed rows are as near to float32 as padded ones, over several draws of completions."""
+    """Packed rows are as close to float32 as padded ones, over several draws of completions."""
     errors = {"packed": [], "padded": []}
     for seed in range(3):
         truth, gradients = scores(name, device, torch.float32, packed=False, seed=seed)

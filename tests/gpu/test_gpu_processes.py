@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Engines on one GPU: a process with FSDP2 or DeepSpeed, which talks to itself through NCCL, and two with DDP, which NCCL
-refuses on one GPU, through gloo. On the CPU they are tested in `tests/distributed`.
+Engines on one GPU: one process with FSDP2 or DeepSpeed, which communicates with itself through NCCL, and two with DDP
+through gloo, because NCCL refuses two on one GPU. `tests/distributed` tests them on the CPU.
 """
 
 import pytest
@@ -19,7 +19,7 @@ TIMEOUT = 200  # seconds
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """What a single process without an engine returned."""
+    """Returns the result of a single process without an engine."""
     return Run("ddp", 1, SCENARIOS, tmp_path_factory.mktemp("one") / "run", "cuda").results(TIMEOUT)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Training on a GPU: in half precision, with adapters, with weights in 4 bits, resumed; and the memory it takes."""
+"""Training on a GPU: half precision, adapters, 4-bit weights, a resumed run, and peak memory."""
 
 import argparse
 
@@ -41,7 +41,7 @@ from trl_multimodal_rft.cli.fake_run import Watch
     ],
 )
 def test_self_check_in_bfloat16(family, rows, device, tmp_path):
-    """With its tolerances nothing has to be remedied, in updates of all weights."""
+    """Its tolerances require no remedy, in updates of all weights."""
     model, processor = load(family)
     options = {"bf16": True, "gradient_checkpointing": True, "use_cpu": device == "cpu"}
     options["objects"] = {"model": model, "processing_class": processor}
@@ -56,7 +56,7 @@ def test_self_check_in_bfloat16(family, rows, device, tmp_path):
 
 @pytest.mark.parametrize("objects", [{}, {"peft_config": LORA}])
 def test_equals_trl(objects, device):
-    """In float32, with all weights and with an adapter."""
+    """Runs in float32, with all weights and with an adapter."""
     options = {"use_cpu": device == "cpu", "learning_rate": 1e-1, "objects": objects}
     theirs = run(InjectedTRL, "qwen2_5_vl", image_rows(), **options)
     ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options, self_check=False, keep_groups_together=False)
@@ -69,7 +69,7 @@ def test_equals_trl(objects, device):
 
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
 def test_weights_in_4_bits(family, rows, device, tmp_path):
-    """An adapter trains as it does on the same weights in full."""
+    """An adapter trains as on the same weights without quantization."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     model_class = save_wide(family, tmp_path / "model")
     options = {"use_cpu": device == "cpu"}
@@ -87,7 +87,7 @@ class RecordingGRPO(Recording, MultimodalGRPOTrainer):
 
 @pytest.fixture
 def deterministic():
-    """Kernels that add in the same order each time, or an error that names one that doesn't."""
+    """Selects kernels with a fixed order of summation, or raises an error that names one without it."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -95,7 +95,7 @@ def deterministic():
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_is_the_uninterrupted_run(bf16, device, deterministic, tmp_path):
-    """Bit for bit, with completions that are sampled on the device."""
+    """Runs are equal bit for bit, with completions sampled on the device."""
     options = {**REUSED, "bf16": bf16, "use_cpu": device == "cpu"}
 
     def make(folder, **more):
@@ -110,7 +110,7 @@ def test_resumed_run_is_the_uninterrupted_run(bf16, device, deterministic, tmp_p
 
 
 class Longest(Wrapped):
-    """Each completion has the most tokens that it may have."""
+    """Each completion has the maximum number of tokens."""
 
     def __call__(self, model, prompts, **options):
         self.prompt_tokens = len(prompts[0])
@@ -120,11 +120,11 @@ class Longest(Wrapped):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatch):
     """
-    The most that a step with AdamW takes, of a model of 3B in bfloat16 on a GPU, and of a tiny one elsewhere, where
-    the tensors that are alive are counted.
+    Compares the peak memory of a step with AdamW: on a GPU a model of 3B in bfloat16, elsewhere a tiny one, where the
+    test counts live tensors.
     """
     on_gpu = device == "cuda"
-    if not on_gpu:  # or TRL's tile of the logits is most of a tiny model's memory
+    if not on_gpu:  # otherwise TRL's tile of the logits dominates a tiny model's memory
         monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
     preset, group, completion, side = ("3b", 8, 512, 448) if on_gpu else ("tiny", 4, 48, 112)
     processor = build_processor()
@@ -141,7 +141,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
         max_completion_length=completion,
         max_steps=2,
         optim="adamw_torch_fused",
-        gradient_accumulation_steps=2,  # so that gradients are there during the second backward pass
+        gradient_accumulation_steps=2,  # gradients exist during the second backward pass
         gradient_checkpointing=checkpointing,
         self_check=False,
         use_cpu=not on_gpu,

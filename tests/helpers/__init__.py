@@ -1,2 +1,2 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What several tests share: models, data, launches, servers."""
+"""Models, data, launches and servers that several tests share."""

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tiny random models of families whose tensors are made by hand, with prompts of several sizes, media and none."""
+"""Tiny random models of families with handmade tensors, and prompts of several sizes, with and without media."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ CLIP = {**VISION, "image_size": 28, "patch_size": 14}
 
 
 def random(model_class: type, config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
-    """Weights that are large enough for a wrong mask or position to show; none is 0."""
+    """Returns weights large enough to reveal a wrong mask or position; none is 0."""
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():
@@ -53,7 +53,7 @@ def pixels(*shape: int) -> torch.Tensor:
 
 
 def marks(sizes: list[int], token: int = IMAGE) -> torch.Tensor:
-    """Placeholders of media between a start and an end."""
+    """Returns placeholders of media between start and end tokens."""
     ids = [torch.tensor([START, *[token] * size, END]) for size in sizes]
     return torch.cat(ids) if ids else torch.empty(0, dtype=torch.long)
 
@@ -65,13 +65,13 @@ def encoded(model, ids, media=None, fields=None, kind="image") -> EncodedPrompt:
 
 
 def spliced(model, n_media: int, behind: int, media: dict, kind: str = "image", has_types: bool = False):
-    """A prompt of words, placeholders of its media without marks around them, and so many words."""
+    """Returns a prompt of words, placeholders of its media without start and end tokens, and `n` words."""
     ids = torch.cat([words(3), torch.full((n_media,), IMAGE), words(behind)])
     return encoded(model, ids, media, {"mm_token_type_ids": (ids == IMAGE).long()} if has_types else {}, kind)
 
 
 def of_images(model, media: Callable[[list], dict], tokens: Callable, *prompts: tuple[int, list, int]):
-    """Prompts of so many words, images of these sizes, and words."""
+    """Returns prompts of words, images of these sizes, and words."""
     return [
         encoded(
             model,
@@ -195,7 +195,7 @@ def idefics():
         values = pixels(1, n, 3, 28, 28) if n else torch.zeros(1, 1, 3, 28, 28)
         fields = {"image_attention_mask": looks.long()}
         prompt = encoded(model, ids, {"pixel_values": values}, fields)
-        return prompt if n else replace(prompt, modalities=frozenset())  # beside the blank image of its processor
+        return prompt if n else replace(prompt, modalities=frozenset())  # keeps the processor's blank image
 
     return model, [prompt(3, 1, 5), prompt(2, 2, 9), prompt(6, 0, 1)]
 
@@ -361,7 +361,7 @@ def mistral_large4():
     text = {**SMALL, "intermediate_size": 64, "moe_intermediate_size": 32, "num_key_value_heads": 4}
     text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
     text |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "index_topk": 8, "index_head_dim": 16}
-    # With few index heads, many keys have a score of 0, and which of them count is left to `topk`
+    # With few index heads, many keys score 0, and `topk` breaks the ties
     text |= {"index_n_heads": 32, "max_position_embeddings": 256}
     vision = {**TOWER, "model_type": "pixtral", "patch_size": 4, "image_size": 32, "hidden_act": "silu"}
     config = hf.MistralLarge4Config(
@@ -389,16 +389,16 @@ def molmo2(kind="image"):
         image_patch_id=IMAGE,
         **{f"{name}_token_id": 11 + i for i, name in enumerate(("image_start", "image_end", "low_res_image_start"))},
     )
-    # A crop has 4 x 4 patches, and a token for each 2 x 2 of them
+    # A crop has 4 x 4 patches, and one token per 2 x 2 of them
     windows = torch.arange(16).view(2, 2, 2, 2).permute(0, 2, 1, 3).reshape(4, 4)
 
     model = random(hf.Molmo2ForConditionalGeneration, config)
 
     def prompt(crops, behind):
-        """An image for each number of crops, or a video with as many frames."""
+        """Returns an image for each number of crops, or a video with as many frames."""
         total = sum(crops)
         places = torch.cat([windows + 16 * i for i in range(total)])
-        places[-1, 0] = -1  # a patch that isn't there
+        places[-1, 0] = -1  # a padding patch
         values = pixels(total, 16, 12)
         if kind == "video":
             grids = torch.tensor([[total, 2, 2]])
@@ -433,15 +433,15 @@ FAMILIES: dict[str, Callable[[], tuple[hf.PreTrainedModel, list[EncodedPrompt]]]
 }
 
 
-# What the models give by themselves
+# Reference values of the models
 
 
 def own_logps(model, prompts, ids, mask):
-    """By the model's plain forward of each completion, alone, at the model's own positions."""
+    """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
     logps = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
         prompt, completion = prompts[row], ids[row, :length]
-        # Masks of cross-attention go on as `generate` goes on with them
+        # Extends cross-attention masks as `generate` does
         fields = {
             name: torch.cat([f, (f[-1:] if f.dim() > 1 else 0 * f[-1:]).expand(length, *f.shape[1:])])[None]
             for name, f in prompt.token_fields.items()

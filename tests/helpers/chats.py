@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Chats with images, videos and sounds, which are made here."""
+"""Synthetic chats with images, videos and sounds."""
 
 import base64
 import io
@@ -11,7 +11,7 @@ import soundfile
 from PIL import Image
 
 
-RATE = 16000  # Hz; every audio family listens at this rate
+RATE = 16000  # Hz; the rate of every audio family
 
 # Content blocks
 
@@ -21,7 +21,7 @@ def text(words: str) -> dict:
 
 
 def mosaic(frames: int, height: int, width: int, seed: int) -> np.ndarray:
-    """Random colours in blocks of 14 x 14 pixels: the patches of white noise would all look alike to a tower."""
+    """Random colours in blocks of 14 x 14 pixels. All patches of white noise would look alike to a tower."""
     rows, columns = -(-height // 14), -(-width // 14)
     colours = np.random.default_rng(seed).integers(0, 256, (frames, rows, columns, 3), dtype=np.uint8)
     return colours.repeat(14, axis=1).repeat(14, axis=2)[:, :height, :width]
@@ -78,7 +78,7 @@ def image_or_video_prompts() -> list[list[dict]]:
 
 
 def omni_prompts(cell: int = 28) -> list[list[dict]]:
-    """For omni models, which take videos as they are: `cell` is the side in pixels of what becomes a token."""
+    """For omni models, which don't resize videos: `cell` is the side in pixels of one token."""
     return [
         chat(audio(0.6, seed=1), text("What do you hear?")),
         chat(
@@ -98,7 +98,7 @@ def image_audio_prompts() -> list[list[dict]]:
 
 
 def phi4_prompts() -> list[list[dict]]:
-    """Low images, as one that fills its crop would be 545 tokens; the least is 290."""
+    """Low images, because one that fills its crop has 545 tokens; the minimum is 290."""
     return [
         chat(image(64, 10, seed=1), text("What is in the image?")),
         chat(audio(0.7, seed=1), text("What do you hear?")),
@@ -109,7 +109,7 @@ def phi4_prompts() -> list[list[dict]]:
 
 
 def base64_audio_prompts() -> list[list[dict]]:
-    """For Voxtral, which takes audio as a path, an address or the base64 of a file, but not as an array."""
+    """For Voxtral, which accepts audio as a path, an address or base64, but not as an array."""
     return [
         chat(*(base64_audio(block) if block["type"] == "audio" else block for block in message["content"]))
         for (message,) in audio_prompts()
@@ -123,12 +123,12 @@ def base64_audio(block: dict) -> dict:
 
 
 def always_image_prompts() -> list[list[dict]]:
-    """For PaliGemma, whose processor wants an image in every prompt."""
+    """For PaliGemma, whose processor requires an image in every prompt."""
     return [*image_prompts()[:2], chat(image(28, 28, seed=4), text("Is there a bird?"))]
 
 
 def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
-    """For processors that take one audio per prompt; the second one is longer than the window."""
+    """For processors that accept one audio per prompt. The second audio is longer than the window."""
     return [
         chat(audio(0.7, seed=1), text("What do you hear?")),
         chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),
@@ -137,7 +137,7 @@ def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
 
 
 def write_film(path: Path, frames: int = 20, width: int = 96, height: int = 64, rate: int = 10) -> str:
-    """Writes a video file, and gives its path."""
+    """Writes a video file, and returns its path."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"

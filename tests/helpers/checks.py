@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A policy and prompts for the checks, as a trainer passes them, without a trainer."""
+"""A policy and prompts for the checks, in a trainer's format, without a trainer."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
-G = 4  # completions of a prompt
+G = 4  # completions per prompt
 
 
 @dataclass
 class Subject:
-    """What is checked; `prompts` and `messages` are those of each completion."""
+    """Inputs of a check; `prompts` and `messages` are those of each completion."""
 
     model: PreTrainedModel
     policy: PolicyForward
@@ -45,7 +45,7 @@ def subject(
     top_p: float = 1.0,
     **more: Any,
 ) -> Subject:
-    """A tiny policy and the prompts of rows; `more` are settings of the run."""
+    """Returns a tiny policy and the prompts of rows; `more` are settings of the run."""
     model, processor = load(family)
     fallbacks = Fallbacks(
         packing=sharing_obstacle(model) is None,

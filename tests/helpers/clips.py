@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Clips as editors cut them, without encoding them anew, and what FFmpeg shows of them."""
+"""Clips that editors cut without re-encoding, and the frames that FFmpeg decodes from them."""
 
 import io
 
@@ -10,7 +10,7 @@ import numpy as np
 WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 
-# Groups of 12 frames in which 3 frames that refer to a keyframe are shown before it, where groups are open
+# Groups of 12 frames. In open groups, 3 frames that refer to a keyframe come before it.
 _GROUPS = "keyint=12:min-keyint=12:scenecut=0:bframes=3:b-adapt=0"
 CODECS = {
     "H.264": ("libx264", {"x264-params": _GROUPS}),
@@ -21,7 +21,7 @@ CODECS = {
 
 
 def encoded(name, container="mp4"):
-    """A clip of 60 frames, all different."""
+    """Returns a clip of 60 distinct frames."""
     codec, options = CODECS[name]
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
@@ -34,7 +34,7 @@ def encoded(name, container="mp4"):
 
 
 def trimmed(data, start, hidden, container="mp4"):
-    """A clip from the second group on, its packets copied."""
+    """Returns a clip from the second group on, with copied packets."""
     out = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(out, "w", format=container) as target:
         video = source.streams.video[0]
@@ -50,7 +50,7 @@ def trimmed(data, start, hidden, container="mp4"):
 
 
 def turned(data, quarters):
-    """An MP4 whose header says that it was filmed with the camera turned."""
+    """Returns an MP4 whose header declares a rotated camera."""
     matrices = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
     a, b, c, d = (n % 2**16 * 2**16 for n in matrices[quarters])
     matrix = [a, b, 0, c, d, 0, 0, 0, 2**30]
@@ -59,6 +59,6 @@ def turned(data, quarters):
 
 
 def shown(data):
-    """All frames, decoded from the first, which is what the program `ffmpeg` shows."""
+    """Decodes all frames from the first, like the program `ffmpeg`."""
     with av.open(io.BytesIO(data)) as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])

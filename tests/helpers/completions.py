@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Completions to score, of groups of a size."""
+"""Completions to score, in groups of a given size."""
 
 import torch
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-A pytest plugin: the CPU seconds of each file, with the processes that its tests start, are printed at the end.
+A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
 
 Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others.
-`--write-cpu-seconds` stores what a run took.
+`--write-cpu-seconds` stores the times of a run.
 """
 
 import json
@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     seconds = json.loads(STORED.read_text())
-    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that a file's stay together
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that tests of a file stay together
 
 
 def _file(nodeid: str) -> str:

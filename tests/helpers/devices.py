@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Where tests run."""
+"""Devices of the tests."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Chats as the package encodes them."""
+"""Chats that the package encodes."""
 
 import functools
 
@@ -23,14 +23,14 @@ def _encoder(name: str):
 
 
 def build_encoded(name: str) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin, list[EncodedPrompt]]:
-    """A fresh model of a family, its processor and its encoded prompts."""
+    """Returns a fresh model of a family, its processor and its encoded prompts."""
     return fresh(_encoder(name))
 
 
 def encode_chats(
     model: hf.PreTrainedModel, processor: hf.ProcessorMixin, chats: list[list[dict]]
 ) -> list[EncodedPrompt]:
-    """Prompts of chats with one message each."""
+    """Encodes prompts of chats with one message each."""
     for chat in chats:
         for block in chat[0]["content"]:
             if block["type"] == "audio":
@@ -40,10 +40,10 @@ def encode_chats(
 
 
 def assert_same_features(prompt, expected):
-    """A prompt holds what its processor returned."""
+    """Asserts that a prompt holds the processor's output."""
     assert torch.equal(prompt.input_ids, expected["input_ids"][0])
     for key in expected.keys() - {"input_ids", "attention_mask", "labels"}:
         got = prompt.token_fields[key][None] if key in prompt.token_fields else prompt.media.get(key)
-        if "second_per_grid" in key:  # a rate is unknown for frames given as an array
+        if "second_per_grid" in key:  # frames in an array have no known rate
             continue
         assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Short runs whose completions vLLM's own engine samples."""
+"""Short runs that sample from a real vLLM engine."""
 
 import torch
 import vllm_cpu
@@ -11,7 +11,7 @@ from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
 class Compared(Wrapped):
-    """Samples what the trainer does, and lets it compare that with its model."""
+    """Samples like the trainer, and compares the result with the trainer's model."""
 
     def __call__(self, model, prompts, **options):
         completions, logps = super().__call__(model, prompts, **options)
@@ -21,8 +21,8 @@ class Compared(Wrapped):
 
 class Recorded(MultimodalGRPOTrainer):
     """
-    Remembers each draw: `draws` hold ids of prompt and completion, and how far the log-probabilities of sampling are
-    from those of the model's own forward at positions of its own.
+    Records each draw: `draws` hold ids of prompt and completion, and the differences between the log-probabilities of
+    sampling and those of the model's forward pass at the model's default positions.
     """
 
     own_positions = True
@@ -55,18 +55,18 @@ class Recorded(MultimodalGRPOTrainer):
 
     @property
     def differences(self) -> list[float]:
-        """The largest of each draw."""
+        """Returns the largest difference of each draw."""
         return [max(difference for _, _, difference in draw) for draw in self.draws]
 
 
 class RecordedOmni(Recorded):
-    """The same at the prompt's positions: a model that hears takes each `<|audio_bos|>` it says for another sound."""
+    """Compares at the prompt's positions, because the model takes each sampled `<|audio_bos|>` for another sound."""
 
     own_positions = False
 
 
 def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engine=None, **options):
-    """A trainer of three updates of all weights in float32, with options for its config and engine."""
+    """Returns a trainer of three updates of all weights in float32, with options for its config and engine."""
     options = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,

@@ -1,10 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tiny random models of real transformers architectures, each with its real processor, all built without a network.
+"""
+Tiny random models of real transformers architectures, each with its real processor, without network access.
 
-A family is a function below [`family`], which names its table, its prompts and what they hold. Every model has fewer
-than a million parameters, two or three decoder layers and a small vocabulary, and its weights are scaled up after a
-seeded initialisation: with the usual small weights attention is nearly uniform and media hardly reach the logits, so
-that a wrong mask, a wrong position or a lost image would go unnoticed.
+A family is a function decorated with [`family`], which names its table, its prompts and their media. Every model has
+fewer than a million parameters, two or three decoder layers and a small vocabulary, and large weights from a seeded
+initialization. With the usual small weights, attention is nearly uniform and media hardly affect the logits. A wrong
+mask, a wrong position or a lost image would go unnoticed.
 """
 
 import base64
@@ -57,7 +58,7 @@ class Family:
     modalities: tuple[str, ...]
 
     def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
-        """A fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
+        """Returns a fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
         return fresh(self.builder)
 
     @property
@@ -74,24 +75,26 @@ class Family:
 
 @functools.cache
 def _made(make: Callable) -> tuple:
-    """What a function without arguments makes, and torch's random state after it."""
+    """Returns the result of a function without arguments, and torch's random state after the call."""
     return make(), torch.get_rng_state()
 
 
 def fresh(make: Callable):
-    """A copy of what `make()` returns, which is called once in a process; torch's random state is as after a call."""
+    """
+    Returns a copy of the result of `make()`, which runs once per process. Torch's random state is as after a call.
+    """
     made, state = _made(make)
     torch.set_rng_state(state)
     return copy.deepcopy(made)
 
 
-FAMILIES: dict[str, Family] = {}  # over which the tests of the packing and of the trainers run
-MORE_FAMILIES: dict[str, Family] = {}  # further ones
-SPECIAL: dict[str, Family] = {}  # that something is special about, for the tests of that alone
+FAMILIES: dict[str, Family] = {}  # packing and trainer tests cover these
+MORE_FAMILIES: dict[str, Family] = {}  # additional families
+SPECIAL: dict[str, Family] = {}  # families for dedicated tests only
 
 
 def family(table: dict[str, Family], prompts: Callable, *modalities: str) -> Callable:
-    """Puts what a function builds into a table, by the function's name."""
+    """Registers the result of a function in a table, under the function's name."""
 
     def add(builder: Callable) -> Callable:
         table[builder.__name__] = Family(builder.__name__, builder, prompts, modalities)
@@ -101,7 +104,7 @@ def family(table: dict[str, Family], prompts: Callable, *modalities: str) -> Cal
 
 
 def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.BatchFeature:
-    """Turns one chat into model inputs of batch size 1, ending where the assistant is to answer."""
+    """Encodes one chat into model inputs of batch size 1 that end with the generation prompt."""
     return processor.apply_chat_template(
         [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True, **options
     )
@@ -111,7 +114,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.
 
 
 def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
-    """Byte-level BPE tokenizer with ChatML tokens and `named` ones, such as `image_token="<image>"`."""
+    """Returns a byte-level BPE tokenizer with ChatML tokens and `named` ones, such as `image_token="<image>"`."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *dict.fromkeys(named.values())]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,13 +134,13 @@ def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
 
 
 def tile_tokens(mark: str, side: int) -> dict[str, str]:
-    """Tokens of the tiles of an image, by row and column."""
+    """Returns the tokens of an image's tiles, by row and column."""
     places = [(row, column) for row in range(1, side + 1) for column in range(1, side + 1)]
     return {f"row_{row}_col_{column}": mark.format(row, column) for row, column in places}
 
 
 def template(**placeholders: str) -> str:
-    """ChatML template that writes `placeholders[type]` for a content block of another type than text."""
+    """Returns a ChatML template that writes `placeholders[type]` for each non-text content block."""
     blocks = "".join(f"{{% elif block.type == '{kind}' %}}{mark}" for kind, mark in placeholders.items())
     return (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -151,7 +154,7 @@ def template(**placeholders: str) -> str:
 
 
 def instantiate(model_class: type, config: hf.PreTrainedConfig, processor: hf.ProcessorMixin, scale: float = 6.0):
-    """Seeded model with scaled weights whose special token ids are the tokenizer's; returns `(model, processor)`."""
+    """Returns `(model, processor)`: a seeded model with scaled weights and the special token ids of the tokenizer."""
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():
@@ -176,7 +179,7 @@ def special_ids(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, int | None]:
 
 
 def decoder(tokenizer: hf.PreTrainedTokenizerFast, **changes) -> dict:
-    """Settings that the text configs of most families share."""
+    """Returns settings that the text configs of most families share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -191,7 +194,9 @@ def decoder(tokenizer: hf.PreTrainedTokenizerFast, **changes) -> dict:
 
 
 def token_ids(*names: str) -> dict[str, str]:
-    """Settings such as `image_token_id`, for `"image"`, where config and tokenizer have the same name for a token."""
+    """
+    Returns settings such as `image_token_id`, for `"image"`, where config and tokenizer use the same name for a token.
+    """
     return {f"{name}_token_id": name for name in names}
 
 
@@ -232,13 +237,13 @@ def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = No
     decoder_settings = decoder(words, **resolved(text or {}, words))
     if "text_config" in model_class.config_class.sub_configs:
         decoder_settings = {"text_config": decoder_settings}
-    # Configs write into what they are given
+    # Configs modify their arguments
     config = model_class.config_class(**copy.deepcopy({**decoder_settings, **resolved(more, words)}))
     return instantiate(model_class, config, made, scale)
 
 
 def resolved(value, words: hf.PreTrainedTokenizerFast, name: str = ""):
-    """A setting, in which functions get the tokenizer and names of tokens become their ids."""
+    """Resolves a setting: calls functions with the tokenizer, and replaces names of tokens by their ids."""
     if isinstance(value, dict):
         return {key: resolved(each, words, key) for key, each in value.items()}
     if callable(value):
@@ -249,7 +254,7 @@ def resolved(value, words: hf.PreTrainedTokenizerFast, name: str = ""):
 
 
 def tower(**changes) -> dict:
-    """Settings that most towers share."""
+    """Returns settings that most towers share."""
     return {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **changes}
 
 
@@ -306,7 +311,7 @@ def qwen2_audio():
 
 @family(FAMILIES, single_audio_prompts, "audio")
 def audioflamingo3():
-    """The processor takes one audio per prompt."""
+    """The processor accepts one audio per prompt."""
     audio_config = tower(num_mel_bins=16, max_source_positions=50)
     text = {"model_type": "qwen2"}
     return build(
@@ -344,10 +349,10 @@ TEKKEN_FOLDER = tempfile.TemporaryDirectory()  # mistral-common reads its vocabu
 
 @family(FAMILIES, base64_audio_prompts, "audio")
 def voxtral():
-    """The processor takes audio by path, address or base64, never as an array."""
-    from mistral_common.tokens.tokenizers.base import SpecialTokens  # which nothing else here needs
+    """The processor accepts audio as a path, an address or base64, never as an array."""
+    from mistral_common.tokens.tokenizers.base import SpecialTokens  # only this function needs it
 
-    # The processor looks for the audio token at id 24, two after the place that it has in the enumeration
+    # The processor expects the audio token at id 24, two places after its enumerated place
     order = list(SpecialTokens)
     special = [*order[:22], "<SPECIAL_22>", "<SPECIAL_23>", *order[22:25]]  # audio, its beginning, transcription
     tokens = [base64.b64encode(bytes([byte])).decode() for byte in range(256)]
@@ -382,7 +387,7 @@ def voxtral():
 
 @pytest.fixture
 def mel_extractor(monkeypatch):
-    """Lets transformers load the substitute extractor of Granite Speech."""
+    """Registers the substitute extractor of Granite Speech with transformers."""
 
     class Loadable(MelExtractor):
         def __init__(self, feature_size, **settings):
@@ -423,7 +428,7 @@ class MelExtractor(hf.GraniteSpeechFeatureExtractor):
 
 @family(FAMILIES, audio_prompts, "audio")
 def granite_speech(logits_scaling: float = 1.0):
-    """The feature extractor is a substitute without torchaudio, so the processor cannot be loaded again."""
+    """Uses a substitute feature extractor without torchaudio. The processor can't be loaded again."""
     encoder = {"input_dim": 16, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4}
     encoder |= {"dim_head": 8, "output_dim": 8, "context_size": 20, "max_pos_emb": 32}
     projector = {"encoder_hidden_size": 32, "vocab_size": 8, "max_position_embeddings": 8}
@@ -441,7 +446,7 @@ def granite_speech(logits_scaling: float = 1.0):
 
 @family(SPECIAL, audio_prompts, "audio")
 def granite_speech_scaled():
-    """Whose logits are scaled behind the head, as are those of a few below."""
+    """Scales the logits after the head, like a few families below."""
     return granite_speech(logits_scaling=8.0)
 
 
@@ -470,7 +475,7 @@ def llava():
 
 @family(SPECIAL, image_prompts, "image")
 def perception_lm():
-    """An image is a thumbnail and as many tiles as fit it."""
+    """An image has a thumbnail and as many tiles as fit."""
     sizes = {"embed_dim": 32, "depth": 2, "num_heads": 4, "patch_size": 7, "img_size": [28, 28]}
     return build(
         "PerceptionLM",
@@ -491,7 +496,7 @@ def perception_lm():
 
 @family(SPECIAL, image_prompts, "image")
 def llava_gpt_oss():
-    """With attention sinks."""
+    """Uses attention sinks."""
     text = {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 16}
     text |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model, processor = of_llava("Llava", hf.CLIPImageProcessor(**CROP), text, image_seq_length=16)
@@ -584,7 +589,7 @@ def idefics3():
 
 @family(MORE_FAMILIES, image_or_video_prompts, "image", "video")
 def smolvlm():
-    """No prompt has both an image and a video: the processor returns both by one name."""
+    """No prompt has both an image and a video, because the processor returns both under one name."""
     pytest.importorskip("num2words", reason="which its processor wants")
     tokens = {"image": "<image>", "video": "<video>", **IDEFICS_TOKENS, "end_of_utterance": "<end_of_utterance>"}
     parts = hf.SmolVLMImageProcessor(**IDEFICS_SIZES), hf.SmolVLMVideoProcessor(**IDEFICS_SIZES)
@@ -593,7 +598,7 @@ def smolvlm():
 
 @family(SPECIAL, image_prompts, "image")
 def lfm2_vl():
-    """Images of more than 8 tokens are split in tiles of 4."""
+    """The processor splits images of more than 8 tokens into tiles of 4."""
     tokens = {"image": "<image>", "image_start": "<|image_start|>", "image_end": "<|image_end|>"}
     sizes = {"min_image_tokens": 2, "max_image_tokens": 8, "tile_size": 56, "max_tiles": 4}
     layers = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -626,7 +631,7 @@ def mistral3():
 
 @family(MORE_FAMILIES, image_prompts, "image")
 def llama4():
-    """One layer sees chunks of 16 tokens, the other scales its queries by their place, of which 8 count as one."""
+    """One layer attends within chunks of 16 tokens. The other scales its queries by position, in steps of 8."""
     tokens = {"start_of_image": "<|image_start|>", "end_of_image": "<|image_end|>", "patch": "<|patch|>"}
     separators = {f"tile_{axis}_separator": f"<|tile_{axis}_separator|>" for axis in "xy"}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
@@ -711,7 +716,7 @@ def ovis2():
 
 @family(MORE_FAMILIES, image_prompts, "image")
 def kimi_k25():
-    """No video: the model's forward fails on any that it pools over time."""
+    """No video: the model's forward pass fails on any video that it pools over time."""
     image = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
     tokens = {"image": "<|media_pad|>", "video": "<|kimi_k25_video_placeholder|>"}
     tokens |= {name: f"<|media_{name}|>" for name in ("begin", "content", "end")}
@@ -780,7 +785,7 @@ QWEN3_VISION = {**QWEN3_5_VISION, "deepstack_visual_indexes": [0, 1]}
 
 
 def qwen_pixels(cell: int) -> dict[str, int]:
-    """Limits of the resizing, from 1 to 24 cells of `cell` x `cell` pixels; a cell is one token."""
+    """Returns limits for resizing, from 1 to 24 cells of `cell` x `cell` pixels. A cell is one token."""
     return {"shortest_edge": cell * cell, "longest_edge": 24 * cell * cell}
 
 
@@ -826,7 +831,7 @@ def qwen3_vl_moe():
 
 @family(FAMILIES, image_video_prompts, "image", "video")
 def qwen3_5(layer_types=("linear_attention", "full_attention"), experts: bool = False, scale: float = 6.0):
-    """Half of the layers are linear attention."""
+    """Half of the layers use linear attention."""
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     text = {"head_dim": 32, "rope_parameters": rope, **LINEAR_ATTENTION}
     text |= {"num_hidden_layers": len(layer_types), "layer_types": list(layer_types)}
@@ -837,7 +842,7 @@ def qwen3_5(layer_types=("linear_attention", "full_attention"), experts: bool = 
 
 @family(SPECIAL, image_video_prompts, "image", "video")
 def qwen3_5_deep(experts: bool = False):
-    """With states before and after attention. Weights are smaller, as rounding grows with each layer."""
+    """Has states before and after attention. The weights are smaller, because rounding grows with each layer."""
     layers = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
     return qwen3_5(layers, experts, scale=3.0)
 
@@ -880,7 +885,7 @@ def ernie4_5_vl_moe():
         "Ernie4_5_VLMoe",
         tokens,
         hf.Ernie4_5_VLMoeImageProcessor(size=qwen_pixels(28)),
-        # Its font for times is a file of the checkpoint
+        # The font for times is a file of the checkpoint
         hf.Ernie4_5_VLMoeVideoProcessor(size=qwen_pixels(28), do_sample_frames=False, draw_on_frames=False),
         processor={"blocks": blocks},
         text={"rope_parameters": rope, **{f"moe_{name}": value for name, value in experts.items()}},
@@ -894,7 +899,7 @@ GLM_VISION = {**QWEN_VISION, "image_size": 56, "out_hidden_size": 64}
 
 
 def of_glm(name: str, processor: str, vision: dict = GLM_VISION, **text):
-    """No prompt has both an image and a video: they share a token, and the model then miscounts."""
+    """No prompt has both an image and a video: they share a token, and the model miscounts."""
     pixels = {"size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 24 * 28 * 28}}
     tokens = {"image": "<|image|>", "video": "<|video|>", "boi": "<|begin_of_image|>", "eoi": "<|end_of_image|>"}
     tokens |= {"bov": "<|begin_of_video|>", "eov": "<|end_of_video|>"}
@@ -965,7 +970,7 @@ def llava_onevision():
     )
 
 
-# Sounds and what is seen
+# Sounds and vision
 
 
 QWEN_OMNI_TOKENS = {**QWEN_VISION_TOKENS, **QWEN_AUDIO_TOKENS}
@@ -974,7 +979,7 @@ QWEN_OMNI_BLOCKS = {**QWEN_AUDIO_BLOCK, **QWEN_VISION_BLOCKS}
 
 @family(FAMILIES, omni_prompts, "image", "audio", "video")
 def qwen2_5_omni():
-    """The thinker alone, which is the part that reads and writes text."""
+    """The thinker alone, which reads and writes text."""
     return build(
         "Qwen2_5OmniThinker",
         QWEN_OMNI_TOKENS,
@@ -990,13 +995,13 @@ def qwen2_5_omni():
         audio_end_token_id="audio_eos",
         image_token_index="image",
         video_token_index="video",
-        vision_start_token_id="vision_bos",  # no field of this config class, but the model reads it
+        vision_start_token_id="vision_bos",  # the model reads it, but this config class has no such field
     )
 
 
 @family(FAMILIES, functools.partial(omni_prompts, 32), "image", "audio", "video")
 def qwen3_omni_moe():
-    """The thinker alone, which is the part that reads and writes text."""
+    """The thinker alone, which reads and writes text."""
     patches = {"patch_size": 16, "merge_size": 2}
     return build(
         "Qwen3OmniMoeThinker",
@@ -1022,12 +1027,12 @@ GEMMA_TEXT |= {"hidden_size_per_layer_input": 8}
 
 @family(FAMILIES, image_audio_prompts, "image", "audio")
 def gemma3n():
-    """The vision tower is a small ConvNeXt of timm: timm's MobileNetV5 cannot be made tiny through the config."""
+    """The vision tower is a small ConvNeXt of timm, because the config can't shrink timm's MobileNetV5."""
     sound = {"audio": "<audio_soft_token>", "boa": "<start_of_audio>", "eoa": "<end_of_audio>"}
     layers = {"conf_num_attention_heads": 4, "conf_num_hidden_layers": 2, "sscp_conv_channel_size": [8, 4]}
 
     def vocabulary(words) -> int:
-        return len(words) - 16  # the last ids go through the embeddings of the vision and of the audio tower
+        return len(words) - 16  # the last ids use the embeddings of the vision and of the audio tower
 
     own = {"vocab_size": 8, "vocab_offset": vocabulary}
     return build(
@@ -1050,10 +1055,10 @@ def gemma3n():
 
 @family(FAMILIES, image_audio_prompts, "image", "audio")
 def gemma4():
-    """70 tokens is the least an image can have."""
+    """An image has at least 70 tokens."""
     tokens = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>"}
     tokens |= {"audio": "<|audio|>", "boa": "<|audio>", "eoa": "<audio|>", "video": "<|video|>"}
-    sizes = {"patch_size": 4, "max_soft_tokens": 70}  # 70 is the least that it accepts
+    sizes = {"patch_size": 4, "max_soft_tokens": 70}  # the minimum
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     layers = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     return build(
@@ -1077,13 +1082,13 @@ def gemma4():
 
 @family(FAMILIES, phi4_prompts, "image", "audio")
 def phi4_multimodal():
-    """Loading the processor loses its chat template; an image has at least 290 tokens."""
+    """Loading the processor loses its chat template. An image has at least 290 tokens."""
     audio = {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 2, "num_attention_heads": 4, "input_size": 16}
     audio |= {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 16}
     return build(
         "Phi4Multimodal",
         {"image": "<|image|>", "audio": "<|audio|>"},
-        # 32 x 32 patches in a crop: the processor counts tokens for these only
+        # The processor supports only 32 x 32 patches in a crop
         hf.Phi4MultimodalImageProcessor(size=square(64), patch_size=2, dynamic_hd=2),
         hf.Phi4MultimodalFeatureExtractor(feature_size=16),
         vision_config=clip_vision(image_size=64, crop_size=64, patch_size=2, **token_ids("image")),
@@ -1113,10 +1118,10 @@ def inkling():
 
 ALL_FAMILIES = {**FAMILIES, **SPECIAL, **MORE_FAMILIES}
 
-# In the default run of tests that say the same of every family; the slow run has all
+# For tests that assert the same of every family: the default run has these, the slow run has all
 ONE_OF_EACH_KIND = {"qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "gemma3", "phi4_multimodal"}
 
 
 def every_family(names: Iterable[str] = FAMILIES) -> list:
-    """Parameters of a test that says the same of every family."""
+    """Returns the parameters of a test that asserts the same of every family."""
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH_KIND)) for name in names]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Files of media, made here, and how the package loads them."""
+"""Synthetic media files, and the package's loaders for them."""
 
 import io
 
@@ -16,7 +16,7 @@ from .chats import RATE
 
 
 def ref(kind, source, rules=DEFAULT_RULES, **options):
-    """A medium of row 3, in a column with the name of its kind."""
+    """Returns a medium of row 3, in a column named after its kind."""
     return MediaRef(kind, source, options, kind, 3, rules=rules)
 
 
@@ -40,8 +40,8 @@ def image_file(picture, name="PNG", **options) -> bytes:
 
 def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None, **settings) -> bytes:
     """
-    `frames` are arrays of one size, `mux` options of the container, some of which need a `path` to write to, and
-    `settings` attributes of the stream.
+    Writes a video. `frames` are arrays of one size, `mux` options of the container, some of which need a `path` as
+    output, and `settings` attributes of the stream.
     """
     buffer = io.BytesIO()
     with av.open(buffer if path is None else str(path), "w", format=name, options=mux or {}) as container:
@@ -58,7 +58,7 @@ def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None
 
 @pytest.fixture(params=["torchcodec", "pyav"])
 def decoder(request, monkeypatch):
-    """Videos are decoded by torchcodec, and then by PyAV."""
+    """Runs the test with torchcodec, and then with PyAV."""
     if request.param == "pyav":
         monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
     elif not loading.is_torchcodec_usable(decode="video"):

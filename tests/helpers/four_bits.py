@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Models that are loaded with weights of 4 bits."""
+"""Models with 4-bit weights."""
 
 import copy
 
@@ -18,7 +18,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 def save_wide(family, folder):
-    """The tiny model, but wide enough for 4-bit kernels, which take blocks of 64 weights."""
+    """Saves the tiny model, but wide enough for 4-bit kernels, which use blocks of 64 weights."""
     model, processor = FAMILIES[family].build()
     config = copy.deepcopy(model.config)
     if family == "qwen2_audio":
@@ -39,7 +39,7 @@ def save_wide(family, folder):
 
 
 def trained(folder, model, rows, output, **more):
-    """The trainer, the update of each parameter with a gradient, and all parameters before."""
+    """Returns the trainer, the update of each parameter with a gradient, and all previous parameters."""
     options = {"beta": 0.1, "learning_rate": 1.0, "self_check": True, **more}
     processor = AutoProcessor.from_pretrained(folder)
     objects = {"model": model, "processing_class": processor, "peft_config": LORA}

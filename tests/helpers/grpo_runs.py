@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs of the GRPO trainer whose advantages and losses are computed again."""
+"""Runs of the GRPO trainer whose advantages and losses the tests recompute."""
 
 import functools
 
@@ -11,7 +11,7 @@ from trl_multimodal_rft.algorithms.advantages import estimate_advantages
 
 
 FAMILY = "qwen2_5_vl"
-# Two micro-batches make an update
+# An update has two micro-batches
 TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.03}
 
 
@@ -22,7 +22,7 @@ def dataset():
 
 
 def rough(completion_ids, hard, **kwargs):
-    """Equal rewards for a hard prompt, and none for some completions of others."""
+    """Returns equal rewards for a hard prompt, and no reward for some other completions."""
     rewards = zip(completion_ids, length_and_sum(completion_ids), hard, strict=True)
     return [0.1 if h else None if sum(ids) % 6 == 0 else reward for ids, reward, h in rewards]
 
@@ -33,7 +33,7 @@ def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
 
 def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
     """
-    Compares what reached the loss with what the estimator makes of the rewards of one draw of completions.
+    Compares the advantages in the loss with the estimator's, from the rewards of one draw of completions.
 
     Returns the rewards, `None` for completions without one.
     """
@@ -65,7 +65,7 @@ CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_base
 
 
 def loss_by_hand(trainer, moment, logps, weights=None):
-    """The loss of a micro-batch, token by token."""
+    """Returns the loss of a micro-batch, computed token by token."""
     args, batch = trainer.args, moment.batch
     kind, steps = args.loss_type, args.gradient_accumulation_steps if moment.training else 1
     mask = batch["completion_mask"].bool()
@@ -83,7 +83,7 @@ def loss_by_hand(trainer, moment, logps, weights=None):
             "dr_grpo": 1 / (len(mask) * trainer.max_completion_length * steps),
         }[kind]
         weight = {t: 1.0 if weights is None else float(weights[i, t]) for t in tokens}
-        mean = torch.zeros(())  # of clipped log-ratios, for GMPO
+        mean = torch.zeros(())  # mean of clipped log-ratios, for GMPO
         for t in tokens:
             advantage = batch["advantages"][i] if batch["advantages"].dim() == 1 else batch["advantages"][i, t]
             ratio = (logps[i, t] - old[i, t]).exp()

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-A Hub on this machine: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
+A local Hub: the endpoints of huggingface.co that `huggingface_hub` uploads to and downloads from.
 
-It takes all files within commits, as that does for those that Git LFS doesn't hold: what is published is ours, how
-large files travel is the client's.
+It accepts all files within commits, as the Hub does for files outside Git LFS. The tests check what the package
+publishes; the client handles the transfer of large files.
 """
 
 import base64
@@ -20,7 +20,7 @@ import yaml
 
 @dataclass
 class Token:
-    """What a bearer token may do."""
+    """Permissions of a bearer token."""
 
     user: str
     write: bool = True
@@ -36,13 +36,13 @@ class Blob:
 
     @property
     def sha(self) -> str:
-        """What git calls it."""
+        """Returns the git hash."""
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
 
 @dataclass
 class Commit:
-    """A state of a repository: its name, what was done, and all files by path."""
+    """A state of a repository: its name, the commit message, and all files by path."""
 
     sha: str
     message: str
@@ -51,29 +51,29 @@ class Commit:
 
 @dataclass
 class Repo:
-    """A repository: whether its owner alone sees it, and the commits of the branch `main`, oldest first."""
+    """A repository: whether it is private, and the commits of the branch `main`, oldest first."""
 
     private: bool
     commits: list[Commit] = field(default_factory=list)
 
     @property
     def files(self) -> dict[str, Blob]:
-        """The files of the last commit."""
+        """Returns the files of the last commit."""
         return self.commits[-1].files
 
     @property
     def paths(self) -> set[str]:
-        """Their paths, without what a new repository has."""
+        """Returns their paths, except those of a new repository."""
         return set(self.files) - {".gitattributes"}
 
     def commit(self, message: str, files: dict[str, Blob]) -> Commit:
-        """Adds a state."""
+        """Adds a commit."""
         seed = json.dumps([len(self.commits), message, sorted((path, blob.sha) for path, blob in files.items())])
         self.commits.append(Commit(hashlib.sha1(seed.encode()).hexdigest(), message, files))
         return self.commits[-1]
 
     def at(self, revision: str) -> Commit | None:
-        """The state that a revision names."""
+        """Returns the commit of a revision."""
         if revision == "main":
             return self.commits[-1]
         return next((commit for commit in self.commits if commit.sha == revision), None)
@@ -103,7 +103,7 @@ class HubServer:
         self._thread.join()
 
     def model(self, repo_id: str) -> Repo:
-        """A repository of a model."""
+        """Returns the repository of a model."""
         return self.repos["models", repo_id]
 
 
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
-    # Answers
+    # Responses
 
     def release(self):
         self.hub.released.set()
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0] else None
         except yaml.YAMLError as error:
             return self._json({"errors": [{"message": str(error)}], "warnings": []}, 400)
-        # What the Hub refuses in the metadata of a model
+        # Model metadata that the Hub refuses
         for name, types in {"tags": list, "base_model": (str, list), "datasets": (str, list), "license": str}.items():
             if data and data.get(name) is not None and not isinstance(data[name], types):
                 return self._json({"errors": [{"message": f'"{name}" has another type'}], "warnings": []}, 400)

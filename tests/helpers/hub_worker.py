@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs that publish, and read back what they published, for test_hub.py: `helpers/hub_worker.py <folder> <scenario> ...`,
-with the Hub in the environment. A scenario writes what it saw to `<folder>/<scenario>.json`.
+Runs of test_hub.py that publish, and read back what they published: `helpers/hub_worker.py <folder> <scenario> ...`,
+with the Hub in the environment. A scenario writes its results to `<folder>/<scenario>.json`.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ PUSHED = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1, "hub_a
 
 
 def same(loaded, trained) -> bool:
-    """Whether two modules have the same weights."""
+    """Returns whether two modules have the same weights."""
     loaded, trained = loaded.state_dict(), trained.state_dict()
     return loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in loaded)
 
 
 def media_files(folder: Path) -> None:
-    """What quick starts ask about: stereo at a rate that no model takes, an image that lies on its side, a video."""
+    """Returns media for quick starts: stereo at a rate that no model accepts, a rotated image, a video."""
     waveform = np.random.default_rng(0).uniform(-0.1, 0.1, (11025, 2)).astype("float32")
     soundfile.write(folder / "audio.wav", waveform, 22050, subtype="FLOAT")
     pixels = np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)
@@ -55,7 +55,7 @@ def media_files(folder: Path) -> None:
 
 
 def ask(repo: str) -> dict:
-    """The card of a repository, and what its quick start does, word for word."""
+    """Returns the card of a repository, and runs its quick start verbatim."""
     card = ModelCard.load(repo)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", card.text, re.DOTALL)
     namespace, printed = {"__name__": "__main__"}, io.StringIO()
@@ -72,7 +72,7 @@ def ask(repo: str) -> dict:
 
 
 def refusal(call) -> dict:
-    """The error of a call, and of what it comes from."""
+    """Returns the error of a call, with its cause."""
     try:
         call()
     except Exception as error:
@@ -82,7 +82,7 @@ def refusal(call) -> dict:
 
 @contextlib.contextmanager
 def warnings():
-    """What the package warns of."""
+    """Collects the package's warnings."""
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
@@ -96,7 +96,7 @@ def warnings():
 
 @contextlib.contextmanager
 def environment(**variables):
-    """Other variables of the environment; `None` for none."""
+    """Sets variables of the environment; `None` removes one."""
     before = {name: os.environ.get(name) for name in variables}
 
     def put(values):
@@ -113,7 +113,7 @@ def environment(**variables):
 
 
 class Release(TrainerCallback):
-    """Lets the Hub go on at the end of training."""
+    """Unblocks the Hub at the end of training."""
 
     def on_train_end(self, args, state, control, **kwargs):
         urllib.request.urlopen(urllib.request.Request(f"{os.environ['HF_ENDPOINT']}/release", method="POST"))
@@ -123,7 +123,7 @@ class Release(TrainerCallback):
 
 
 def grpo_audio(folder: Path) -> dict:
-    """Everything that could leak is there: tables with media, files of TensorBoard, checkpoints, a token."""
+    """All that could leak exists: tables with media, files of TensorBoard, checkpoints, a token."""
     options = {"log_completions": True, "num_completions_to_print": 0, "report_to": ["tensorboard"], "max_steps": 1}
     options |= {"hub_model_id": "someone/digits", "hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps"}
     trainer = make_trainer(
@@ -145,7 +145,7 @@ def grpo_audio(folder: Path) -> dict:
 
 
 def lora_image(folder: Path) -> dict:
-    """Also the policy, which the adapter is for, is on the Hub."""
+    """The adapter's policy is on the Hub, too."""
     for part in load("qwen2_5_vl"):
         part.push_to_hub("someone/base")
     objects = {"model": "someone/base", "peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights=False)}
@@ -166,7 +166,7 @@ def lora_image(folder: Path) -> dict:
 
 
 def ppo_image(folder: Path) -> dict:
-    """The last checkpoint of each save, and the whole at the end."""
+    """Checks the last checkpoint of each save, and the complete upload at the end."""
     common = {"hub_model_id": "someone/ppo", "ema_decay": 0.5, "num_ppo_epochs": 1, "kl_in_reward": None, "beta": 0.05}
     options = {**PUSHED, **common, "hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 2}
     with warnings() as warned:
@@ -192,7 +192,7 @@ def ppo_image(folder: Path) -> dict:
         **ask("someone/ppo"),
     }
 
-    # The checkpoint of the first step, as it was before that of the second took its place
+    # The checkpoint of the first step, before that of the second replaced it
     history = HfApi().list_repo_commits("someone/ppo")
     revision = next(commit.commit_id for commit in history if commit.title.endswith("step 1, checkpoint"))
     downloaded = snapshot_download("someone/ppo", revision=revision, allow_patterns="last-checkpoint/*")
@@ -205,7 +205,7 @@ def ppo_image(folder: Path) -> dict:
 
 
 def strategies(folder: Path) -> dict:
-    """Steps of one after the other, with each strategy."""
+    """Runs consecutive steps with each strategy."""
     result = {}
     for strategy in ("end", "every_save", "all_checkpoints"):
         options = {**PUSHED, "hub_strategy": strategy, "hub_model_id": f"someone/{strategy}", "max_steps": 2}
@@ -214,7 +214,7 @@ def strategies(folder: Path) -> dict:
         if strategy != "end":
             published = type(trainer.model).from_pretrained(f"someone/{strategy}")
             result[strategy] = same(published, trainer.model)
-    # The first checkpoint is still being uploaded when the second and the third are written, which takes its place
+    # The first checkpoint is still uploading when the trainer writes the second and the third, which replaces it
     options = {**PUSHED, "hub_strategy": "all_checkpoints", "hub_always_push": False, "save_total_limit": 1}
     options |= {"hub_model_id": "slow/all_checkpoints", "hub_token": "hf_slow", "max_steps": 3}
     with warnings() as result["warned"]:
@@ -226,7 +226,7 @@ def strategies(folder: Path) -> dict:
 
 
 def refused(folder: Path) -> dict:
-    """Tokens that are missing, wrong, revoked, or may only read; a Hub that can't be reached."""
+    """Covers missing, wrong, revoked and read-only tokens, and an unreachable Hub."""
 
     def trainer(name, **options):
         options = {"max_steps": 1, **options}
@@ -253,7 +253,7 @@ def refused(folder: Path) -> dict:
         result["revoked"] = pushed_after_training("revoked", **options)
     result["revoked"]["warned"] = warned
 
-    constants.HF_HUB_OFFLINE = True  # which the client asks before every request
+    constants.HF_HUB_OFFLINE = True  # the client reads this before every request
     try:
         result["offline"] = refusal(lambda: trainer("offline", push_to_hub=True))
     finally:
@@ -286,8 +286,8 @@ def video(folder: Path) -> dict:
 
 
 def mixed(folder: Path) -> dict:
-    """Images and audio in one policy, whose tables of completions go to a dataset of their own."""
-    from helpers.media_logs_worker import dataset  # which needs what the other scenarios don't
+    """Images and audio in one policy, whose tables of completions go to a separate dataset."""
+    from helpers.media_logs_worker import dataset  # it imports what the other scenarios don't need
 
     options = {"hub_model_id": "someone/omni", "max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
     options |= {"log_completions_hub_repo": "someone/omni-logs", "hub_private_repo": True}
@@ -301,7 +301,7 @@ def mixed(folder: Path) -> dict:
 
 
 def ppo_lora_audio(folder: Path) -> dict:
-    """An adapter whose critic is a head on the policy, saved along the way."""
+    """The critic is a head on the policy, and the trainer saves the adapter during training."""
     model, processor = load("qwen2_audio")
     model.push_to_hub("someone/audio-base")
     processor.push_to_hub("someone/audio-base")

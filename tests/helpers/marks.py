@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which cases of a test are in the default run."""
+"""Selects the cases of a test for the default run."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(values: Iterable, *kept) -> list:
-    """Parameters of which all but the kept ones are in the slow run."""
+    """Marks all parameters as slow, except those to keep."""
     return [
         value
         if value in kept

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Damaged media, each through the function that loads its kind: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
+Damaged media, each through the loader of its kind: `python media_fuzz.py FOLDER SEED SECONDS [NUMBER]`.
 
-What went wrong is written, and nothing else. An input is a function of seed and number, so that one can be run alone.
+Prints failures only. An input is a function of seed and number, so that one can run alone.
 """
 
 import ctypes
@@ -30,8 +30,8 @@ from trl_multimodal_rft.data.rules import MediaRules
 
 
 RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)
-MOST_MEGABYTES = 300  # that an input may add to the memory
-MOST_SECONDS = 15  # for an input, however busy the machine is
+MOST_MEGABYTES = 300  # memory that an input may add
+MOST_SECONDS = 15  # per input, also on a busy machine
 RATE, WIDTH, HEIGHT = 8000, 64, 48
 
 STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
@@ -91,7 +91,7 @@ def videos():
 
 
 def lists(decoy):
-    """What makes FFmpeg open other files."""
+    """Returns playlists, which make FFmpeg open other files."""
     return [
         f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{decoy}\n#EXT-X-ENDLIST\n".encode(),
         f"ffconcat version 1.0\nfile '{decoy}'\n".encode(),
@@ -101,7 +101,7 @@ def lists(decoy):
 
 
 def damaged(data, others, texts, chance):
-    """One of the ways in which a file may be other than it was."""
+    """Damages a file in one of several ways."""
     place, end = sorted(chance.choices(range(len(data) + 1), k=2))
     early = chance.randrange(min(len(data), 256) + 1)
     other = chance.choice(others)
@@ -150,7 +150,7 @@ def check_video(loaded):
 
 
 def loads(ref, chance):
-    """Loads a medium in one of the ways there are, and whether it is one then."""
+    """Loads a medium in one of several ways. Returns whether it loaded."""
     loading.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda decode: False])
     if ref.kind == "image":
         return check_image(loading.load_image(ref))
@@ -163,7 +163,7 @@ def loads(ref, chance):
 
 
 TORCHCODEC = loading.is_torchcodec_usable
-heard = []  # what the interpreter was asked to open or start
+heard = []  # paths that the interpreter opened or started
 
 
 def listen(event, args):
@@ -171,7 +171,7 @@ def listen(event, args):
         heard.append((event, str(args)))
     elif event == "open" and not isinstance(args[0], int):
         path = os.fsdecode(args[0])
-        if not path.endswith((".py", ".pyc", ".so")) and not path.startswith("<"):  # for imports and tracebacks
+        if not path.endswith((".py", ".pyc", ".so")) and not path.startswith("<"):  # opened by imports and tracebacks
             heard.append((event, path))
 
 
@@ -183,7 +183,7 @@ def whole(ref, chance):
 
 
 def opened_of(watch):
-    """Whether anything was opened in the folder that is watched, by whomever."""
+    """Returns whether any process opened anything in the watched folder."""
     try:
         return bool(os.read(watch, 4096))
     except BlockingIOError:
@@ -200,7 +200,7 @@ def main(folder, seed, seconds, only=None):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
-    # What is whole is loaded, by one decoder at least; that also imports what is needed
+    # At least one decoder loads each intact file. This also imports the decoders.
     for kind, each in seeds.items():
         for name, data in each.items():
             refs = [MediaRef(kind, data, {}, kind, 0, rules=RULES)] * 6

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs of which test_media_logs.py reads the logs: `helpers/media_logs_worker.py boards <folder>`, or in several
-processes `helpers/media_logs_worker.py processes <folder>`.
+Runs whose logs test_media_logs.py reads: `helpers/media_logs_worker.py boards <folder>`, or in several processes
+`helpers/media_logs_worker.py processes <folder>`.
 """
 
 import json
@@ -17,7 +17,7 @@ from helpers.trainer_utils import InjectedOurs, make_trainer, sound
 
 
 def mixed_rows(n: int = 8) -> list[dict]:
-    """A sound, one to three images, a video, or text alone, each with the same prompt."""
+    """Returns a sound, one to three images, a video, or text alone, each with the same prompt."""
     rows = []
     for i in range(n):
         row = {"prompt": [{"role": "user", "content": "What is it?"}], "audio": None, "images": None, "video": None}
@@ -32,7 +32,7 @@ def mixed_rows(n: int = 8) -> list[dict]:
 
 
 def dataset(n: int = 8) -> Dataset:
-    """The rows as they are, since Arrow would turn arrays into lists of numbers."""
+    """Returns the rows without Arrow, which would turn arrays into lists of numbers."""
     rows = mixed_rows(n)
     indices = Dataset.from_dict({"index": list(range(n))})
     return indices.with_transform(lambda batch: {key: [rows[i][key] for i in batch["index"]] for key in rows[0]})
@@ -42,7 +42,7 @@ OPTIONS = {"log_completions": True, "num_completions_to_print": 0, "shuffle_data
 
 
 def boards(folder: Path) -> None:
-    """Two steps of four prompts, for all boards."""
+    """Runs two steps of four prompts with all boards."""
     import trackio
 
     options = {"report_to": ["trackio", "wandb", "tensorboard"], "project": "logs", "run_name": "run"}
@@ -55,7 +55,7 @@ def boards(folder: Path) -> None:
 
 
 class LogsAlone(TrainerCallback):
-    """Logs on the main process only, as a callback may between the logs of all."""
+    """Logs on the main process only, as a callback may do between logs of all ranks."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1 and self.trainer.accelerator.is_main_process:
@@ -64,8 +64,8 @@ class LogsAlone(TrainerCallback):
 
 def processes(folder: Path) -> None:
     """
-    Three steps of three prompts, of which the second is shared by two processes: the first is logged by a callback,
-    the second by all, the third by an evaluation. And one step with a bound.
+    Runs three steps of three prompts, of which two ranks share the second. A callback logs the first, all ranks log
+    the second, an evaluation logs the third. Then runs one step with a limit.
     """
     size = 12 // int(os.environ.get("WORLD_SIZE", 1))
     alone = LogsAlone()

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Omni models as they are released: a thinker, which is trained, and parts that speak."""
+"""Omni models as released: a thinker, which trains, and the speech modules."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ SPEAKER = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads
 
 
 def released(family: str) -> hf.PreTrainedModel:
-    """An omni model with its parts that speak, around a thinker of the family."""
+    """Returns an omni model with speech modules around a thinker of the family."""
     thinker = FAMILIES[family].build()[0]
     if family == OMNI:
         model_class, config_class = hf.Qwen2_5OmniForConditionalGeneration, hf.Qwen2_5OmniConfig
@@ -69,7 +69,8 @@ def save_released(family: str, source: str | Path, folder: str | Path) -> hf.Pre
     model.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     if family == OMNI:
-        settings["architectures"] = ["Qwen2_5OmniModel"]  # what the release says, and transformers doesn't have
+        # the released config names this class, which transformers lacks
+        settings["architectures"] = ["Qwen2_5OmniModel"]
         (folder / "config.json").write_text(json.dumps(settings))
     assert settings["model_type"] == family and settings["talker_config"]
     return model.thinker

@@ -25,11 +25,11 @@ CONFIGS = {
     "sft": MultimodalSFTConfig,
 }
 OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values()) for name in get_annotations(each)}
-# Of these, what TRL's trainer does otherwise without another update
+# Options that make TRL's trainer compute differently without another update
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_scope", "entropy_source"}
 
-# What of these a config has is drawn. The first value is the usual one.
+# Drawn options, as far as a config has them. The first value is the default.
 SWITCHES = [
     *("bootstrap_truncated", "cast_lm_head_to_fp32", "dynamic_sampling", "entropy_renormalize"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
@@ -101,7 +101,7 @@ OWN_VALUES = {
     "sft": {"packing": [False, True], "loss_type": ["nll", "dft"], "pad_to_multiple_of": ["auto"]},
 }
 
-# What changes no update, drawn for each run by itself
+# Options that change no update, drawn separately for each run
 NEUTRAL = {
     "checkpoint_manifest": [True, False],
     "max_logged_media": [8, None],
@@ -114,7 +114,7 @@ NEUTRAL = {
     "special_tokens_in_text": [None, "allow", "raise", "strip"],
 }
 
-# What these runs, without files, tools and an engine, have no use for
+# Options without use here, because these runs lack files, tools and an engine
 NOT_DRAWN = {
     *RULE_NAMES,
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
@@ -123,7 +123,7 @@ NOT_DRAWN = {
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }
 
-# Options that are refused, or do nothing, unless another has one of these values
+# Options that are refused, or have no effect, unless another has one of these values
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type", "value_warmup_steps"]
 KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
@@ -144,7 +144,7 @@ NEEDS = {
 OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
 OFTEN |= {"cliprange_value", "gamma", "lam", "num_ppo_epochs", "ptx_coef", "vf_coef", "max_length"}
 
-# Completions of a micro-batch, micro-batches of an update and of a generation batch, completions of a prompt
+# Completions per micro-batch, micro-batches per update and per generation batch, completions per prompt
 SHAPES = [(8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 2, 2), (4, 1, 2, 4), (4, 2, 4, 2), (2, 4, 4, 4), (6, 2, 2, 3)]
 FAMILIES = {
     "text": ["qwen2_5_vl", "gemma3"],
@@ -159,17 +159,17 @@ FAMILIES = {
 class Draw:
     """A combination of options."""
 
-    seed: int  # from which it follows
-    kind: str  # of trainer: "grpo", "rloo", "ppo" or "sft"
-    rows: str  # what prompts hold
+    seed: int  # determines the rest
+    kind: str  # trainer: "grpo", "rloo", "ppo" or "sft"
+    rows: str  # media of the prompts
     family: str
     reward: str
-    lora_dropout: float | None  # of an adapter; `None` trains all weights
-    completions: str  # "sampled", "random" tokens, or "fixed" ones, which follow from prompt and step
-    options: dict  # that aren't the usual ones
+    lora_dropout: float | None  # `None` trains all weights without an adapter
+    completions: str  # "sampled", "random" tokens, or "fixed" ones, which depend on prompt and step
+    options: dict  # the non-default options
 
     def config(self, folder: str | Path, config_class: type | None = None, **changes):
-        """The config of a run of two updates, without what the class doesn't have."""
+        """Returns the config of a run of two updates, limited to the class's fields."""
         config_class = config_class or CONFIGS[self.kind]
         names = {each.name for each in fields(config_class)}
         options = {**RUN, **self.options, **changes}
@@ -178,22 +178,22 @@ class Draw:
 
 
 def values_of(kind: str) -> dict[str, list]:
-    """The values of a trainer's options."""
+    """Returns the values of a trainer's options."""
     names = {each.name for each in fields(CONFIGS[kind])}
     return {name: OWN_VALUES.get(kind, {}).get(name, values) for name, values in VALUES.items() if name in names}
 
 
 def neutral(draw: Draw, run: str) -> dict:
-    """Options of a run that must not show in its updates."""
+    """Returns options of a run that must not affect its updates."""
     generator = random.Random(f"{draw.seed} {run}")
     names = {each.name for each in fields(CONFIGS[draw.kind])}
     if draw.rows in ("audio", "video"):
-        names -= {"remove_unused_columns"}  # of which `with_media` makes the others
+        names -= {"remove_unused_columns"}  # `with_media` needs it
     return {name: generator.choice(values) for name, values in NEUTRAL.items() if name in names}
 
 
 def combinations(seed: int) -> Iterator[Draw | str]:
-    """Combinations that follow from a seed, and in the place of those that a config refuses, why it does."""
+    """Yields combinations drawn from a seed. For a combination that a config refuses, yields the reason."""
     generator = random.Random(seed)
     while True:
         draw = _drawn(seed, generator)
@@ -214,13 +214,13 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         options |= {"max_completion_length": 8, "ref_model_sync_steps": 1}
     values = values_of(kind)
     for_trl = kind in ("grpo", "rloo") and generator.random() < 0.4
-    if for_trl:  # what its trainer can train, too
+    if for_trl:  # TRL's trainer must support it, too
         rows, options["keep_groups_together"] = generator.choice(["text", "image", "images"]), False
         values = {name: each for name, each in values.items() if name not in OWN or name in AS_TRL}
         if kind == "grpo":
             values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if each.sequence_level)]
     if rows != "text":
-        values.pop("max_length", None)  # no medium is cut
+        values.pop("max_length", None)  # so that no truncation cuts a medium
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
         wanted, among = NEEDS.get(name, (name, values[name]))
         if name in options or (wanted in values and options.get(wanted, values[wanted][0]) not in among):
@@ -234,7 +234,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     rewards = ["one", "two", "equal"] if for_trl else ["one", "two", "equal", "missing"]
     completions = generator.choice(["sampled", "random", "random", "fixed", "fixed"])
     if completions == "sampled":
-        options.pop("mask_truncated_completions", None)  # none ends
+        options.pop("mask_truncated_completions", None)  # no completion ends
     return Draw(
         seed,
         kind,

@@ -12,7 +12,7 @@ from trl_multimodal_rft.forward.scoring import completion_scores
 
 
 def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
-    """A model that runs packed rows, and the prompt of each completion."""
+    """Returns a model that runs packed rows, and the prompt of each completion."""
     model, _, prompts = build_encoded(name)
     if attention != "sdpa":
         model.get_decoder().set_attn_implementation(attention)
@@ -23,7 +23,7 @@ def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
 
 
 def backward(model, logps, entropies, mask):
-    """Gradients of an objective in which every token has another weight."""
+    """Returns gradients of an objective that weights every token differently."""
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1)).to(logps.device)
     model.zero_grad(set_to_none=True)
     ((logps * weights) * mask + 0.1 * entropies * mask).sum().backward()
@@ -31,7 +31,7 @@ def backward(model, logps, entropies, mask):
 
 
 def padded_reference(model, prompts, ids, mask):
-    """Each prompt's completions in a padded batch of their own, which no other prompt can disturb."""
+    """Returns results of each prompt's completions in a separate padded batch, isolated from other prompts."""
     parts = [
         completion_scores(model, model, prompts[i : i + G], ids[i : i + G], mask[i : i + G], packed=False)
         for i in range(0, len(prompts), G)
@@ -41,14 +41,14 @@ def padded_reference(model, prompts, ids, mask):
 
 
 def relative_difference(a, b):
-    """Of gradients, by the norm of the first."""
+    """Relative to the norm of the first gradients."""
     assert a.keys() == b.keys()
     difference = torch.stack([(a[name] - b[name]).norm() for name in a]).norm()
     return (difference / torch.stack([value.norm() for value in a.values()]).norm()).item()
 
 
 def enable_checkpointing(model):
-    """In training mode, but for what is random in it."""
+    """Enables training mode without its randomness."""
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     for module in model.modules():

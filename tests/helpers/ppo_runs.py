@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs of the PPO trainer that remember their values, and critics that have some."""
+"""Runs of the PPO trainer that record values, and critics with values other than 0."""
 
 import functools
 
@@ -14,7 +14,7 @@ FAMILY = "qwen2_5_vl"
 
 
 class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
-    """Remembers what [`Recording`] does, the values of each micro-batch, and the weights before each update."""
+    """Records the values of each micro-batch and the weights before each update, in addition to [`Recording`]."""
 
     def __init__(self, *args, **kwargs):
         self.values, self.weights = [], []
@@ -46,7 +46,7 @@ def weights_of(model):
 
 
 def rough(completion_ids, **kwargs):
-    """No reward for some completions."""
+    """Returns no reward for some completions."""
     rewards = zip(completion_ids, length_and_sum(completion_ids), strict=True)
     return [None if sum(ids) % 4 == 0 else reward for ids, reward in rewards]
 
@@ -57,7 +57,7 @@ def head_weights():
 
 
 def critic_of(family, distance=0.03):
-    """A critic that has neither the weights of the policy nor values of 0."""
+    """Returns a critic whose weights differ from the policy's and whose values aren't 0."""
     critic = Critic(moved(family, distance)["model"])
     with torch.no_grad():
         for own, value in zip(critic.head.parameters(), head_weights(), strict=True):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How tests start scripts in one or several processes of their own."""
+"""Starts scripts in one or several separate processes."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def python_command(script: Sequence[str | Path], processes: int = 1, is_group: bool = False) -> list[str]:
-    """Runs a script with its arguments; several processes of it talk to each other, and one to itself as a group."""
+    """Returns a command that runs a script with its arguments. Several processes form a group, and so does one."""
     launcher = []
     if processes > 1 or is_group:
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
@@ -28,7 +28,7 @@ def python_command(script: Sequence[str | Path], processes: int = 1, is_group: b
 
 
 def python_environment(**more: str) -> dict[str, str]:
-    """The environment of such processes, which find the modules of the tests."""
+    """Returns the environment of such processes, which find the modules of the tests."""
     folders = [str(TESTS), str(TESTS / "distributed"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -41,7 +41,7 @@ def python_environment(**more: str) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Terminates a launcher: a kill would leave its workers behind, which are in other sessions."""
+    """Terminates a launcher. A kill would orphan its workers, which run in other sessions."""
     process.terminate()
     try:
         process.wait(60)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What tests of the reference interface share."""
+"""Helpers for tests of the reference interface."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from trl_multimodal_rft.policy import PolicyForward
 
 
 def media_of(experience: Experience) -> dict[str, torch.Tensor]:
-    """Media of an experience by the names of the actors' forward."""
+    """Returns the media of an experience under the names of the actors' forward pass."""
     names = {"image_grid_thws": "image_grid_thw", "video_grid_thws": "video_grid_thw"}
     fields = ["pixel_values", "pixel_values_videos", *names, "audio_values", "audio_attention_mask"]
     media = {names.get(name, name): getattr(experience, name, None) for name in fields}
@@ -25,7 +25,10 @@ def media_of(experience: Experience) -> dict[str, torch.Tensor]:
 
 
 def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]]]) -> AbstractContextManager:
-    """Within this, `complete` gives the completions of prompts, at most so many tokens each, without a model."""
+    """
+    Within this context, `complete` returns the completions of prompts, truncated to a number of tokens, without a
+    model.
+    """
 
     def sample(forward, model, prompts, generation_config, pad_token_id, **options):
         rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))
@@ -35,7 +38,7 @@ def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]
 
 
 def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, drawn: Counter) -> list[list[int]]:
-    """Completions that depend on the prompt and how often it was sampled, most of which end."""
+    """Completions that depend on the prompt and its number of draws. Most of them end."""
     rows = []
     for prompt in prompts:
         generator = np.random.default_rng([int(prompt.input_ids.sum()), drawn[prompt]])
@@ -48,7 +51,7 @@ def pseudo_random(prompts: Sequence[EncodedPrompt], longest: int, eos_id: int, d
 
 
 class Injected(NaiveExperienceMaker):
-    """Doesn't sample, see [`pseudo_random`]."""
+    """Takes injected completions, see [`pseudo_random`]."""
 
     def generate_samples(self, all_prompts, **generate_kwargs):
         drawn, eos_id = self.__dict__.setdefault("drawn", Counter()), self.tokenizer.eos_token_id

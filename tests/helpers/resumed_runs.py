@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Runs that are interrupted and resumed: their options, and what must be equal."""
+"""Options of runs that stop and resume, and comparisons of what must be equal."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -12,7 +12,7 @@ from helpers.trainer_utils import make_trainer, sound, text_rows, with_media
 
 
 class Recording:
-    """Keeps what each micro-batch was trained on."""
+    """Records the inputs of each micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -25,8 +25,8 @@ class Recording:
         return super()._compute_loss(model, inputs)
 
 
-# A generation batch is four prompts, trained on twice in two optimizer steps each. With five prompts in the dataset an
-# epoch is one generation batch, and the prompt it leaves out depends on the order.
+# A generation batch has four prompts and trains twice in two optimizer steps each. With five prompts in the dataset,
+# an epoch is one generation batch, and the omitted prompt depends on the order.
 REUSED = {
     "media_prefetch": 1,
     "per_device_train_batch_size": 4,
@@ -46,7 +46,9 @@ REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_m
 
 
 def few_live(prompts, trainer_state, **kwargs) -> list[float]:
-    """The same reward for all completions of one of five prompts in the first epoch, of four of five from then on."""
+    """
+    Gives all completions of one of five prompts the same reward in the first epoch, and of four of five afterwards.
+    """
     step = trainer_state.global_step
     dead = 1 if step < STEPS_PER_EPOCH else 4
     numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
@@ -61,9 +63,9 @@ class Case:
     family: str
     rows: Callable
     options: dict
-    stops: list[int]  # steps to resume from, and one chosen at random
+    stops: list[int]  # steps to resume from, and a random one
     moving: Collection[str] = ()  # metrics that must not stay 0
-    not_logged: Collection[str] = ()  # metrics that `Trainer` starts anew
+    not_logged: Collection[str] = ()  # metrics that `Trainer` resets
     n_rows: int = 5
     supervised: Callable | None = None
 
@@ -74,7 +76,7 @@ class Case:
         return make_trainer(self.trainer, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
 
     def resume(self, folder: str | Path, output_dir: Path, **options):
-        """A new trainer that resumes from a checkpoint."""
+        """Returns a new trainer that resumes from a checkpoint."""
         trainer = self.make(output_dir, save_strategy="no", **options)
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.global_step == trainer.args.max_steps
@@ -82,7 +84,7 @@ class Case:
 
 
 def straight_runs(cases: dict[str, Case], tmp_path_factory) -> Callable:
-    """Trainers that never stopped, by case, each with a checkpoint of every step."""
+    """Uninterrupted trainers by case, each with a checkpoint of every step."""
 
     @functools.cache
     def run(name: str):
@@ -98,7 +100,7 @@ def checkpoint(trainer, step: int) -> str:
 
 
 def logged(trainer, but: Collection[str] = ()) -> list[dict]:
-    """The log history without durations, and without the mean over the steps since the trainer started."""
+    """Returns the log history without durations, and without the mean over the steps since the trainer started."""
     durations = ("time", "runtime", "per_second", "train_loss")
     return [
         {key: value for key, value in entry.items() if key not in but and not any(d in key for d in durations)}
@@ -111,8 +113,8 @@ def same_weights(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# A generation batch is four prompts, trained on in two epochs of two optimizer steps each; five prompts are a dataset,
-# so that the one that is left out depends on the order. Three supervised rows take two steps, so that they straddle.
+# A generation batch has four prompts and trains in two epochs of two optimizer steps each. The dataset has five
+# prompts, so that the omitted one depends on the order. Three supervised rows need two steps and thus straddle.
 EVERYTHING = {
     "media_prefetch": 1,
     "per_device_train_batch_size": 4,
@@ -142,7 +144,7 @@ EVERYTHING = {
 
 
 def answered(rows):
-    """Three supervised rows that hold the media of others."""
+    """Returns three supervised rows with media of other rows."""
     return rows.select(range(3)).add_column("completion", ["It is a cat.", "There are two of them, I think.", "No"])
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward servers on this machine, and one that answers too slowly."""
+"""Local reward servers, and one that answers too slowly."""
 
 import contextlib
 import io
@@ -15,12 +15,12 @@ import pytest
 from .chats import image
 
 
-# Where an answer may drip: in a header, in the length of a chunk, in the body
+# A slow answer may stall in a header, in the length of a chunk or in the body
 DRIPS = [b"X-Slow: ", b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9999\r\n\r\n"]
 
 
 class Server(ThreadingHTTPServer):
-    """A reward server that keeps its requests."""
+    """A reward server that records its requests."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -29,7 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.requests, self.images_sent = answer, [], 0
         self.busy = self.most_busy = 0
-        self.location = "/elsewhere"  # of answers with a status that redirects
+        self.location = "/elsewhere"  # target of answers with a redirect status
         self.more_headers: dict[str, str] = {}
         self.lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/reward"
 
     def handle_error(self, request, client_address):
-        """A client that gave up is no news."""
+        """Ignores clients that gave up."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Starts servers that give an answer, by default the length of each completion."""
+    """Starts servers that return a given answer, by default the length of each completion."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     servers = []
 
@@ -92,7 +92,9 @@ def serve(monkeypatch):
 
 @contextlib.contextmanager
 def dripping(start: bytes):
-    """The address of a server that begins its answer like this, and goes on by a byte at a time, each of them soon."""
+    """
+    Returns the address of a server that sends this beginning of its answer, and then single bytes at short intervals.
+    """
     over = threading.Event()
 
     def drip():

@@ -1,11 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Samplers that tests give to trainers, `trainer.sampler = PseudoRandom(trainer)`."""
+"""Samplers for trainers of tests, `trainer.sampler = PseudoRandom(trainer)`."""
 
 import numpy as np
 
 
 class Wrapped:
-    """A sampler around that of a trainer, which it calls unless a subclass has completions of its own."""
+    """Wraps a trainer's sampler, and calls it unless a subclass has completions."""
 
     def __init__(self, trainer):
         self.trainer, self.inner = trainer, trainer.sampler
@@ -23,7 +23,7 @@ class Wrapped:
         self.inner.invalidate_weights()
 
     def __call__(self, model, prompts, **options):
-        """After tool results, `room` is given, and `branches.asked` holds the places of the completions."""
+        """After tool results, `room` is given, and `branches.asked` holds the indices of the completions."""
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:
@@ -32,7 +32,7 @@ class Wrapped:
 
 
 class Remembers(Wrapped):
-    """Remembers `calls`: prompts and what was sampled."""
+    """Records `calls`: prompts and samples."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -45,7 +45,7 @@ class Remembers(Wrapped):
 
 
 def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokenizer) -> list[list[int]]:
-    """Completions that depend on prompts, step and mode alone."""
+    """Completions that depend only on prompts, step and mode."""
     generator = np.random.default_rng([step, int(training), sum(map(sum, prompt_ids))])
     vocabulary = len(tokenizer)
     completions = []
@@ -58,7 +58,7 @@ def pseudo_random(prompt_ids: list[list[int]], step: int, training: bool, tokeni
 
 
 class PseudoRandom(Wrapped):
-    """Pseudo-random completions; those with a config of their own, of evaluators, are sampled."""
+    """Returns pseudo-random completions, but samples for evaluators with separate configs."""
 
     def __call__(self, model, prompts, *, step, config=None, **options):
         if config is not None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A tool, a model that may call it, and completions that do."""
+"""A tool, a model that may call it, and completions that call it."""
 
 import json
 
@@ -30,14 +30,14 @@ def with_tools(**objects):
 
 
 def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
-    """First turns, half of which call a tool."""
+    """Returns first turns, half of which call a tool."""
     call = f'<tool_call>\n{{"name": "{tool}", "arguments": {{"word": "cat"}}}}\n</tool_call>'
     ids, end = tokenizer(call)["input_ids"], tokenizer.eos_token_id
     return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(n)]
 
 
 class Calling(Wrapped):
-    """Half of the first turns call a tool, the turns after it are sampled."""
+    """Calls a tool in half of the first turns, and samples later turns."""
 
     tool = "look_up"
     continued = 0
@@ -56,7 +56,7 @@ _CALLS = (
 
 
 def talking(family: str) -> dict:
-    """The arguments `model` and `processing_class`; the template has turns of tools, and counts sounds."""
+    """Returns the arguments `model` and `processing_class`. The template supports tool turns, and counts sounds."""
     model, processor = load(family)
     return {"model": model, "processing_class": with_turns_of_tools(processor)}
 
@@ -78,7 +78,7 @@ class Scripted(Wrapped):
     """
     Completion `i` calls the tool `show` `turns[i]` times, then answers.
 
-    `show` returns the `shown` media of its number, as content blocks. `scripts` hold the ids by turn and completion.
+    `show` returns its `shown` media by number, as content blocks. `scripts` hold the ids by turn and completion.
     """
 
     turns = (0, 1, 2, 3, 4, 0, 1, 2)
@@ -114,7 +114,7 @@ class RLOO(KeepsInputs, MultimodalRLOOTrainer):
 
 
 def shows(*media):
-    """A tool that returns one list of content blocks after the other."""
+    """Returns a tool that returns the lists of content blocks one after the other."""
 
     def show(number: int) -> list:
         """

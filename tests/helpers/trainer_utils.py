@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the tests of the trainers share: datasets, runs of a few steps, and comparisons of their results."""
+"""Datasets, short runs, and comparisons of their results for tests of the trainers."""
 
 import copy
 import functools
@@ -33,8 +33,8 @@ from trl_multimodal_rft.trainers.multimodal_config import MultimodalArguments
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
-gc.freeze()  # of what is imported, nothing needs to be collected
-# What runs of 0.2 s would spend a fifth of their time on
+gc.freeze()  # imported objects need no collection
+# Costs a fifth of a run of 0.2 s
 if not torch.cuda.is_available():
     accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
@@ -44,17 +44,19 @@ _MODELS = tempfile.TemporaryDirectory()  # TRL loads a reference model from the 
 
 @functools.cache
 def saved(family: str) -> Path:
-    """Folder with model and processor of a family, written once."""
+    """Returns a folder with model and processor of a family, written once."""
     return ALL_FAMILIES[family].save(Path(_MODELS.name, family))
 
 
 @functools.cache
 def checkpoint(family: str, side: str | None = None) -> str:
-    """Folder of a family whose tokenizer pads on a side, or, as those of most checkpoints, says nothing of it."""
+    """
+    Returns a folder of a family whose tokenizer pads on a given side, or, as in most checkpoints, has no setting.
+    """
     folder = Path(_MODELS.name, f"{family}-{side}")
     shutil.copytree(saved(family), folder)
     path = folder / "tokenizer_config.json"
-    if path.exists():  # Voxtral's tokenizer is Mistral's own
+    if path.exists():  # Voxtral uses Mistral's tokenizer
         settings = json.loads(path.read_text())
         assert settings.pop("padding_side") == "left"
         path.write_text(json.dumps(settings if side is None else {**settings, "padding_side": side}))
@@ -71,7 +73,7 @@ def _loader(family: str):
 
 
 def load(family: str):
-    """Fresh `(model, processor)` whose config names a folder that TRL can load again."""
+    """Returns a fresh `(model, processor)` whose config names a folder that TRL can load again."""
     return fresh(_loader(family))
 
 
@@ -122,13 +124,13 @@ def video_rows(n: int = 8) -> Dataset:
 
 
 def with_media(rows: Dataset, column: str, media: list) -> Dataset:
-    """Adds a column when rows are read, since Arrow would turn arrays into lists of numbers."""
+    """Adds a column when rows are read, because Arrow would turn arrays into lists of numbers."""
     rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
     return rows.with_transform(lambda batch: {**batch, column: [media[i] for i in batch["index"]]})
 
 
 def forget_isolation(monkeypatch) -> None:
-    """Families that isolate prompts or media no longer do."""
+    """Stops isolating prompts and media of all families."""
     rows = tuple(replace(family, isolate=None) for family in families.FAMILIES)
     monkeypatch.setattr(families, "FAMILIES", rows)
 
@@ -141,7 +143,7 @@ def sound(seconds: float, seed: int = 0) -> dict:
 
 
 def length_and_sum(completion_ids, **kwargs) -> list[float]:
-    """A reward that differs between most completions, from what both trainers hand over."""
+    """Returns a reward that differs between most completions, computed from arguments of both trainers."""
     return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
 
 
@@ -161,7 +163,7 @@ class InjectedTRL(GRPOTrainer):
 
 
 class RemembersPacking:
-    """Remembers how each micro-batch was scored."""
+    """Records how the trainer scored each micro-batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -182,11 +184,11 @@ class InjectedPPO(Injected, MultimodalPPOTrainer):
 
 class Recording:
     """
-    Remembers every draw of completions and every micro-batch.
+    Records every draw of completions and every micro-batch.
 
-    `draws` hold the rows, the `batch` before it is split, what the reward functions returned, and the optimizer step;
-    `micro_batches` hold the `batch`, the log-probabilities and entropies of its one forward, the loss, its gradient by
-    the log-probabilities, and the step and KL coefficient.
+    `draws` hold the rows, the `batch` before the split, the results of the reward functions, and the optimizer step.
+    `micro_batches` hold the `batch`, the log-probabilities and entropies of its forward pass, the loss, its gradient
+    with respect to the log-probabilities, and the step and KL coefficient.
     """
 
     def __init__(self, *args, **kwargs):
@@ -195,7 +197,7 @@ class Recording:
 
     def _reward(self, rollout):
         super()._reward(rollout)
-        # What follows writes other fields, and makes copies when it changes these
+        # Later code writes other fields, and copies before it changes these
         self.draws.append(self._moment(rows=rollout.rows, batch=rollout, rewards=rollout.rewards_per_func.clone()))
 
     def _compute_loss(self, model, inputs):
@@ -232,7 +234,7 @@ class Recorded(Recording, InjectedOurs):
 
 
 def keys(batch) -> list[tuple]:
-    """What identifies each completion of a batch: the ids of prompt and completion."""
+    """Returns keys of each completion of a batch: the ids of prompt and completion."""
     completions = [
         ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     ]
@@ -241,7 +243,7 @@ def keys(batch) -> list[tuple]:
 
 
 def by_key(moments, name: str) -> dict[tuple, torch.Tensor]:
-    """For each completion of what [`Recording`] remembers a value of the batch, per token."""
+    """Returns a value of the batch per token for each completion that [`Recording`] recorded."""
     values = {}
     for batch in (moment.batch for moment in moments):
         for key, value, mask in zip(keys(batch), batch[name], batch["completion_mask"].bool(), strict=True):
@@ -251,8 +253,8 @@ def by_key(moments, name: str) -> dict[tuple, torch.Tensor]:
 
 def moved(family: str, distance: float = 0.02) -> dict:
     """
-    The arguments `model` and `processing_class` of a policy that is no longer the reference, which TRL loads from the
-    folder of the family.
+    Returns the arguments `model` and `processing_class` of a policy that differs from the reference, which TRL loads
+    from the folder of the family.
     """
     model, processor = load(family)
     generator = torch.Generator().manual_seed(0)
@@ -275,14 +277,14 @@ CONFIGS = {
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """Results of a run."""
 
     trainer: GRPOTrainer
     update: dict[str, torch.Tensor]
     history: list[dict]
 
 
-# A run of any trainer, short and plain
+# A short, plain run of any trainer
 PLAIN = {
     "max_steps": 2,
     "optim": "sgd",
@@ -298,7 +300,7 @@ PLAIN = {
     "gradient_checkpointing": False,
 }
 
-# Of ours, where neither is what a test is about, and where one is
+# Runs of this package's trainers, where a test covers neither, and where it covers one
 QUICK = {"media_prefetch": 0, "self_check": False}
 AS_SHIPPED = {"media_prefetch": 1, "self_check": True}
 
@@ -307,10 +309,10 @@ def make_trainer(
     trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, sampler=None, **options
 ):
     """
-    A trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
+    Returns a trainer of a tiny model: 8 completions in groups of 4, plain gradient descent without clipping.
 
-    `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes one for the
-    trainer that it is called with.
+    `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes one from its
+    trainer.
     """
     config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
     arguments = {
@@ -334,7 +336,7 @@ def make_trainer(
 
 
 def run(trainer_class, family: str, dataset, **options) -> Run:
-    """Trains as [`make_trainer`] says, in a folder that is thrown away."""
+    """Trains in a temporary folder with the arguments of [`make_trainer`]."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(trainer_class, family, dataset, folder, **options)
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -351,18 +353,18 @@ def norm(update: dict[str, torch.Tensor]) -> float:
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Euclidean distance of two updates over the length of the first."""
+    """Returns the Euclidean distance of two updates over the length of the first."""
     assert a.keys() == b.keys()
     return norm({name: a[name] - b[name] for name in a}) / norm(a)
 
 
 def logged(result: Run, name: str) -> list[float]:
-    """The values of a metric, in the order of the steps."""
+    """Returns the values of a metric, in the order of the steps."""
     return [entry[name] for entry in result.history if name in entry]
 
 
 def metrics(history: list[dict]) -> list[dict[str, float]]:
-    """The floats of a log history, without durations and the metrics that only this package has."""
+    """Returns the floats of a log history, without durations and metrics that only this package logs."""
     mine = ("time", "per_second", "packing/", "skipped_updates", "tools/ended_by")
     return [
         {key: value for key, value in entry.items() if isinstance(value, float) and not any(m in key for m in mine)}
@@ -371,7 +373,7 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
 
 
 def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
-    """The largest difference of two histories' metrics, relative to 1 or the metric, and where it is."""
+    """Returns the largest difference of two histories' metrics, relative to 1 or the metric, and its name."""
     a, b = metrics(a), metrics(b)
     assert [entry.keys() for entry in a] == [entry.keys() for entry in b]
     differences = [
@@ -383,7 +385,7 @@ def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
 
 
 def assert_equal(theirs: Run, ours: Run, *, same_metrics: bool = True) -> None:
-    """Two runs made the same update, which is one, and logged the same."""
+    """Asserts that two runs made the same nonzero update, and logged the same."""
     assert norm(theirs.update) > 0.01
     assert relative_difference(theirs.update, ours.update) <= 1e-5
     if same_metrics:

@@ -18,7 +18,7 @@ shutil.copy(Path(__file__).with_name("torchvision_cpu.py"), site / "_torchvision
 folder = Path(sys.prefix) / "ffmpeg"
 folder.mkdir(exist_ok=True)
 for library in (site / "av.libs").glob("*.so.*"):
-    # torchcodec asks for libavutil.so.60; PyAV ships libavutil-<hash>.so.60.8.100, and its libraries ask for that name
+    # torchcodec needs libavutil.so.60; PyAV ships libavutil-<hash>.so.60.8.100, and its libraries link to that name
     plain = re.sub(r"-[0-9a-f]{8}(?=\.so)", "", library.name)
     for name in (library.name, plain, re.sub(r"(\.so\.\d+).*", r"\1", plain)):
         link = folder / name

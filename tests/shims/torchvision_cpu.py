@@ -1,8 +1,9 @@
-"""Lets the torchvision wheel of PyPI (linked against CUDA) be imported next to a CPU build of torch.
+"""
+Makes the torchvision wheel of PyPI, which is linked against CUDA, importable with a CPU build of torch.
 
-Its compiled operators cannot load there, which torchvision tolerates, except that it registers fake kernels for two of
-them. Declaring these two schemas first is enough for its Python parts, which is all that image and video processors
-use. `make` installs this file into the virtual environment with a `.pth` file; it does nothing on a CUDA build.
+Its compiled operators fail to load there. Torchvision tolerates this, but registers fake kernels for two of them.
+Declaring these two schemas first suffices for its Python parts, and image and video processors use only those. `make`
+installs this file into the virtual environment with a `.pth` file. It has no effect on a CUDA build.
 """
 
 import sys

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What lets vLLM's build for CPUs stand in for a GPU's: how weights are written, and windows that tiny models have.
+Makes vLLM's CPU build a substitute for the GPU build: patches the writing of weights, and the windows of tiny models.
 
-Runs a script with it, whose arguments follow:
+Runs a script with the patches; its arguments follow:
 
 ```bash
 python tests/shims/vllm_cpu.py examples/grpo_audio.py --use_vllm
@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-# In this process, on its threads, with little memory; before vLLM is imported
+# Runs in this process, on its threads, with little memory. Set before vLLM is imported.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-with socket.socket() as free:  # TRL would choose the same one in each process
+with socket.socket() as free:  # TRL would choose the same port in each process
     free.bind(("", 0))
     os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 
 
 if not torch.cuda.is_available():
-    # What vLLM would compile on a CPU takes longer to compile than all that tiny models do with it
+    # On a CPU, compilation takes longer than all computation of the tiny models
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from safetensors.torch import save_file  # noqa: E402
@@ -49,13 +49,13 @@ from vllm.platforms import current_platform  # noqa: E402
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
 
-# Arguments of an engine of float32 on a CPU that does other things, too
+# Arguments of a float32 engine on a CPU that also runs other work
 ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3}
 
 
 @contextmanager
 def _writable(engine):
-    """The build for CPUs packs weights as it loads them, so that they can be written only in a reload."""
+    """Keeps weights writable. The CPU build packs weights on loading, and can then write them only in a reload."""
     runner = engine.model_executor.driver_worker.model_runner
     with set_current_vllm_config(runner.vllm_config):
         initialize_layerwise_reload(runner.model)
@@ -66,14 +66,14 @@ def _writable(engine):
 
 
 def install() -> None:
-    """Patches vLLM, and the use that TRL and the package make of it, for this process."""
-    # It wants windows of 30 s
+    """Patches vLLM and its use by TRL and the package, for this process."""
+    # It requires windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
     for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
         setattr(engine, name, _in_a_reload(getattr(engine, name)))
-    # Weights reach a server by NCCL, which needs GPUs
+    # NCCL, which sends weights to a server, needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What the launches of `test_launch_configs.py` add to a script that stays as it is. Python runs this file at its start,
-if this folder is on `PYTHONPATH`.
+Hooks that the launches of `test_launch_configs.py` add to an unmodified script. Python runs this file at startup when
+this folder is on `PYTHONPATH`.
 
-Each process that trains says how accelerate ran it, in a JSON file in the folder `LAUNCH_REPORTS`. With
+Each training process writes how accelerate configured it to a JSON file in the folder `LAUNCH_REPORTS`. With
 `FSDP2_ON_CPU`, accelerate uses FSDP2 without a GPU.
 """
 
