@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The command `trl-multimodal-rft`, and what `families` prints."""
+"""The command `trl-multimodal-rft`, and the output of `families`."""
 
 import dataclasses
 import inspect
@@ -51,7 +51,7 @@ def test_entry_point_and_tables_are_those_of_the_package():
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")
-# Runs the command for each command line of standard input, and prints what came out and what was imported
+# Runs the command for each command line of standard input, and prints its output and imports
 RUNS = f"""
 import contextlib, io, json, sys
 from trl_multimodal_rft.cli import main
@@ -69,7 +69,7 @@ print(json.dumps(found))
 
 
 def runs(lines, cwd):
-    """Exit code, output, errors and heavy modules for each command line, in one new process."""
+    """Returns exit code, output, errors and heavy modules for each command line, in one new process."""
     found = subprocess.run(
         [sys.executable, "-c", RUNS], input=json.dumps(lines), capture_output=True, text=True, cwd=cwd, check=True
     )
@@ -110,7 +110,7 @@ FILES = {
     "launch.yaml": "num_processes: two\n",
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
-# What the message has, for each command line
+# Expected words of the message, for each command line
 MISTAKES = [
     (["gpro"], 2, "no command 'gpro'; `--help` lists them. Did you mean `grpo`?"),
     (["grpo", *ROWS], 1, "set `--model_name_or_path`"),
@@ -201,7 +201,7 @@ def length(completions, **kwargs):
 
 
 def run_of(n_processes, folder, *more):
-    """Command line of a run that fails on its rows unless it is given `--prompt`."""
+    """Returns the command line of a run that fails on its rows without `--prompt`."""
     Dataset.from_dict({"question": ["What?"] * 4}).to_parquet(folder / "rows.parquet")
     (folder / "mine.py").write_text(REWARDS)
     words = ["--model_name_or_path", saved("qwen2_audio"), "--dataset_name", folder / "rows.parquet"]
@@ -228,7 +228,7 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_tracebacks_of_launched_processes(tmp_path):
-    """Of bugs, such as in a reward function, and of errors of input if asked for, without that of accelerate."""
+    """Covers bugs, such as in a reward function, and input errors on request, without accelerate's traceback."""
     asked = launched(1, tmp_path, "--debug")
     broken = launched(1, tmp_path, "--prompt", "{question}", "--reward_funcs", "mine.broken")
     for run, line in ((asked, "ValueError: `train_dataset` has no column"), (broken, "KeyError: 'gone'")):
@@ -257,7 +257,7 @@ def test_families(capsys):
     assert "image, video" in rows["qwen2_5_vl"] and "media" not in rows["qwen2_5_vl"]
     assert "image, video, audio" in rows["qwen3_omni_moe"] and "media" in rows["qwen3_omni_moe"]
     assert rows["qwen2_5_omni"].endswith("Qwen2_5OmniThinkerForConditionalGeneration")
-    assert "image" in rows["vipllava"]  # of which nothing particular is known
+    assert "image" in rows["vipllava"]  # a family without particulars
     assert "t5" not in rows and len(rows) > 80
     main(["families", "--only_known"])
     output = capsys.readouterr().out
@@ -265,7 +265,7 @@ def test_families(capsys):
 
 
 def measured(text):
-    """Rows of a table of measurements by family."""
+    """Returns rows of a table of measurements by family."""
     table = text.rpartition(MARK)[2]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     assert lines[0] == list(HEADER)
@@ -301,7 +301,7 @@ def test_page_of_models():
     obstacle = sharing_obstacle(tiny_model(transformers.MiniMaxM3SparseForConditionalGeneration))
     row = measured((ROOT / "docs" / "models.md").read_text())["minimax_m3_vl"]
     assert row["scored"] == "padded, isolated" and row["remark"] == obstacle and "minimax_m3_sparse" in obstacle
-    # It has every family, and what it says of those with real processors is what is done
+    # The table has every family, and its statements about those with real processors match the measurements
     text = (ROOT / "docs" / "models.md").read_text()
     rows = measured(text)
     if f"transformers {transformers.__version__}" in text:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What `trl-multimodal-rft check` says of a dataset is what would become of its rows."""
+"""The report of `trl-multimodal-rft check` on a dataset matches the results on its rows."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ def run(*argv, status=0):
 
 
 def table(report, first):
-    """A table of the report: numbers by the name in the first column."""
+    """Returns a table of the report: numbers by the name in the first column."""
     lines = report[report.index(f"| {first} |") :].split("\n\n")[0].splitlines()
     header = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -45,7 +45,7 @@ def table(report, first):
 
 @pytest.fixture
 def sounds(tmp_path):
-    """Rows with good sounds, and others with sounds of every fault, in the feature of Datasets, decoded."""
+    """Returns rows with good sounds, and others with sounds of every fault, decoded by the feature of Datasets."""
     files = {}
     for name, seconds in (("short", 0.3), ("long", 0.9), ("beyond", 1.5)):
         soundfile.write(tmp_path / f"{name}.wav", audio(seconds)["audio"], RATE)
@@ -69,7 +69,7 @@ def sounds(tmp_path):
 
 
 def truth(rows, **options):
-    """By the functions that the trainers call, with the whole model."""
+    """Computes the report with the trainers' functions and the whole model."""
     model, processor = load("qwen2_audio")
     ids = placeholder_token_ids(model, processor)["audio"]
     lengths, tokens, failed = {}, {}, {}
@@ -122,7 +122,9 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
 
 @pytest.mark.slow
 def test_entry_point_with_workers(sounds, tmp_path, capsys):
-    """As it is called, with processes of its own, on one split of a dataset: the same report as without them."""
+    """
+    Runs the entry point with worker processes on one split of a dataset. The report equals the one without workers.
+    """
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
     options = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--dataset_split"]
     command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]
@@ -178,7 +180,7 @@ def test_no_weights_are_read(tmp_path, capsys):
     Dataset.from_list([{"prompt": "What is it?"}] * 3).to_parquet(tmp_path / "rows.parquet")
     run("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "rows.parquet", "--num_workers", 0)
     report = capsys.readouterr().out
-    # By default what completions leave of the model's positions
+    # By default, the model's positions minus those for completions
     assert f"Overlong, of more than {2048 - 256} tokens: 0 of 3 rows (0 %)" in report
     assert "Media of a row" not in report
 
@@ -205,7 +207,7 @@ def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
 
 
 class Killed(torch.utils.data.Dataset):
-    """A row that kills who reads it, as a decoder in C or the memory of a machine may do."""
+    """A row that kills the process that reads it, like a crash of a C decoder or the OOM killer."""
 
     def __getitem__(self, place):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What `trl-multimodal-rft estimate` says is what a run takes."""
+"""The estimates of `trl-multimodal-rft estimate` match the memory of a run."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from trl_multimodal_rft.scripts.grpo import ARGUMENTS
 
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
-# Parameters of the published models, https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct and so on
+# Parameters of the published models, see https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct
 PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336}
 TINY = ["--images", "1", "--image_size", "56", "--prompt_tokens", "60", "--completion_tokens", "24"]
 TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small_tile(monkeypatch):
-    """TRL's LM head takes 512 columns at once: its 32768 would be most of a tiny model's memory."""
+    """TRL's LM head processes 512 columns at once: its 32768 would dominate a tiny model's memory."""
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
 
 
@@ -65,7 +65,7 @@ def test_published_sizes(size):
     ),
 )
 def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
-    """The same micro-batch with numbers, on the CPU."""
+    """Runs the same micro-batch with data on the CPU."""
     words = ["--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", packing, checkpointing]
     args = parse(*words, *TINY)
     said = estimate.measure(args)
@@ -110,7 +110,7 @@ def test_watch():
         del view
         assert live.now == 0 and live.peak >= 4000
         weight = torch.ones(1000, requires_grad=True)
-        saved = weight.sigmoid().sigmoid().sum()  # both outputs are kept
+        saved = weight.sigmoid().sigmoid().sum()  # autograd keeps both outputs
         assert live.now == 3 * 4000 + 4
         saved.backward()
         assert torch.ones(3, 4) @ torch.ones(4, 5) is not None
@@ -147,7 +147,7 @@ def test_reference_critic_adapters_and_vllm():
 
 
 def test_supervised_rows(folder):
-    """No row shares its prompt, and nothing is sampled."""
+    """No rows share a prompt, and nothing is sampled."""
     words = ["--model_name_or_path", folder, *TINY, "--trainer"]
     said = {name: estimate.measure(parse(*words, name)) for name in ("grpo", "sft")}
     assert said["sft"].tokens == 4 * (60 + 24) and said["grpo"].tokens == 60 + 4 * 24
@@ -156,7 +156,7 @@ def test_supervised_rows(folder):
 
 
 def test_options_of_a_run():
-    """Those of a recipe and of its launcher, unless the command line says otherwise."""
+    """Takes the options of a recipe and of its launcher, unless the command line sets them."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "run", seen.append)
@@ -206,7 +206,7 @@ def test_other_families(family, tmp_path, capsys):
 
 @pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
 def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
-    """A file with a config has no processor; the tower runs on patches or frames as the config names them."""
+    """A file with a config has no processor. The tower runs on patches or frames of the config's sizes."""
     config = ["--model_name_or_path", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]
     config += ["--images", "0", "--device", "cpu", "--no-bf16"]
     said, without = (estimate.measure(parse(*config, medium, n)) for n in (1, 0))
@@ -234,7 +234,7 @@ def test_errors(folder, capsys):
 
 
 def test_suggested_config_fits_and_is_read(folder, small_tile, tmp_path, capsys):
-    """What is suggested for less and less memory is what `estimate` says fits, and what the command's parser reads."""
+    """`estimate` accepts its suggestions for less and less memory, and the command's parser reads them."""
     size = [*TINY[:-4], "--num_generations", "4", "--device", "cpu"]  # of prompts and completions
 
     def suggested(*options):

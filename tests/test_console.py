@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What a run shows on the console, `run.yaml`, dry runs and interrupted runs."""
+"""Console output of a run, `run.yaml`, dry runs and interrupted runs."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ from trl_multimodal_rft.scripts.run_file import write_run_file
 
 
 def masked(text: str) -> str:
-    """The lines from the first of ours on, without numbers, the self-check, and what a random model says."""
+    """Returns this package's lines, without numbers, the self-check, and the samples of a random model."""
     text = re.sub(r"(completion \(\d+ tokens\)): .*?(?=\nrewards:)", r"\1: ...", text, flags=re.DOTALL)
     text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])", "#", text)
     text = re.sub(r" {2,}#", "  #", re.sub(r"# (s|min|h)\b", "# s", re.sub(r"# [kM] ", "# ", text)))
@@ -155,7 +155,7 @@ def interrupting(completions, trainer_state, **kwargs):
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    """Arguments of a run in a folder of its own."""
+    """Returns the arguments of a run in a separate folder."""
     monkeypatch.chdir(tmp_path)
     rows = []
     for i in range(4):
@@ -224,7 +224,7 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
 
 
 def test_run_file_starts_the_same_run(given):
-    """What a config file and the command line set, in the types of either."""
+    """Covers values of a config file and of the command line, in the types of either."""
     from_file = {"learning_rate": "1e-5", "reward_funcs": "accuracy_reward", "dtype": "float32", "max_steps": 7}
     from_file |= {"chat_template_kwargs": {"enable_thinking": False}, "env": {"HF_TOKEN": "hf_1", "SHOWN": "yes"}}
     with open("recipe.yaml", "w") as file:
@@ -253,7 +253,7 @@ def test_run_file_starts_the_same_run(given):
 
 
 def test_other_display(given, capsys):
-    """`--disable_compact_log` is as transformers does it."""
+    """`--disable_compact_log` gives transformers' output."""
     options = {**given, **REWARDED, "max_steps": 1, "reward_funcs": "accuracy_reward"}
     start(grpo, *words_of(options), "--disable_compact_log")
     shown = capsys.readouterr()

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What this package leans on in TRL, transformers and torch. A failure names what a new release has moved."""
+"""
+The parts of TRL, transformers and torch that this package depends on. A failure names what a new release has changed.
+"""
 
 import importlib
 import inspect
@@ -25,7 +27,7 @@ from trl_multimodal_rft.reporting import media_logs, model_card
 
 
 def find(path):
-    """The object at a dotted path, or a failure that names the part that is gone."""
+    """Returns the object at a dotted path, or fails with the name of the missing part."""
     module, *names = path.split(":")
     try:
         found = importlib.import_module(module)
@@ -39,7 +41,7 @@ def find(path):
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
 
-# Methods that the base of the trainers overrides in both: parameters, in order
+# Methods that the trainers' base class overrides in both: parameters, in order
 OVERRIDDEN = {
     GRPO + "_generate_and_score_completions": "self inputs",
     GRPO + "_prepare_inputs": "self generation_batch",
@@ -64,7 +66,7 @@ OVERRIDDEN = {
     "transformers:Trainer.save_model": "self output_dir _internal_call",
 }
 OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
-# Methods that the PPO trainer overrides beside those
+# Methods that only the PPO trainer overrides
 OVERRIDDEN_PPO = {
     "transformers:Trainer.create_optimizer": "self model",
     "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
@@ -81,7 +83,7 @@ OVERRIDDEN_SFT = {
     SFT + "create_model_card": "self model_name dataset_name tags",
 }
 
-# Functions and methods that are called, but aren't documented: parameters that are given
+# Undocumented functions and methods that the package calls, with the parameters that it passes
 CALLED = {
     GRPO + "__init__": (
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
@@ -95,7 +97,7 @@ CALLED = {
     GRPO + "_get_eval_sampler": "eval_dataset",
     SFT + "_get_eval_sampler": "eval_dataset",
     "transformers:Trainer._get_output_dir": "trial",
-    # What a checkpoint is made of, and pushed by
+    # Functions that write and push a checkpoint
     "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
     "transformers:Trainer._save_scaler": "output_dir",
     "transformers:Trainer._save_rng_state": "output_dir",
@@ -197,7 +199,7 @@ TRAINERS = [
 
 @pytest.mark.parametrize(("ours", "trl", "config", "our_config"), TRAINERS, ids=["grpo", "rloo"])
 def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config, tmp_path):
-    """What `self.<name>` and `self.args.<name>` read without setting it, on TRL's own trainer and on the config."""
+    """Finds reads of `self.<name>` and `self.args.<name>` without assignments, on TRL's trainer and on the config."""
     own_classes = [each for each in ours.__mro__ if each.__module__.startswith("trl_multimodal_rft")]
     source = "".join(map(inspect.getsource, own_classes))
     read = set(re.findall(r"\bself\.(\w+)", source))
@@ -208,10 +210,10 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     model, processor = load("qwen2_5_vl")
     args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     trainer = trl(model, length_and_sum, args, text_rows(), processing_class=processor)
-    # Set when training starts, and with their options or async functions only
+    # Exist only after training starts, or with their options or async functions
     later = {"current_gradient_accumulation_steps", "_initial_global_step", "async_loop"}
     later |= {"commit_scheduler", "entropy_coef", "_last_world_entropy"}
-    # Of GRPO's alone, or assigned by functions of `trainers/`
+    # Exist only in GRPO, or assigned by functions of `trainers/`
     later |= {"_logit_bias", "vllm_generation", "chat_template", "max_tool_calling_iterations", "tools"}
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
@@ -222,7 +224,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
 
 
 def test_a_checkpoint_is_made_of_nothing_else():
-    """What `CheckpointMixin._save_checkpoint` does in place of transformers' and TRL's methods."""
+    """`CheckpointMixin._save_checkpoint` replaces the methods of transformers and TRL."""
 
     def used(function) -> set[str]:
         return set(re.findall(r"self\.(\w+)", inspect.getsource(function)))
@@ -266,14 +268,14 @@ def test_accumulation_steps_are_set_when_training_starts():
     ids=["grpo", "rloo", "sft"],
 )
 def test_trl_builds_on_the_methods_that_are_overridden(module, contract):
-    """An override that TRL no longer calls would do nothing."""
+    """TRL calls each overridden method. Otherwise the override would have no effect."""
     source = inspect.getsource(module) + inspect.getsource(Trainer)
-    for name in names(contract) - {"train"}:  # which users call
+    for name in names(contract) - {"train"}:  # users call these
         assert re.search(rf"self\.{name}\b(?! =)", source), f"nothing calls {name}"
 
 
 def test_sampler_draws_one_order_an_epoch():
-    """Which is what a resumed run draws again for the epochs before."""
+    """A resumed run draws the orders of earlier epochs again."""
     one, other = (RepeatSampler(range(7), 2, batch_size=3, repeat_count=2, seed=3) for _ in range(2))
     orders = [list(one) for _ in range(3)]
     for _ in range(2):
@@ -290,7 +292,7 @@ def test_cache_can_remember_what_a_sliding_window_forgets():
 
 
 def test_families_still_have_their_own_rules():
-    """Taken from the model where it has them; the general rule would be wrong, silently."""
+    """The package takes these rules from the model. The general rule would be silently wrong."""
     for name, rule in {
         "gemma3": "create_masks_for_generate",
         "paligemma": "create_masks_for_generate",

@@ -1,5 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Texts of rows and tools don't end turns, nor start others, unless they may: the ids are the tokenizer's."""
+"""
+Texts of rows and tools neither end nor start turns, unless an option allows it. The tokenizer's ids are the ground
+truth.
+"""
 
 import pytest
 from datasets import Dataset
@@ -39,7 +42,9 @@ def rows(*texts, media=True):
 
 
 def train(trainer_class, dataset, folder, template="", **options):
-    """An optimizer step on both rows, by any trainer; or an evaluation. `template` goes before that of the model."""
+    """
+    Runs an optimizer step on both rows with any trainer, or an evaluation. `template` precedes the model's template.
+    """
     model, processor = load("qwen2_5_vl")
     processor.chat_template = template + processor.chat_template
     if trainer_class is evaluate:
@@ -65,7 +70,7 @@ def warnings(caplog):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3", "internvl", "paligemma", "voxtral"])
 def test_what_is_left_holds_no_control_token(name):
-    """Whatever a text makes of a tokenizer's special tokens, by themselves, within each other, and across blocks."""
+    """Covers texts that contain a tokenizer's special tokens alone, nested, and across blocks."""
     processor = FAMILIES[name].build()[1]
     words = processor.tokenizer
     special = set(words.all_special_ids)
@@ -107,7 +112,7 @@ def prompts_of(dataset, **options):
 
 @pytest.mark.parametrize("media", [True, False], ids=["image", "text"])
 def test_rows_are_warned_of_once_and_stripped(media, caplog):
-    """The ids are those that the model's own processor makes of the text, with the tokens or without."""
+    """The ids equal those of the model's processor for the text, with or without the tokens."""
     processor = load("qwen2_5_vl")[1]
 
     def truth(text):
@@ -128,7 +133,7 @@ def test_rows_are_warned_of_once_and_stripped(media, caplog):
 
 
 def test_preformatted_prompts_keep_their_tokens(caplog):
-    """A text that no template wraps holds a template's tokens on purpose."""
+    """A text without a template contains the template's tokens on purpose."""
     words = load("qwen2_5_vl")[1].tokenizer
     text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     warnings(caplog)
@@ -140,7 +145,7 @@ def test_preformatted_prompts_keep_their_tokens(caplog):
 
 @pytest.mark.parametrize("media", [True, False], ids=["image", "text"])
 def test_supervised_rows(media):
-    """Of the prompt and of the completion, and in whole conversations; plain text is taken as it is."""
+    """Covers prompts, completions and whole conversations. Plain text stays unchanged."""
     model, processor = FAMILIES["qwen2_5_vl"].build()
     column = {"image": PICTURE} if media else {}
     said = {"role": "assistant", "content": HOSTILE}
@@ -206,7 +211,7 @@ read_page.__name__ = "show"
 
 
 def results(page, mode=None):
-    """Ids of what the tool's result became, the number of failures, and the message that reward functions get."""
+    """Returns the ids of the tool's result, the number of failures, and the message for the reward functions."""
     PAGES["now"] = page
     seen = []
 
@@ -225,12 +230,12 @@ def results(page, mode=None):
 
 @pytest.mark.parametrize("page", [*PAGES, "error"])
 def test_results_of_tools_end_no_turn(page):
-    """The call fails by default, as it does where the tool raises; the model's turn is the template's alone."""
+    """By default the call fails, as if the tool raised. The model's turn follows the template alone."""
     ids, failed, content, processor = results(PAGES.get(page))
     words = processor.tokenizer
     written = words.decode(ids)
     start, end = (words.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
-    # The end of the result's turn, its start and that of the answer are the template's
+    # The template writes the end of the result's turn, its start and that of the answer
     assert (ids.count(start), ids.count(end)) == (2, 1) and failed == 1
     assert content.startswith("{'error': ") and content in written and written.endswith("<|im_start|>assistant\n")
     assert ("lone surrogate" if page == "surrogate" else "holds the control token") in content
@@ -262,11 +267,11 @@ def test_rows_with_control_tokens_are_skipped(tmp_path):
         assert sum(entry.get("media/skipped", 0) for entry in result.history) == 1
 
 
-# Rows that are wrong otherwise
+# Other invalid rows
 
 
 def made(*examples):
-    """Rows that Arrow can't hold, in a dataset that makes them when they are read."""
+    """Returns rows that Arrow can't hold, in a dataset that makes them on reading."""
     names = examples[0].keys()
     return Dataset.from_list([{"i": i} for i in range(len(examples))]).with_transform(
         lambda batch: {name: [examples[i][name] for i in batch["i"]] for name in names}

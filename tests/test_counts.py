@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""How many media the prompts of a dataset have, compared with those that reading its rows finds."""
+"""The number of media in a dataset's prompts, compared with the number that reading its rows finds."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def messages(blocks: dict) -> dict:
 
 
 def counted(dataset: Dataset) -> dict[str, int]:
-    """The most media of each kind that are found when rows are read, without decoding."""
+    """Returns the maximum number of media of each kind in the rows, without decoding."""
     undecoded = dataset.with_format("arrow")[:].to_pylist()
     prompts = [rows_to_messages([row])[0]["prompt"] for row in undecoded]
     kinds = [[ref.kind for ref in iter_refs(prompt)] for prompt in prompts]
@@ -116,7 +116,7 @@ def test_rows_of_several_tables_and_of_selections():
     parts = [Dataset.from_list([{"prompt": user(*[image_block] * n)}], features=features) for n in (1, 4)]
     both = concatenate_datasets([*parts, parts[0]])
     assert most_media(both)["image"] == most_media(both.shuffle(seed=0))["image"] == 4
-    assert most_media(both.select([0]))["image"] >= 1  # at least what a row needs
+    assert most_media(both.select([0]))["image"] >= 1  # at least the number that a row needs
 
 
 def test_other_columns_and_those_that_are_ignored_do_not_count():
@@ -135,7 +135,7 @@ def test_datasets_without_a_count():
     assert most_media(dataset.to_iterable_dataset()) is None
     assert most_media([{"prompt": "a"}]) is None
     assert most_media(dataset.remove_columns("prompt")) is None
-    assert most_media(Dataset.from_list([{"prompt": "a", "images": "a.png"}])) is None  # an error when it is read
+    assert most_media(Dataset.from_list([{"prompt": "a", "images": "a.png"}])) is None  # reading it raises an error
     mixed = [{"prompt": user(image_block | {"image": "a.png"})}, {"prompt": [{"role": "user", "content": "b"}]}]
     assert most_media(Dataset.from_list(mixed, features=Features({"prompt": Json()}))) is None
     assert most_media(Dataset.from_list([{"prompt": [[1, 2]]}])) is None

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The critic: values of the states before the actions, packed as padded, and no value without its media."""
+"""The critic: values of the states before the actions, packed equals padded, and media affect every value."""
 
 import copy
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from trl_multimodal_rft.models.critic import add_critic, policy_alone
 
 
 def build(name):
-    """A critic with a head that isn't 0, prompts of its family and completions of them."""
+    """Returns a model with a nonzero head, prompts of its family and their completions."""
     model, processor = FAMILIES[name].build()
     critic = Critic(model)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_packed_equals_padded(name):
         values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, isolate=isolate)
         return values, gradients(critic, values, mask)
 
-    # Padded each prompt by itself, so that no padding on the left disturbs it
+    # Pads each prompt separately, without padding on the left
     (packed, packed_gradient), (padded, padded_gradient) = run(True, isolate), run(False, "prompt")
     assert packed[mask.bool()].std() > 0.1
     assert not packed[mask == 0].any()
@@ -61,7 +61,7 @@ def test_packed_equals_padded(name):
 def test_values_are_those_before_the_actions():
     critic, prompts, ids, mask, _ = build("qwen2_5_vl")
     values = completion_values(critic, critic.model, prompts, ids, mask)
-    # The first action is not seen by its own value, the second by no value but those after it
+    # A value doesn't depend on its action, and an action affects only later values
     other = ids.clone()
     other[:, 1] = (other[:, 1] + 1) * mask[:, 1]
     changed = completion_values(critic, critic.model, prompts, other, mask)
@@ -128,9 +128,9 @@ def test_wrong_input_is_refused():
         critic(torch.ones(1, 3, dtype=torch.long), 3)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])  # of which one has tied weights
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])  # one has tied weights
 def test_policy_without_its_critic(name, tmp_path):
-    """It has the weights of the policy, and no others; so have the policy's files."""
+    """It has exactly the weights of the policy, and so do the policy's files."""
     policy = load(name)[0]
     weights = dict(policy.named_parameters())
     policy.save_pretrained(tmp_path / "alone")
@@ -158,7 +158,7 @@ def one_process():
 
 
 def test_policy_within_fsdp_without_its_critic():
-    """FSDP makes a class of its own of the model's, whose instances can't be copied."""
+    """FSDP derives a class from the model's, whose instances can't be copied."""
     with one_process():
         policy = load("qwen2_5_vl")[0]
         add_critic(policy, models.ValueHead(policy.config.get_text_config().hidden_size))

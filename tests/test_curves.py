@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The picture of the training curves: what is drawn, and that the file is there, whole, and drawn by one process."""
+"""The picture of the training curves: its contents, and that one process writes a complete file."""
 
 import logging
 import math
@@ -47,7 +47,7 @@ def points(line):
 
 
 def band(axes):
-    """Lower and upper edge by step."""
+    """Returns lower and upper edge by step."""
     (shaded,) = (c for c in axes.collections if isinstance(c, FillBetweenPolyCollection) and len(c.get_paths()))
     edges = {}
     for x, y in shaded.get_paths()[0].vertices:
@@ -60,14 +60,14 @@ def logged(history, name):
 
 
 def drawing(folder, trainer_class=MultimodalGRPOTrainer, **options):
-    """A trainer that draws its curves."""
+    """Returns a trainer that draws its curves."""
     options = {"reward": varied, "objects": {"callbacks": [TrainingCurvesCallback()]}, **options}
     return make_trainer(trainer_class, "qwen2_audio", audio_rows(), folder, **options)
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What the callback draws, as it draws it."""
+    """Returns what the callback draws."""
     pictures = []
 
     def recording(log_history, title=None):
@@ -92,7 +92,8 @@ def test_what_is_drawn():
     figure = figure_of(history, "A title")
     assert figure.get_suptitle() == "A title"
     axes = panels(figure)
-    assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]  # one reward function is the reward
+    # with a single reward function, its panel is the reward
+    assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]
     (line,) = axes["Reward"].lines
     assert points(line) == [(2, 0.5), (4, 0.75)]
     assert band(axes["Reward"]) == {2: (0.25, 0.75), 4: (0.625, 0.875)}
@@ -101,7 +102,7 @@ def test_what_is_drawn():
     assert band(axes["Held-out accuracy"]) == {4: (0.25, 0.75)}
     assert axes["Held-out accuracy"].get_title(loc="right") == "50.0%"
     assert all(each.get_xlabel() == "update" and each.get_ylabel() for each in figure.axes)
-    # Three panels: the first takes a row
+    # Of three panels, the first fills a row
     assert axes["Reward"].get_subplotspec().colspan == range(2)
     assert figure.get_size_inches()[0] * figure.dpi == 1200
 
@@ -148,14 +149,14 @@ def test_several_curves_in_a_panel():
 
 
 def test_gaps():
-    """A metric without a value leaves a gap, and the number at the corner is the last that there is."""
+    """A metric without a value leaves a gap, and the corner shows the last number."""
     values = [None, -40.0, 0.5, None]
     history = [{"step": step, "explained_variance": value} for step, value in enumerate(values)]
     (axes,) = figure_of(history).axes
     (line,) = axes.lines
     np.testing.assert_equal(line.get_ydata(), [math.nan, -40, 0.5, math.nan])
     assert axes.get_title(loc="right") == "0.5"
-    assert axes.get_ylim()[0] > -2  # a critic that knows nothing yet doesn't squeeze the rest
+    assert axes.get_ylim()[0] > -2  # an untrained critic doesn't compress the rest
     (axes,) = figure_of(history[:2]).axes
     bottom, top = axes.get_ylim()
     assert bottom < -40 < top
@@ -204,7 +205,7 @@ def test_smoothing():
 
 
 def test_grpo(tmp_path, drawn):
-    """Evaluated, logged and drawn, also what another callback logs when the training has ended."""
+    """The picture includes the log of another callback at the end of training."""
     before = dict(matplotlib.rcParams)
     trainer = drawing(tmp_path / "run", reward=[brief, varied], beta=0.1, max_steps=3)
     config = EvaluationConfig(max_completion_length=8)
@@ -215,7 +216,7 @@ def test_grpo(tmp_path, drawn):
     assert picture.format == "PNG" and picture.width == 1200 and picture.height > 600
     assert len(picture.convert("L").getcolors()) > 50
     assert [*tmp_path.joinpath("run").iterdir()] == [tmp_path / "run" / "training_curves.png"]
-    # pyplot has no figure of it
+    # pyplot doesn't know the figure
     assert not _pylab_helpers.Gcf.figs and dict(matplotlib.rcParams) == before
 
     history, title = drawn[-1]
@@ -242,7 +243,7 @@ def test_ppo(tmp_path):
 
 @pytest.mark.slow
 def test_resume(tmp_path, drawn):
-    """The picture of a resumed run has the steps before."""
+    """The picture of a resumed run includes the earlier steps."""
 
     options = {"save_strategy": "steps", "save_steps": 2}
     drawing(tmp_path, max_steps=2, **options).train()
@@ -266,7 +267,7 @@ def test_only_the_main_process_draws(tmp_path, drawn):
 
 
 def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
-    """By a clock that each drawing moves by 2 seconds: after the first, none for 100 seconds."""
+    """Each drawing advances the clock by 2 seconds: after the first, none follows for 100 seconds."""
     clock = [1000.0]
     monkeypatch.setattr(curves.time, "perf_counter", lambda: clock[0])
     save = curves._save
@@ -303,7 +304,7 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
 
 
 def test_a_write_that_breaks_leaves_the_old_picture(tmp_path):
-    """Where the disk is full after 10 kB."""
+    """The disk is full after 10 kB."""
     path = tmp_path / "curves.png"
     curves._save(figure_of([{"step": 1, "reward": 0.5}]), path)
     old = path.read_bytes()
@@ -330,7 +331,7 @@ def test_training_goes_on_without_a_picture(tmp_path, caplog):
 
 
 def test_without_matplotlib(monkeypatch):
-    """The error names an extra, which brings it."""
+    """The error names the extra that installs it."""
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     for call in (TrainingCurvesCallback, lambda: figure_of([{"step": 1, "reward": 0.5}])):

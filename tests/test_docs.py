@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The documentation: its Python runs as it stands, its links lead somewhere, the errors that it explains exist.
+The documentation: its Python code runs verbatim, its links resolve, and the errors that it explains exist.
 
-Code runs in an empty folder where the models and datasets that it names are folders, with tiny models and few rows.
+Code runs in an empty folder where tiny models and small datasets replace those that it names.
 """
 
 import ast
@@ -89,7 +89,7 @@ def save_medium(kind, path, seed):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where code runs, as if it had downloaded what it names."""
+    """Returns the folder in which code runs, as if it had downloaded what it names."""
     for name, family in MODELS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(saved(family))
@@ -106,7 +106,7 @@ def execute(page, each=lambda namespace: None):
     namespace = {"__name__": "__main__"}
     for code in blocks(page.read_text()):
         if "outputs/" in code:
-            continue  # of a demo, see `test_examples.py`
+            continue  # part of a demo, see `test_examples.py`
         exec(compile(code, str(page), "exec"), namespace)
         each(namespace)
     return namespace
@@ -123,13 +123,13 @@ WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and pa
 )
 def test_code_runs(page, folder, capsys, caplog):
     """
-    What a line prints is what stands behind it, where that is a value, what a trainer logs is explained, and prompts
-    ask for what is rewarded.
+    The comment after a line has its printed value, the page explains the trainer's logs, and prompts request what is
+    rewarded.
     """
 
     def look(namespace):
         trainer = namespace.get("trainer")
-        trainer = getattr(trainer, "trainer", trainer)  # LightRFT's holds one
+        trainer = getattr(trainer, "trainer", trainer)  # LightRFT's trainer wraps one
         history = trainer.state.log_history if trainer else []
         logged = {name for logs in history for name in logs if not name.startswith("eval_")}
         assert not [name for name in logged if not is_explained(re.escape(name))]
@@ -146,14 +146,14 @@ WITH_COMMANDS = [README, CONTRIBUTING, *PAGES]
 
 
 def commands(page):
-    """Words of each command in a page's blocks for a shell, without variables, redirections and what is left open."""
+    """Returns the words of each command in a page's shell blocks, without variables, redirections and placeholders."""
     text = "".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
     open_quote = ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
         open_quote += line.partition(" > ")[0]
         try:
             words = [word for word in shlex.split(open_quote, comments=True) if word != "..."]
-        except ValueError:  # the quote goes on in the next line
+        except ValueError:  # the quote continues in the next line
             continue
         open_quote = ""
         while words and re.match(r"\w+=", words[0]):
@@ -164,7 +164,7 @@ def commands(page):
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_there(page):
-    """Targets of make, options of this package's command, extras, and files of the repository."""
+    """Checks targets of make, options of this package's commands, extras, and files of the repository."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()
@@ -176,7 +176,7 @@ def test_commands_are_there(page):
             assert words[0] in COMMANDS
             parser = cli._parser(words[0])
             for action in parser._actions:
-                action.required = False  # those that a page leaves out
+                action.required = False  # pages may omit options
             if "--help" not in words:
                 parser.parse_args(words[1:])
         folders = ("examples/", "tests/", "docs/", "benchmarks/", "trl_multimodal_rft/")
@@ -206,7 +206,7 @@ def test_the_readme_is_short():
 
 
 def test_the_readme_shows_what_is_measured():
-    """The self-check as it is printed, and how many families of docs/models.md have which status."""
+    """Checks the printed self-check, and the number of families per status in docs/models.md."""
     check = SelfCheck(
         features=0.0,
         padded=1e-6,
@@ -230,7 +230,7 @@ def test_the_readme_shows_what_is_measured():
 
 
 def lightrft_with(strategy, task):
-    """Modules that LightRFT's scripts import, with `models` and `trainer` of ours."""
+    """Returns the modules that LightRFT's scripts import, with this package's `models` and `trainer`."""
     ours = {
         f"lightrft.{name}": importlib.import_module(f"trl_multimodal_rft.lightrft.{name}")
         for name in ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl")
@@ -250,7 +250,7 @@ def lightrft_with(strategy, task):
 
 @pytest.mark.lightrft
 def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
-    """The script for LightRFT, whose strategy is a stand-in, makes the updates of the script for this package."""
+    """The script for LightRFT, with a stub strategy, makes the updates of the script for this package."""
     monkeypatch.setattr(rewards, "accuracy_reward", length_and_sum)  # rewards that differ
     page = ROOT / "docs" / "from_lightrft.md"
     (before,) = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
@@ -271,7 +271,7 @@ def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
 
     class Prompts(list):
         def collate_fn(self, rows):
-            """As LightRFT's: prompts, images, references and labels."""
+            """Works like LightRFT's: returns prompts, images, references and labels."""
             return tuple([row[name] for row in rows] for name in ("prompt", "image", "solution", "solution"))
 
     own = after["strategy"]
@@ -298,7 +298,7 @@ class Trainer(Injected, MultimodalGRPOTrainer):
 
 @pytest.mark.slow
 def test_rows_of_every_form_train(folder):
-    """Each dataset of the page makes an update, of media of the kinds that its section is about."""
+    """Each dataset of the page makes an update on media of its section's kinds."""
     page = ROOT / "docs" / "datasets.md"
     sections = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
     titles = [title for title, text in zip(sections[1::2], sections[2::2], strict=True) for _ in blocks(text)]
@@ -357,7 +357,7 @@ def test_links_to_lines_hold_what_they_name(page):
 
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_of_the_package_exist(page):
-    """Dotted names, and what code imports, also where it isn't run."""
+    """Covers dotted names, and imports of code that doesn't run."""
     text = page.read_text()
     named = re.findall(r"\btrl_multimodal_rft(?:\.\w+)+", text)
     for module, names in re.findall(r"^from (trl_multimodal_rft[\w.]*) import (.+)$", text, re.MULTILINE):
@@ -370,13 +370,13 @@ METRICS = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / 
 
 
 def is_explained(pattern):
-    """Whether a metric of that name is in a table of the page."""
+    """Returns whether a table of the page has a metric of that name."""
     own = re.sub(r"^rewards/.+/", "rewards/<function>/", pattern)
     return any(re.fullmatch(own, name) for name in METRICS)
 
 
 def test_metrics_are_explained():
-    """Those that stand in the code of ours and of TRL's trainers; and what the page names is there."""
+    """The page explains the metrics in this package's and TRL's trainers, and all metrics on the page exist."""
     folders = (ROOT / "trl_multimodal_rft" / name for name in ("algorithms", "checks", "rollout", "trainers"))
     own = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     theirs = "".join(Path(inspect.getfile(base)).read_text() for base in (GRPOTrainer, RLOOTrainer, SFTTrainer))
@@ -388,7 +388,7 @@ def test_metrics_are_explained():
         return [re.sub(r"\\\{.*?\\\}", "[^/]+", re.escape(name)) for name in names]
 
     assert not [pattern for pattern in patterns(found) if not is_explained(pattern)]
-    # Of the others, the names are transformers'
+    # The other names are transformers'
     found |= {*re.findall(r"""f?"(\w[^"]*)": """, own), *re.findall(r"""logged\["(\w+)"\]""", own)}
     unknown = {name for name in METRICS if not any(re.fullmatch(pattern, name) for pattern in patterns(found))}
     unknown -= {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
@@ -413,7 +413,7 @@ def test_papers_have_configs():
 
 def test_errors_that_are_explained_exist():
     source = " ".join(path.read_text() for path in sorted((ROOT / "trl_multimodal_rft").rglob("*.py")))
-    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings that go on in the next line
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings continue in the next line
     page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## The self-check")[0]
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     assert len(cells) > 10
@@ -428,7 +428,7 @@ def test_public_names_are_in_the_reference():
     listed = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
     objects = [pkgutil.resolve_name(name) for name in listed]
     for package in PACKAGES:
-        for name in dir(package):  # also those that are imported when they are asked for
+        for name in dir(package):  # includes lazy imports
             value = getattr(package, name)
             if not name.startswith("_") and hasattr(value, "__qualname__") and value is not lazy_names:
                 assert value.__module__ in listed or value in objects, f"{package.__name__}.{name}"
@@ -448,19 +448,20 @@ def test_models_by_name_are_measured():
 
 
 def test_options_for_users_of_others_exist():
-    """What stands on the side of this package, and in its commands."""
+    """Checks this package's column, and its commands."""
     text = (ROOT / "docs" / "from_others.md").read_text()
     rows = [line.rsplit(" | ", 1)[1] for line in text.splitlines() if line.startswith("| `")]
     commands = [line for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in code.split("\n\n")]
     launched = [command for command in commands if command.startswith("trl-multimodal-rft grpo")]
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
     known = {each.name for arguments in grpo.ARGUMENTS for each in fields(arguments)}
-    launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # the last of `check`
+    # the last is an option of `check`
+    launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 
 
 def test_rows_of_others_become_rows(tmp_path, monkeypatch):
-    """By the commands of the page, from the row that it shows."""
+    """The commands of the page convert the row that it shows."""
     text = (ROOT / "docs" / "from_others.md").read_text()
     (row,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -478,7 +479,7 @@ def test_rows_of_others_become_rows(tmp_path, monkeypatch):
 
 
 class Page(HTMLParser):
-    """What a page of the site has and names."""
+    """Anchors and links of a page of the site."""
 
     def __init__(self, text):
         super().__init__()
@@ -495,7 +496,7 @@ class Page(HTMLParser):
 
 @pytest.mark.slow
 def test_site_is_built(tmp_path):
-    """The reference, from docstrings, too; a name that doesn't exist fails. All is there without a network."""
+    """Builds the site without a network, with the reference from docstrings. A missing name fails."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -515,9 +516,9 @@ def test_site_is_built(tmp_path):
         assert pages[tmp_path / name].tags["math"] >= least
     config = read("reference/configs")
     assert "kl_target" in config and "Divergence per token, in nats" in config
-    # A list, not a block of what could not be read
+    # A parsed list, not a raw block
     assert "<b><code>packing</code></b>" in config
-    # Defaults are those of the docstrings, and types aren't written twice
+    # Defaults come from the docstrings, and types appear once
     assert "2**31" in config and "DEFAULT_RULES.max" not in config
     signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Every public name says what it does. Those of the modules that the reference pages list, and those that packages
-export, also document their parameters, results and errors; for the others a sentence is enough.
+Every public name has a docstring. Names of modules on the reference pages, and exports of packages, also document
+their parameters, results and errors. For the others, a sentence suffices.
 """
 
 import ast
@@ -26,7 +26,7 @@ def modules():
 
 
 def public_names():
-    """Functions, classes and methods of the package's own modules, by their full names."""
+    """Returns functions, classes and methods of the package's modules by their full names."""
     for module in modules():
         for name, value in vars(module).items():
             if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
@@ -42,7 +42,7 @@ def public_names():
 
 
 NAMES = dict(public_names())
-# They override hooks of the trainers that they are mixed into
+# They override hooks of the trainers that use the mixin
 MIXINS = {
     name: trl_multimodal_rft.MultimodalPPOTrainer
     for name, value in NAMES.items()
@@ -51,7 +51,9 @@ MIXINS = {
 
 
 def documented_in_full():
-    """Names of modules on the reference pages, and full names of what packages export or the pages list by itself."""
+    """
+    Returns names of modules on the reference pages, and full names of exports and of single entries on the pages.
+    """
     pages = (Path(__file__).parents[1] / "docs" / "reference").glob("*.md")
     listed = {path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
     packages = [module for module in modules() if hasattr(module, "__path__")]
@@ -67,28 +69,28 @@ def documented_in_full():
 
 
 def sections(text):
-    """Parts of a docstring, with their titles; the first has none."""
+    """Returns parts of a docstring with their titles; the first has none."""
     titles = r"^(Args|Parameters|Returns|Yields|Raises|Example):[ ]*$"
     parts = re.split(titles, inspect.cleandoc(text or ""), flags=re.MULTILINE)
     return list(zip(["", *parts[1::2]], parts[::2], strict=True))
 
 
 def documented(text):
-    """Names of the parameters that a docstring describes."""
+    """Returns names of the parameters that a docstring describes."""
     described = "".join(part for title, part in sections(text) if title in ("Args", "Parameters"))
     lines = re.findall(r"^    ([\w, `*]+?)(?: \(.*\))?:$", described, re.MULTILINE)
     return {name.strip(" `*") for line in lines for name in line.split(",")}
 
 
 def seen(text):
-    """Docstrings of the package's functions and classes that a docstring sends its reader to, by "see [`name`]"."""
+    """Returns docstrings of the package's functions and classes to which a docstring refers by "see [`name`]"."""
     named = re.findall(r"\b[Ss]ee\s+\[`~?([\w.]+)`\]", text or "")
     found = [each for name in named for own in NAMES if own.endswith(f".{name}") for each in definitions(own)]
     return [each.__doc__ for each in found]
 
 
 def parameters(value):
-    """Names that can be passed."""
+    """Returns names of the accepted parameters."""
     if inspect.isclass(value) and dataclasses.is_dataclass(value):
         return {field.name for field in dataclasses.fields(value) if field.init}
     if inspect.isclass(value) and issubclass(value, BaseException):
@@ -97,7 +99,7 @@ def parameters(value):
 
 
 def definitions(name):
-    """The function or class of a name, and what it overrides, inside and outside the package."""
+    """Returns the function or class of a name, and what it overrides, inside and outside the package."""
     value = NAMES[name]
     if inspect.isclass(value):
         return [base for base in value.__mro__ if base is not object]
@@ -114,19 +116,19 @@ def is_ours(value):
 
 
 def referred(value):
-    """What a docstring says to see for the arguments: they are those of another name."""
+    """Returns the name whose docstring describes the arguments."""
     for path in re.findall(r"See \[`~?([\w.]+)`\] for", value.__doc__ or ""):
         yield operator.attrgetter(path)(sys.modules[value.__module__])
 
 
 def raises(value):
-    """Whether a function, or the constructor of a class, raises an error itself, not in a function inside of it."""
+    """Returns whether a function, or a constructor, raises an error itself, not in a nested function."""
     if inspect.isclass(value):
         value = vars(value).get("__post_init__" if dataclasses.is_dataclass(value) else "__init__")
     if value is None:
         return False
     nodes = list(ast.iter_child_nodes(ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]))
-    for node in nodes:  # which grows
+    for node in nodes:  # the loop extends it
         if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
             nodes += ast.iter_child_nodes(node)
     return any(isinstance(node, ast.Raise) and node.exc is not None for node in nodes)
@@ -141,7 +143,7 @@ def is_in_full(name):
 
 
 def offends(name):
-    """What is wrong with the docstring of a name."""
+    """Returns the fault of a name's docstring."""
     value, known = NAMES[name], definitions(name)
     if not any(each.__doc__ for each in known):
         yield "has no docstring"
@@ -154,7 +156,7 @@ def offends(name):
     texts += [text for each in texts for text in seen(each)]
     described = set().union(*map(documented, texts))
     inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
-    # What a mixin's constructor takes is described by the trainers
+    # The trainers describe the parameters of a mixin's constructor
     if name not in MIXINS and (left := parameters(value) - inherited - {"kwargs"} - described):
         yield f"doesn't describe {sorted(left)}"
     ours = [each.__doc__ for each in known if is_ours(each)]
@@ -164,7 +166,7 @@ def offends(name):
         yield "doesn't say what it raises"
     if inspect.isfunction(value) and parameters(value):
         result = inspect.signature(value).return_annotation
-        nothing = (None, inspect.Signature.empty, Iterator[None])  # the last, of contexts
+        nothing = (None, inspect.Signature.empty, Iterator[None])  # the last one for contexts
         if result not in nothing and not titles & {"Returns", "Yields"}:
             yield "doesn't say what it returns"
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The average of the weights: its values, its context, and what is saved of it."""
+"""The average of the weights: its values, its context, and the saved files."""
 
 import tempfile
 from pathlib import Path
@@ -22,7 +22,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 class Watched(Injected, MultimodalPPOTrainer):
-    """Keeps the policy's weights before the first update and after each."""
+    """Records the policy's weights before the first update and after each one."""
 
     def train(self, *args, **kwargs):
         self.seen = [policy_weights(self)]
@@ -43,7 +43,7 @@ def policy_weights(trainer) -> dict[str, torch.Tensor]:
 
 
 def average_of(seen: list[dict], decay: float = DECAY) -> dict[str, torch.Tensor]:
-    """The average, number by number in float64."""
+    """Computes the average number by number in float64."""
     average = {name: value.double() for name, value in seen[0].items()}
     for weights in seen[1:]:
         for name, value in weights.items():
@@ -59,7 +59,7 @@ def assert_close(actual: dict, expected: dict, tolerance: float = 1e-6) -> None:
 
 @pytest.fixture(scope="module")
 def trained():
-    """Trainers after three updates, by what they train."""
+    """Returns trainers after three updates, by their trained parts."""
     cases = {
         "audio": ("qwen2_audio", audio_rows, {}),
         "shared trunk": ("qwen2_5_vl", image_rows, {"shared_trunk": True}),
@@ -96,7 +96,7 @@ def test_average_of_a_few_numbers():
 
 
 def test_weights_in_bf16_are_averaged_in_float32():
-    """An update of a hundredth of what bf16 resolves next to 1 adds up, where an average in bf16 would stay."""
+    """Updates of a hundredth of bf16's resolution near 1 accumulate, where an average in bf16 would stay constant."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = MovingAverage({"weight": parameter}, 0.999)
     parameter.data += 2**-7
@@ -190,7 +190,7 @@ def test_weights_are_back_bit_for_bit(name, trained):
 
 
 def test_evaluation_with_the_average(trained):
-    """The average's log-probabilities are those of a model that has these weights."""
+    """The average's log-probabilities equal those of a model with these weights."""
     trainer = trained("audio")
     ids = torch.arange(60, 75)[None]
     trained_logits = trainer.model(input_ids=ids).logits
@@ -205,7 +205,7 @@ def test_evaluation_with_the_average(trained):
     assert (trained_logits - expected).abs().max() > 0.1
 
 
-# What is saved
+# Saved files
 
 
 @pytest.mark.parametrize("name", ["audio", "shared trunk", "tied"])

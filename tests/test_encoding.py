@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Prompts as the model takes them: the processor's own output, checked, with the model's own positions."""
+"""Encoded prompts: the processor's output, checked, with the model's positions."""
 
 import numpy as np
 import pytest
@@ -139,13 +139,13 @@ def test_qwen_video_options(family, files):
     assert media(fps=4.0)["video_grid_thw"][0, 0] == 4
     first, last = media(nframes=4, video_end=1.0), media(nframes=4, video_start=1.0)
     assert not torch.equal(first["pixel_values_videos"], last["pixel_values_videos"])
-    if family == "qwen2_5_vl":  # seconds a temporal patch of two frames covers
+    if family == "qwen2_5_vl":  # seconds per temporal patch of two frames
         assert media(nframes=10)["second_per_grid_ts"].item() == pytest.approx(0.4, rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_trimmed_clip_is_seen_as_ffmpeg_shows_it(family, tmp_path):
-    """Of a clip that was cut without encoding it anew, the model gets the frames that are shown."""
+    """The model gets the displayed frames of a clip that was cut without re-encoding."""
     data = clips.trimmed(clips.encoded("H.264, open groups"), 0, 5)
     (tmp_path / "clip.mp4").write_bytes(data)
     frames = clips.shown(data)[1:]
@@ -171,7 +171,7 @@ def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
 
 
 def read_by(processor, path, **options):
-    """What a processor makes of a video file that it reads itself."""
+    """Returns a processor's output for a video file that it reads itself."""
     chats = [user({"type": "video", "path": str(path)}, text("Describe"))]
     return processor.apply_chat_template(
         chats,
@@ -188,16 +188,16 @@ VIDEO_FAMILIES = [name for name, family in ALL_FAMILIES.items() if "video" in fa
 
 @pytest.mark.parametrize("name", VIDEO_FAMILIES)
 def test_video_files_are_those_of_the_processor(name, files):
-    """By its settings for frames and sizes, at 2 frames per second where one of Qwen's has no rate of its own."""
+    """Uses its settings for frames and sizes, at 2 frames per second where one of Qwen's has no rate."""
     model, processor = ALL_FAMILIES[name].build()
     settings, path = processor.video_processor, files / "film.mp4"
-    settings.do_resize = True  # that of the omni models of the matrix takes frames as they are
+    settings.do_resize = True  # the omni models in the matrix don't resize frames
     messages = messages_of({"prompt": user({"type": "video", "path": str(path)}, text("Describe"))})
     rate = {"fps": 2.0} if name.startswith("qwen") and settings.fps is None else {}
     assert_same_features(encode_prompt(messages, processor, model), read_by(processor, path, **rate))
     if settings.fps is None:
         settings.fps, settings.do_sample_frames = 4, True
-        if name in ("internvl", "smolvlm"):  # whose rules want both
+        if name in ("internvl", "smolvlm"):  # their rules require both
             settings.num_frames = 3
     if settings.size is not None and settings.size.longest_edge is not None:  # of a frame or a whole video
         lowered = settings.size.longest_edge // 2
@@ -214,7 +214,7 @@ def test_limits_of_the_row_and_of_the_processor_hold_for_video_files(family, fil
     settings.max_frames = 8
 
     def pixels(**options):
-        """Number of frames and their pixels."""
+        """Returns the number of frames and their pixels."""
         block = {"type": "video", "path": str(files / "film.mp4"), **options}
         messages = messages_of({"prompt": user(block, text("Describe"))})
         [(t, h, w)] = encode_prompt(messages, processor, model).media["video_grid_thw"].tolist()
@@ -222,7 +222,7 @@ def test_limits_of_the_row_and_of_the_processor_hold_for_video_files(family, fil
 
     unit = (settings.patch_size * settings.merge_size) ** 2
     settings.size = {"shortest_edge": unit, "longest_edge": 32 * unit}
-    together = family == "qwen3_vl"  # whose `size` is that of all frames
+    together = family == "qwen3_vl"  # `size` is that of all frames together
     count, area = pixels(nframes=4)
     assert count == 4 and area <= 32 * unit / (4 if together else 1)
     count, area = pixels(min_pixels=unit, fps=10.0)
@@ -277,7 +277,7 @@ def test_a_placeholder_needs_media(name):
     ],
 )
 def test_media_of_no_size_are_named(name, row, message):
-    """What a processor can't take is that medium's fault, not that of the first one or of the template."""
+    """The error names the medium that a processor rejects, not the first one or the template."""
     frames = row.pop("frames", 4)
 
     def medium(column, size):
@@ -300,7 +300,9 @@ def test_media_of_no_size_are_named(name, row, message):
     "name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "paligemma", "internvl"]
 )
 def test_a_placeholder_too_many_raises(name):
-    """A literal placeholder beside a real one: the error names the row, or the model would get shifted media."""
+    """
+    For a literal placeholder next to a real one, the error names the row. Otherwise the model would get shifted media.
+    """
     model, processor = FAMILIES[name].build()
     chat = next(c for c in FAMILIES[name].prompts() if any(b["type"] != "text" for b in c[0]["content"]))
     kind = next(b["type"] for b in chat[0]["content"] if b["type"] != "text")

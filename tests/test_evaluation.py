@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Evaluation: statistics against slow counting, answers against plain `generate`, training that doesn't notice."""
+"""Evaluation: statistics against slow counting, answers against plain `generate`, and no effect on training."""
 
 import io
 import itertools
@@ -98,7 +98,7 @@ def test_pass_at_k_refuses_what_can_not_be(n, c, k, message):
         ("ba", [1, 0], 2, 1),
         ("bcaa", [0, 0, 1, 1], 4, 1),
         ("abbab", [1, 0, 0, 1, 0], 1, 2 / 5),
-        ("aabb" + "b", [1, 1, 0, 0, 0], 2, 1 / 2),  # two blocks; the fifth is left over
+        ("aabb" + "b", [1, 1, 0, 0, 0], 2, 1 / 2),  # two blocks, and a fifth row
         ("abb", [1, 0, 0], 2, 1),
     ],
 )
@@ -161,7 +161,7 @@ def test_options_that_make_no_sense(options, message):
 
 
 def greedy_answers(family: str, rows: Dataset, length: int) -> list[str]:
-    """Each row alone, by the processor and `generate`."""
+    """Answers each row alone, with the processor and `generate`."""
     model, processor = load(family)
     kinds = ("image", "audio")
     placeholders = {getattr(model.config, f"{kind}_token_{name}", None) for kind in kinds for name in ("id", "index")}
@@ -239,7 +239,7 @@ def test_rows_with_and_without_media_mix():
 
 @pytest.mark.parametrize(("family", "make"), [("granite_speech", audio_rows), ("phi4_multimodal", image_rows)])
 def test_prompts_whose_media_must_not_join_are_answered_apart(family, make):
-    """The features of these encoders depend on what is beside them."""
+    """The features of these encoders depend on their neighbours in the batch."""
     model, processor = FAMILIES[family].build()
     config = {"max_completion_length": 12, "num_samples": 2, "temperature": 1e-4, "top_k": 1}
     together, alone = (
@@ -383,7 +383,7 @@ def test_nothing_is_left_behind():
         assert random_states() == before
         assert [module.training for module in model.modules()] == modes
         assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
-    assert deltas is None  # what `generate` leaves there is set anew by each
+    assert deltas is None  # each call resets what `generate` leaves there
 
 
 # Rewards
@@ -500,7 +500,7 @@ def test_results_are_written_without_what_a_table_can_not_hold(tmp_path):
 
 @pytest.mark.parametrize("column", ["day", "correct"])
 def test_groups_of_a_column_that_a_table_can_not_hold(column):
-    """Or that has the name of one of the table's own."""
+    """Covers columns with the name of one of the table's columns."""
     days = [date(2026, 1, 1 + i // 2) for i in range(4)]
     rows = [{"prompt": "?", "n": i, column: day} for i, day in enumerate(days)]
 
@@ -530,7 +530,7 @@ def test_groups_of_a_column_that_a_table_can_not_hold(column):
 )
 def test_rewards_of_one_name_have_metrics_of_their_own(trainer_class, options, tmp_path):
     class Judge(RemoteReward):
-        """One that needs no server."""
+        """A judge without a server."""
 
         def __call__(self, prompts, completions, **columns):
             return [float(self.url)] * len(completions)
@@ -576,7 +576,7 @@ def test_trainers_answer_as_their_models_and_what_the_callback_refuses(tmp_path)
 
 
 def by_turn(*counts):
-    """A reward of 1 for as many completions as the next count, of 0 for the others."""
+    """Rewards as many completions as the next count with 1, the others with 0."""
     counts = iter(counts)
 
     def reward(completions, **kwargs):
@@ -647,7 +647,7 @@ def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_pat
     callback = GenerationEvalCallback(trainer, held_out, by_turn(0, 4, 2), config, output_dir=tmp_path / "results")
     trainer.add_callback(callback)
     trainer.train()
-    # Once in each step although there are two datasets, and once of the best weights at the end
+    # Once per step despite two datasets, and once for the best weights at the end
     assert logged(trainer) == [(1, 0.0), (2, 1.0), (2, 0.5)]
     assert trainer.state.best_metric == 1.0 and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     assert len(logged(trainer, "reward")) == 2
@@ -657,7 +657,7 @@ def test_evaluations_follow_those_of_the_trainer_and_can_choose_the_best(tmp_pat
 
 @pytest.mark.parametrize("order", ["stop first", "evaluate first"])
 def test_training_stops_early_and_loads_the_best(order, tmp_path):
-    """Whichever callback was added first, as one of them takes the trainer, the other is often passed to it."""
+    """The order of callbacks doesn't matter, as one takes the trainer and the other is often passed to it."""
     early = EarlyStoppingCallback(early_stopping_patience=2)
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(8), tmp_path,
@@ -671,7 +671,8 @@ def test_training_stops_early_and_loads_the_best(order, tmp_path):
     if order == "evaluate first":
         trainer.add_callback(early)
     trainer.train()
-    assert [value for _, value in logged(trainer)] == [0.25, 0.75, 0.5, 0.5, 1.0]  # the last of the best weights
+    # the last is that of the best weights
+    assert [value for _, value in logged(trainer)] == [0.25, 0.75, 0.5, 0.5, 1.0]
     assert trainer.state.global_step == 4 and trainer.state.best_global_step == 2
     best = type(trainer.model).from_pretrained(tmp_path / "checkpoint-2").state_dict()
     last = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4").state_dict()
@@ -688,8 +689,8 @@ def wav(audio: dict) -> dict:
 @pytest.fixture
 def spoken(tmp_path):
     """
-    Rows in a file, of which every third has a wrong reference, their greedy answers, and options of the script, which
-    writes into `results`.
+    Rows in a file, every third with a wrong reference, their greedy answers, and options of the script, which writes
+    into `results`.
     """
     answers = greedy_answers("qwen2_audio", audio_rows(7), 6)
     rows = [
@@ -729,7 +730,7 @@ def test_the_script_prints_per_cent_with_intervals_and_answers(spoken, tmp_path,
 
 @pytest.mark.parametrize("freq", [1, 2, "epoch"])
 def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
-    """Those of the trainer have the metrics of their own step, also where the callback would have had none."""
+    """Evaluations of the trainer have the metrics of their step, also where the callback alone would have none."""
 
     trainer = make_trainer(
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path,
@@ -746,7 +747,7 @@ def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), ("epoch", [1, 2, 3]), (None, [3])])
 def test_when_to_evaluate(freq, steps, tmp_path):
-    """An epoch is a step; without evaluations of the trainer only the last weights are evaluated."""
+    """An epoch is a step. Without evaluations of the trainer, only the last weights are evaluated."""
     config = EvaluationConfig(max_completion_length=2)
     evaluated = {"eval_dataset": audio_rows(2), "reward_funcs": format_reward, "args": config, "freq": freq}
     trainer, _ = trained(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(2), tmp_path, evaluated, max_steps=3)
@@ -814,7 +815,7 @@ def found_by(processes: int, engine: str, folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process finds."""
+    """Returns the results of one process."""
     return found_by(1, "ddp", tmp_path_factory.mktemp("alone"))[0]
 
 
@@ -829,5 +830,5 @@ def test_callback_on_two_processes_finds_what_it_finds_on_one(engine, alone, tmp
     assert first == {**alone, "sharded": first["sharded"]}
     assert first["unchanged"] and [entry["step"] for entry in first["logged"]] == [1, 2]
     assert len({tuple(row) for table in first["tables"] for row in table}) > 3
-    # Two of the four rows have a sound to answer without; every process takes part
+    # Two of the four rows have a sound to ablate; every rank takes part
     assert [without is not None for _, without in first["mixed"]] == [False, True, False, True]

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The example scripts, launched as users launch them, for a few steps; and the use of what they save."""
+"""Launches the example scripts like users, for a few steps, and uses the saved models."""
 
 import ast
 import io
@@ -129,7 +129,7 @@ def test_tools_with_arguments(script, build, rows, more, tmp_path):
 
 def check_critic(output_dir, output):
     check_results(output_dir, output, "explained_variance")
-    # As many updates as epochs: one batch of completions, whose values are measured when they are sampled
+    # As many updates as epochs: one batch of completions, whose values are computed on sampling
     (logged,) = re.findall(r"'explained_variance': '?([-\d.e]+|None)", output)
     metrics = json.loads((output_dir / "demo_metrics.json").read_text())
     if logged == "None":  # no answer was right
@@ -154,7 +154,9 @@ def test_sft(tmp_path):
 
 
 def test_arguments(tmp_path):
-    """The command line wins over a config file, that over the demo, which nothing applies of to a model by name."""
+    """
+    The command line overrides a config file, which overrides the demo. A model by name uses none of the demo's values.
+    """
 
     def read(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}
@@ -190,7 +192,7 @@ def test_with_noise(tmp_path):
             changed.append(not np.array_equal(samples, like))
             if changed[-1]:
                 samples = samples.reshape(-1)
-                assert abs(np.corrcoef(samples[1:], samples[:-1])[0, 1]) < 0.2  # of white noise it is 0
+                assert abs(np.corrcoef(samples[1:], samples[:-1])[0, 1]) < 0.2  # 0 for white noise
         assert changed == [row // 10 % 2 == 0 for row in range(50)]
 
 
@@ -205,7 +207,7 @@ def read_picture(row):
 
 @pytest.mark.slow
 def test_with_arguments(tmp_path):
-    """The way users take: a model by name, a dataset by path, LoRA."""
+    """A user's typical options: a model by name, a dataset by path, LoRA."""
     model, rows = save_inputs(tmp_path)
     for split in rows:
         rows[split].to_parquet(tmp_path / "data" / f"{split}.parquet")
@@ -241,7 +243,7 @@ def test_script_that_stands_alone(tmp_path):
 
 @pytest.mark.slow
 def test_ppo_with_a_config_file(tmp_path):
-    """A model, a critic and a supervised dataset by name, named in a file."""
+    """The file names a model, a critic and a supervised dataset."""
     model, rows = save_inputs(tmp_path)
     critic = Critic.from_pretrained(model, Qwen2AudioForConditionalGeneration)
     torch.nn.init.constant_(critic.head.bias, 0.5)
@@ -255,7 +257,7 @@ def test_ppo_with_a_config_file(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     output = launch("ppo_audio", tmp_path / "trained", "--config", str(tmp_path / "config.yaml"))
     assert "rewards/format_reward/mean" in output and "'ptx_loss':" in output
-    assert re.search(r"'values/mean': '?0\.5\b", output)  # of the saved critic; a copy of the policy begins at 0
+    assert re.search(r"'values/mean': '?0\.5\b", output)  # of the saved critic; a copy of the policy starts at 0
     assert (tmp_path / "trained" / "critic" / "value_head.safetensors").exists()
     assert not (tmp_path / "trained" / "demo_metrics.json").exists()
 

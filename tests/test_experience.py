@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The classes that carry rollouts: order of their fields, and all of their tensors moving together."""
+"""Rollout classes: the order of their fields, and moves of all of their tensors."""
 
 import PIL.Image
 import pytest
@@ -43,7 +43,7 @@ def tensors_in(value) -> list[torch.Tensor]:
 
 
 def full_experience() -> ExperienceOmni:
-    """Every field has tensors, some of them deep down."""
+    """Every field has tensors, some of them nested."""
     image = PIL.Image.new("RGB", (2, 2))
     info = {"reward": torch.ones(2), "metrics": {"format": torch.ones(2), "parts": [torch.ones(1), "text"]}, "step": 3}
     return ExperienceOmni(
@@ -66,7 +66,7 @@ def test_to_device_moves_everything():
     moved = tensors_in(vars(experience))
     assert len(moved) == len(tensors_in(before))
     assert all(tensor.is_meta for tensor in moved)
-    # What the experience was made of stays
+    # The inputs of the experience stay unchanged
     assert not any(tensor.is_meta for tensor in tensors_in(before))
     assert experience.raw_images == before["raw_images"]
     assert experience.media_rows == before["media_rows"]
@@ -118,7 +118,7 @@ def test_weights_make_up_for_groups_without_signal(constant):
 def test_weights_are_clipped_at_three():
     rewards = torch.tensor([[0.0, 1.0]] + [[1.0, 1.0]] * 4)
     assert clip_filter_like_weight_func(rewards)[:, 0].tolist() == [3, 1, 1, 1, 1]
-    # Single samples weigh one
+    # Single samples have weight 1
     assert clip_filter_like_weight_func(torch.tensor([[0.3], [0.7]]), lamda=0.5).tolist() == [[1.0], [1.0]]
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.long):
         weights = clip_filter_like_weight_func(torch.tensor([[0, 1], [1, 1], [0, 1]], dtype=dtype))

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-From prompts to experience: what is sampled, how it is scored and rewarded, and the advantages of a whole rollout.
-"""
+"""From prompts to experience: samples, scores, rewards, and the advantages of a whole rollout."""
 
 import functools
 import logging
@@ -56,7 +54,7 @@ def actor(family="qwen2_5_vl", cls=ActorVL, packing=True, **options) -> Actor:
 
 @functools.cache
 def reference(family="qwen2_5_vl", cls=ActorVL) -> Actor:
-    """A policy near that of [`actor`]."""
+    """Returns a policy close to that of [`actor`]."""
     return cls(moved(family)["model"], bf16=False)
 
 
@@ -66,7 +64,7 @@ def processor(family="qwen2_5_vl"):
 
 
 class Critic(nn.Module):
-    """The value of a state is read off its last token; wrong in training mode."""
+    """Computes the value of a state from its last token; wrong in training mode."""
 
     def __init__(self, vocabulary=500):
         super().__init__()
@@ -105,7 +103,7 @@ class RewardModel(nn.Module):
 
 @torch.no_grad()
 def judged(each, *models):
-    """What these reward models say of an experience."""
+    """Returns the scores of these reward models on an experience."""
     return [model.model(each.sequences, each.attention_mask).logits[:, 0] for model in models]
 
 
@@ -113,7 +111,7 @@ def judged(each, *models):
 
 
 def by_length(completion_ids, **kwargs):
-    """Differs between most completions."""
+    """Returns rewards that differ between most completions."""
     return [len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
 
 
@@ -131,7 +129,7 @@ def make(
     words=None,
     **config,
 ):
-    """A maker of groups of 3 in micro-batches of 4, rewarded by length unless `arguments` say otherwise."""
+    """Returns a maker of groups of 3 in micro-batches of 4, with rewards by length unless `arguments` set others."""
     config = {"n_samples_per_prompt": 3, "micro_rollout_batch_size": 4, "progress": False, **config}
     if critic is None and config.get("advantage_estimator") == "gae":
         critic = Critic()
@@ -147,19 +145,19 @@ def make(
 
 
 def made(prompts=TEXT, *, max_new_tokens=4, gamma=1.0, lambd=0.95, **options):
-    """Experience of completions that aren't sampled."""
+    """Returns the experience of given completions."""
     maker = make(Injected, **options)
     return maker.make_experience_list(prompts, max_new_tokens=max_new_tokens, gamma=gamma, lambd=lambd)
 
 
 def given(rewards):
-    """A reward function that gives these, one after the other."""
+    """Returns a reward function that yields these rewards in order."""
     rewards = iter(rewards)
     return {"reward_fn": lambda completions, **kwargs: [next(rewards) for _ in completions]}
 
 
 def flat(experiences, name):
-    """What a field or an entry of `info` holds for each sample; of fields per action, those in the mask."""
+    """Returns a field or an entry of `info` for each sample; for fields per action, those in the mask."""
     rows = []
     for experience in experiences:
         if name in experience.info:
@@ -204,7 +202,7 @@ CASES = {
 
 @functools.cache
 def encoded(case: str):
-    """Ids and media of a case's prompts as the encoder gives them."""
+    """Returns ids and media of a case's prompts from the encoder."""
     family, cls, prompts = CASES[case]
     words, model = processor(family), actor(family, cls).base_model
     if case == "strings":
@@ -215,7 +213,7 @@ def encoded(case: str):
 
 
 def of_groups(case: str):
-    """For each sample."""
+    """Repeats the value for each sample."""
     return [prompt for prompt in encoded(case) for _ in range(3)]
 
 
@@ -224,7 +222,7 @@ def of_groups(case: str):
 
 @functools.cache
 def rollout(case: str, packing: bool):
-    """A rollout with everything there is, really sampled."""
+    """A sampled rollout with all features."""
     family, cls, prompts = CASES[case]
     maker = make(
         family=family,
@@ -343,12 +341,12 @@ def test_media_of_each_sample(case, classes, fields):
             assert counts == [len(value) for value in expected]
             seen.add(name)
             for part, value in zip(tensor.split(counts), expected, strict=True):
-                # Frames of audio are padded to the longest clip
+                # The encoder pads audio frames to the longest clip
                 inside = part[tuple(map(slice, value.shape))] if len(value) else part
                 assert_close(inside.to(value.dtype), value, **EXACT)
                 assert part.count_nonzero() == value.count_nonzero()
     assert set(fields) <= seen
-    assert ("second_per_grid_ts" in seen) == (case == "videos")  # as what is left over
+    assert ("second_per_grid_ts" in seen) == (case == "videos")  # as for the remaining kinds
 
 
 def test_images_of_each_sample():
@@ -379,7 +377,7 @@ def test_critics_and_reward_models_get_media_by_the_names_of_the_model(case):
 
 
 def test_text_in_a_batch_with_media_is_a_message():
-    # As in the trainers: without media, text has its template already
+    # As in the trainers: text without media already has its template
     maker = make(n_samples_per_prompt=1, advantage_estimator="reinforce")
     alone, *_ = maker.generate_samples(IMAGE_ROWS[:1], max_new_tokens=1)
     beside, *_ = maker.generate_samples(IMAGE_ROWS[:2], max_new_tokens=1)
@@ -390,7 +388,7 @@ def test_text_in_a_batch_with_media_is_a_message():
 
 
 def test_families_whose_media_must_not_be_padded():
-    """The encoder has no mask, so a clip is heard alone or beside others of its length, and the order is kept."""
+    """The encoder has no mask, so a clip is encoded alone or with others of its length. The order stays."""
     rows = [
         {"prompt": question("What do you hear?"), "audio": sound(0.3, seed=1)},
         {"prompt": question("Is there a cat?"), "audio": sound(0.9, seed=2)},
@@ -440,7 +438,7 @@ def test_entropies_where_the_actor_filters_tokens(packing):
             _, output = policy(*inputs, return_output=True, **media_of(each))
         expected = torch.where(each.action_mask, output["action_entropy"], 0)
         assert_close(each.action_entropy, expected, rtol=1e-4, atol=2e-5)
-    # Of samples made by hand
+    # Handmade samples
     maker = make(Injected, policy=policy, micro_rollout_batch_size=9)
     (samples,) = maker.generate_samples(TEXT, max_new_tokens=4)
     expected = maker.make_experience(samples)
@@ -470,13 +468,13 @@ def test_models_stay_in_their_mode(training):
     try:
         for model in models:
             model.train(training)
-        policy.base_model.model.visual.train(not training)  # a frozen encoder, say
+        policy.base_model.model.visual.train(not training)  # for example a frozen encoder
         before = [[module.training for module in model.modules()] for model in models]
         options = {"critic": models[2], "reward_model": models[3], "advantage_estimator": "gae"}
         maker = make(policy=policy, ref=ref, beta=0.1, **options)
         experiences = maker.make_experience_list(IMAGE_ROWS, max_new_tokens=3)
         assert [[module.training for module in model.modules()] for model in models] == before
-        # In training mode, dropout would make them something else
+        # Dropout in training mode would change them
         for each in experiences:
             critic, judge = models[2].eval(), models[3].eval()
             with torch.no_grad():
@@ -500,7 +498,7 @@ def test_policies_sample_and_score_without_dropout():
         results.append(each)
     assert_close(results[1].sequences, results[0].sequences, **EXACT)
     assert_close(results[1].action_log_probs, results[0].action_log_probs, **EXACT)
-    with torch.no_grad():  # the dropout would have shown
+    with torch.no_grad():  # dropout would have changed them
         dropped = policy(results[0].sequences, results[0].action_mask.size(1), results[0].attention_mask)
     assert (dropped - results[0].action_log_probs)[results[0].action_mask].abs().max() > 0.1
 
@@ -520,7 +518,7 @@ def test_models_stay_in_their_mode_after_an_error():
 
 
 def fresh() -> ActorVL:
-    """A policy of which a test may change the weights and the generation config."""
+    """Returns a policy whose weights and generation config a test may change."""
     return ActorVL(load("qwen2_5_vl")[0], bf16=False)
 
 
@@ -529,7 +527,7 @@ def test_placeholders_are_never_sampled():
     model = policy.base_model
     special = [processor().image_token_id, processor().video_token_id]
     with torch.no_grad():
-        # Whatever the state, one of the two is what the model would write
+        # Whatever the state, the model would write one of the two
         direction = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 100
         model.lm_head.weight[special[0]], model.lm_head.weight[special[1]] = direction, -direction
     ids = torch.tensor([processor().tokenizer(TEXT[0])["input_ids"]])
@@ -540,7 +538,7 @@ def test_placeholders_are_never_sampled():
 
 
 def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends(caplog):
-    """Options that only the checkpoint's generation config has would sample from another policy than is scored."""
+    """Options of the checkpoint's generation config would sample from another policy than the scored one."""
     policy = fresh()
     maker = make(policy=policy, n_samples_per_prompt=8, micro_rollout_batch_size=8)
 
@@ -554,7 +552,7 @@ def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends(caplo
     own.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
     assert_close(sample(), plain, **EXACT)
     assert policy.base_model.generation_config is own
-    # Unless the caller says so, who is warned
+    # Unless the caller sets them, with a warning
     assert len(sample(top_p=0.001, repetition_penalty=1.0).unique(dim=0)) == 1
     assert len(plain.unique(dim=0)) > 4
     caplog.clear()
@@ -619,7 +617,7 @@ def test_media_need_a_processor():
 
 
 def test_long_prompts():
-    """Messages are an error, text loses its beginning, and audio may be cut."""
+    """Messages raise an error, text loses its beginning, and audio may be cut."""
     lengths = [len(ids) for ids, _ in encoded("images")]
     assert lengths[2] == max(lengths)
     make(Injected, prompt_max_len=lengths[2]).generate_samples(IMAGE_ROWS, max_new_tokens=3)
@@ -640,7 +638,7 @@ def test_long_prompts():
 
 
 def expected_advantages(estimator, experiences, n, *, beta=0.0, gamma=1.0, lambd=0.95, **options):
-    """Advantages and returns by the package's functions, from what the experiences say of themselves."""
+    """Computes advantages and returns with the package's functions from the experiences' fields."""
 
     def joined(name):
         return nn.utils.rnn.pad_sequence(flat(experiences, name), batch_first=True)
@@ -694,7 +692,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("estimator", "options"), VARIANTS)
 def test_advantages_and_returns(estimator, options):
-    # k1 is what rewards take, whatever the estimate in the experience
+    # Rewards use k1, whatever the estimate in the experience
     options = {"advantage_estimator": estimator, "kl_estimator": "k3", **options}
     experiences = made(ref=reference(), beta=0.3, max_new_tokens=8, gamma=0.9, lambd=0.8, **options)
     assert [len(each.sequences) for each in experiences] == [4, 4, 1]
@@ -752,7 +750,7 @@ def test_running_scale_comes_before_clipping():
         experiences = maker.make_experience_list(TEXT, max_new_tokens=4)
         seen += rewards
         expected = [min(max(r / stdev(seen), 0.5), 2.0) for r in rewards]
-        # Neither clipping first nor leaving one out would give the same
+        # Neither clipping first nor omitting one would give the same
         assert expected != [min(max(r, 0.5), 2.0) / stdev(seen) for r in rewards]
         assert {0.5, 2.0} < set(expected)
         assert_close(torch.stack(flat(experiences, "reward")), torch.tensor(expected))
@@ -768,18 +766,18 @@ def test_unscorable_responses(estimator):
     advantages, returns = flat(experiences, "advantages"), flat(experiences, "returns")
     assert [bool(row.any()) for row in advantages] == [r is not None for r in rewards]
     assert all(row.isfinite().all() for row in advantages + returns)
-    if estimator == "gae":  # the critic learns nothing from them either
+    if estimator == "gae":  # the critic doesn't learn from them either
         values = flat(experiences, "values")
         assert all(torch.equal(returns[i], values[i]) for i, r in enumerate(rewards) if r is None)
     else:
         assert [row[0] for row in advantages] == [-1, 0, 1, 0, 0, 0, -3, 0, 3]
 
 
-# Generalized advantages and cumulative returns on their own
+# Generalized advantages and cumulative returns as functions
 
 
 def test_advantages_and_returns_of_tensors_and_lists():
-    """Those of the package's functions; packed, beside a shorter sample."""
+    """Compares with the package's functions, packed and next to a shorter sample."""
     values, rewards = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.eye(4)[2:]
     maker = make()
     for mask in (None, torch.tensor([[1, 1, 1, 0], [1, 0, 0, 1]])):
@@ -804,7 +802,7 @@ def test_advantages_and_returns_of_tensors_and_lists():
 
 
 def test_reward_models():
-    """Of several, the sum."""
+    """Several models add up."""
     models = [RewardModel(seed) for seed in (0, 1)]
     for each in made(IMAGE_ROWS, reward_model=models[0]):
         assert_close(each.info["reward"], *judged(each, models[0]))
@@ -893,7 +891,7 @@ def test_reward_functions_see_completions_only(conversational):
 @pytest.mark.parametrize("rows", [IMAGE_ROWS, [{"prompt": prompt} for prompt in TEXT]], ids=["images", "text"])
 @pytest.mark.parametrize("size", [3, 9])
 def test_what_reward_functions_get(rows, size):
-    """The rows that have media make messages of all, whatever else is in a micro-batch."""
+    """If any row of a micro-batch has media, all rows become messages."""
     seen = {name: [] for name in ("prompts", "completions", "completion_ids", "level", "images")}
 
     def reward(**columns):
@@ -920,7 +918,7 @@ def test_what_reward_functions_get(rows, size):
     for i, (message,) in enumerate(seen["prompts"]):
         row = rows[i // 3]
         assert message["content"][-1] == text(row["prompt"])
-        # The objects of the row themselves
+        # The row's objects
         assert [id(block["image"]) for block in message["content"][:-1]] == [id(each) for each in row["images"] or []]
 
 
@@ -953,7 +951,7 @@ def write(path, source) -> str:
 
 
 def test_reward_file(tmp_path):
-    """The protocol of the reference page: queries hold prompt and response with special tokens."""
+    """Follows the protocol of the reference page: queries hold prompt and response with special tokens."""
     write(tmp_path / "helper.py", "raise SystemExit('only the named file is run')")
     source = "import torch\n\ndef reward_func(queries, prompts):\n"
     source += "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n"
@@ -970,7 +968,7 @@ def test_reward_files_get_labels_and_add_up(tmp_path):
     second = write(tmp_path / "b.py", "def reward_func(refs, **kwargs): return [None if x else 1 for x in refs]\n")
     rows = [{"prompt": prompt, "score": score} for prompt, score in zip(TEXT, [3, 0, 4], strict=True)]
     experiences = made(rows, arguments={"remote_rm_url": [first, second]}, label_column="score")
-    # One that doesn't apply leaves the others, as in the trainers
+    # A function that doesn't apply leaves the others, as in the trainers
     assert [float(r) for r in flat(experiences, "reward")] == [6] * 3 + [1] * 3 + [8] * 3
 
 
@@ -1008,7 +1006,7 @@ def test_tokenize_fn():
     assert {value.device.type for value in maker.tokenize_fn(TEXT, longest, device="meta").values()} == {"meta"}
     lists = maker.tokenize_fn(TEXT, longest, padding=False)
     assert lists == {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
-    # The end is kept
+    # The end stays
     kept = [row[1 - shortest :] for row in ids]
     assert maker.tokenize_fn(TEXT, shortest - 1)["input_ids"].tolist() == kept
     assert maker.tokenize_fn(TEXT, shortest - 1, padding=False)["input_ids"] == kept
@@ -1070,7 +1068,7 @@ def test_one_response_to_a_prompt(estimator):
 
 
 def of_tokenizer(words, config=None):
-    """A maker of text alone."""
+    """Returns a maker for text alone."""
     config = config or ExperienceConfig()
     return NaiveExperienceMaker(actor(), None, None, None, words, 8, None, config, reward_fn=by_length)
 
@@ -1196,7 +1194,7 @@ def test_columns_named_like_what_the_model_made_do_not_replace_it():
 
 
 def test_media_that_no_prompt_gets(caplog):
-    """Warned of once; ignored ones are for rewards."""
+    """The maker warns once. Ignored media are for rewards."""
     seen = []
 
     def looking(completion_ids, picture=None, image=None, **kwargs):

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Every family by the name of its folder, against its own forward and `generate`; and whether the models of the matrix
-are worth their tests: they must see their media and attend to the prompt.
+Compares every family, loaded by the name of its folder, with the model's forward pass and `generate`. Also checks that
+the models of the matrix make useful tests: they must see their media and attend to the prompt.
 """
 
 import base64
@@ -27,7 +27,7 @@ from trl_multimodal_rft.trainers.engine import check_settings
 
 every_family = pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
 
-G = 2  # completions of each prompt
+G = 2  # completions per prompt
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def built(name):
 
 
 def kinds(messages):
-    """Types of the media of a chat, in order."""
+    """Returns the types of the media of a chat, in order."""
     return [block["type"] for block in messages[0]["content"] if block["type"] != "text"]
 
 
@@ -52,7 +52,7 @@ def as_users_write(block):
 
 
 def plain_inputs(model, processor, messages):
-    """What the processor makes of a chat whose frames are to be seen as they are."""
+    """Returns the processor's encoding of a chat, without resampling its frames."""
     options = (
         {"processor_kwargs": {"videos_kwargs": {"do_sample_frames": False}}} if "video" in kinds(messages) else {}
     )
@@ -62,7 +62,7 @@ def plain_inputs(model, processor, messages):
 
 
 def plain_scores(model, inputs, ids):
-    """Log-probabilities and entropies of a completion by the model's own forward."""
+    """Returns log-probabilities and entropies of a completion from the model's forward pass."""
     fill = {name: family_of(model).token_field_fill.get(name, 0) for name in TOKEN_FIELDS}
     inputs = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
     for name, value in {"attention_mask": 1, **fill}.items():
@@ -82,14 +82,14 @@ def gradients(model):
 )
 def test_by_name(name, tmp_path):
     """
-    In one batch, prompts with media of different sizes and numbers and one without: features, scores, gradients and
-    greedy samples are what the model as it was built has for each completion alone.
+    One batch holds prompts with media of different sizes and numbers, and one without. Features, scores, gradients and
+    greedy samples equal those of the original model for each completion alone.
     """
     family, (plain, processor) = ALL_FAMILIES[name], built(name)
     plain.zero_grad()
     chats = family.prompts()
     inputs = [plain_inputs(plain, processor, chat) for chat in chats]
-    template = {"chat_template": processor.chat_template} if name == "phi4_multimodal" else None  # which is not saved
+    template = {"chat_template": processor.chat_template} if name == "phi4_multimodal" else None  # it isn't saved
     objects = {"model": checkpoint(name)}
     trainer = make_trainer(
         MultimodalGRPOTrainer, name, text_rows(), tmp_path, objects=objects, chat_template_kwargs=template
@@ -103,7 +103,7 @@ def test_by_name(name, tmp_path):
     for prompt, expected in zip(prompts, inputs, strict=True):
         assert_same_features(prompt, expected)
 
-    # What stands for a medium is the special token that a prompt repeats. It must not be sampled, also later
+    # A prompt represents a medium by a repeated special token, which must not be sampled, also later
     runs = [each["input_ids"][0].unfold(0, 3, 1) for each in inputs]
     repeated = {int(run[0]) for run in torch.cat(runs) if run.eq(run[0]).all()} & {
         *processor.tokenizer.all_special_ids
@@ -113,7 +113,7 @@ def test_by_name(name, tmp_path):
     assert repeated <= {*model.generation_config.suppress_tokens}
     trainer.save_model(tmp_path)
     saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
-    assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # which transformers' trainer sets
+    assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # transformers' trainer sets it
 
     trainer.checks.on_prompts(trainer.model, messages, prompts, lambda: check_settings(trainer))
     assert policy.fallbacks == Fallbacks(isolate=family_of(model).isolate)
@@ -131,7 +131,7 @@ def test_by_name(name, tmp_path):
     scores = policy.score(model, repeated, ids, mask, packed=True)
     scores = torch.stack([scores.logps, scores.entropies])
     (scores * weights).sum().backward()
-    assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # whose large weights round more
+    assert (scores - expected).abs().max() <= (2e-5 if name == "qwen3_5" else 1e-5)  # its large weights round more
     assert relative_difference(gradients(plain), gradients(model)) <= 1e-5
 
     config = trainer.generation_config
@@ -142,7 +142,7 @@ def test_by_name(name, tmp_path):
         assert torch.equal(sampled[G * i : G * (i + 1), : ids.size(1)], ids.expand(G, -1))
 
 
-# What the models are
+# Properties of the models
 
 
 @every_family
@@ -165,7 +165,7 @@ def test_prompts_cover_modalities_and_lengths(name):
     assert {kind for messages in chats for kind in kinds(messages)} == set(ALL_FAMILIES[name].modalities)
     if name != "paligemma":
         assert any(not kinds(messages) for messages in chats)
-    if name not in ("audioflamingo3", "musicflamingo", "glmasr"):  # whose processors take one audio per prompt
+    if name not in ("audioflamingo3", "musicflamingo", "glmasr"):  # their processors accept one audio per prompt
         assert any(len(kinds(messages)) > 1 for messages in chats)
     lengths = {encode(processor, messages)["input_ids"].shape[1] for messages in chats}
     assert len(lengths) > 1 and max(lengths) < 400
@@ -177,7 +177,7 @@ def test_omni_prompt_mixes_all_modalities():
 
 
 def with_other_media(messages):
-    """Same chat with inverted images and videos, and silence for audio."""
+    """Returns the same chat with inverted images and videos, and silence for audio."""
 
     def other(block):
         match block:
@@ -209,7 +209,7 @@ def test_media_and_early_tokens_change_logits(name):
         assert logprobs.isfinite().all()
 
         other = encode(processor, with_other_media(messages)).to(model.dtype)
-        # silence may make other windows, and so other tokens, only where the audio came as a file
+        # only for audio files, silence may change the windows and so the tokens
         assert name == "voxtral" or torch.equal(ids, other["input_ids"])
         change = (last_logprobs(model, other) - logprobs).abs().max()
         assert change > 0.05 if kinds(messages) else change == 0

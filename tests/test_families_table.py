@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of the table of families name what transformers has, are tested, and are found."""
+"""Rows of the table of families name existing parts of transformers, have tests, and apply."""
 
 import inspect
 import re
@@ -23,7 +23,7 @@ from trl_multimodal_rft.families import (
 )
 
 
-# By `python tests/families_report`
+# Written by `python tests/families_report`
 MEASURED = re.findall(
     r"^\| (\S+) \| .*synthetic", (Path(__file__).parents[1] / "docs" / "models.md").read_text(), re.MULTILINE
 )
@@ -32,7 +32,7 @@ every_row = pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_t
 
 
 def has_argument(model_type, name):
-    """Whether a class for models of a type, such as that of a thinker, takes a tensor."""
+    """Returns whether a class for models of a type, such as that of a thinker, accepts a tensor."""
     config = CONFIG_MAPPING[model_type]
     return config in MODEL_MAPPING and name in inspect.signature(MODEL_MAPPING[config].forward).parameters
 

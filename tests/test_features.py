@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets whose features decode media: the trainers read files as they are stored, rewards get what features give."""
+"""Datasets whose features decode media: the trainers read the stored files, rewards get the features' objects."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def chat(words: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder of files with their prompts for each kind, as `load_dataset` builds a dataset of."""
+    """Returns a folder of files with their prompts for each kind, as an input of `load_dataset`."""
     root = tmp_path_factory.mktemp("folders")
     for kind, ending in ENDING.items():
         (root / kind).mkdir()
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
 
 
 def loaded(root, kind: str, form: str = "table"):
-    """The dataset as a table, a stream, or a table of parquet files with embedded media."""
+    """Returns the dataset as a table, a stream, or a table of parquet files with embedded media."""
     options = {"data_dir": str(root / kind), "split": "train", "cache_dir": str(root / "cache")}
     dataset = load_dataset(f"{kind}folder", streaming=form == "stream", **options)
     if form != "parquet":
@@ -77,7 +77,7 @@ def loaded(root, kind: str, form: str = "table"):
 
 
 def same(given, expected) -> bool:
-    """Whether two media are equal, and of one type for `isinstance`."""
+    """Returns whether two media are equal, and of one type for `isinstance`."""
     if not isinstance(given, type(expected)):
         return False
     if isinstance(expected, PIL.Image.Image):
@@ -103,7 +103,7 @@ def test_rewards_get_what_the_feature_gives(kind, form, folders):
     expected = list(loaded(folders, kind, "table"))
     assert sum(map(len, seen.values())) == 8 and len(seen) == 2
     for i, media in seen.items():
-        assert len({id(medium) for medium, _ in media}) == 1  # decoded once for a group
+        assert len({id(medium) for medium, _ in media}) == 1  # decoded once per group
         for medium, of_prompt in media:
             assert same(medium, expected[i][kind]) and same(of_prompt, expected[i][kind])
 
@@ -179,7 +179,7 @@ def test_other_readers_name_a_corrupt_file_too(folders, tmp_path):
     trainer = make_trainer(InjectedOurs, FAMILY["image"], loaded(folders, "image"), tmp_path, **OPTIONS)
     with pytest.raises(MediaError, match=message):
         trainer.evaluate(stream)
-    # One that only rewards touch
+    # Only rewards access it
     rows = restore_rows(DatasetRows(dataset.rename_column("image", "picture")).__getitems__([0, 1]))
     pictures = [row["picture"] for row in rows]
     for look in (lambda: pictures[1].size, lambda: [each.size for each in pictures]):
@@ -207,7 +207,9 @@ def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
 
 @pytest.mark.parametrize("lacks", [pytest.param("torchcodec", marks=pytest.mark.slow), "its FFmpeg"])
 def test_without_torchcodec(lacks, folders, tmp_path):
-    """The other libraries train on media of features; who decodes them is told what is missing."""
+    """
+    The other libraries train on media of features. For a user who decodes them, the error names the missing package.
+    """
     loaded(folders, "audio", "parquet")
     (tmp_path / "script.py").write_text(
         textwrap.dedent(
@@ -283,7 +285,7 @@ def test_nested_features(form, folders):
     first = rows[0]
     for medium in (first["prompt"][0]["content"][0]["image"], first["extra"]["views"][0], first["frames"][0][0]):
         assert isinstance(medium, Encoded) and medium.kind == "image" and medium.value["path"].endswith("0.png")
-    assert first["grey"].mode == "L" and first["raw"]["path"].endswith("0.png")  # as their features say
+    assert first["grey"].mode == "L" and first["raw"]["path"].endswith("0.png")  # as their features define
     for restored, expected in zip(restore_rows(rows), dataset, strict=True):
         assert restored == expected
     (row,) = rows_to_messages(rows[:1])

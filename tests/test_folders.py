@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Folders of Parquet are read back as they were written, with their media in them."""
+"""Folders of Parquet round-trip with their media."""
 
 import shutil
 
@@ -17,7 +17,7 @@ from trl_multimodal_rft.data.rules import MediaRules
 
 @pytest.fixture
 def splits(tmp_path):
-    """Media of every kind as paths and as bytes, missing, in lists and in messages."""
+    """Returns media of every kind as paths and as bytes, missing, in lists and in messages."""
     (tmp_path / "files").mkdir()
     for i in range(3):
         soundfile.write(tmp_path / "files" / f"{i}.wav", audio(0.3, i)["audio"], RATE)
@@ -49,9 +49,9 @@ def splits(tmp_path):
 
 
 def test_what_is_read_is_what_was_written(splits, tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_FILE_BYTES", 1)  # several files
+    monkeypatch.setattr(folders, "_FILE_BYTES", 1)  # forces several files
     monkeypatch.setattr(folders, "_GROUP_ROWS", 2)
-    (tmp_path / "out").mkdir()  # an empty one will do
+    (tmp_path / "out").mkdir()  # an empty folder is allowed
     bytes_of = {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()}
     pixels = [[image.getpixel((0, 0)) for image in row["images"]] for row in splits["train"]]
     write_folder(splits, tmp_path / "out")

@@ -25,7 +25,7 @@ SPECIAL = list(range(30))
 
 def build(name):
     model, processor, prompts = build_encoded(name)
-    model.config.get_text_config().output_router_logits = False  # `generate` itself fails with it on padded prompts
+    model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
     plain = copy.deepcopy(model)
     install_prefix_attention(model)
     return model, plain, processor, [prompt for prompt in prompts for _ in range(G)]
@@ -44,7 +44,7 @@ def config(tokenizer, **kwargs):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_prefill_equals_generate(name, monkeypatch):
-    """Greedy samples are those of `generate` on each prompt alone in `test_families.test_by_name`."""
+    """`test_families.test_by_name` compares greedy samples with `generate` on each prompt alone."""
     model, plain, processor, prompts = build(name)
     tokenizer = processor.tokenizer
     args = (config(tokenizer, do_sample=True, top_p=0.95), tokenizer.pad_token_id, model.device)
@@ -55,7 +55,7 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
         return left_pad(rows, pad_token_id)
 
     monkeypatch.setattr(generation, "left_pad", count_rows)
-    for part in split_samples(prompts, "media"):  # what can't join exactly can't be compared either
+    for part in split_samples(prompts, "media"):  # prompts that can't join exactly can't be compared either
         rows = [prompts[i] for i in part]
         torch.manual_seed(0)
         expected = generate_completions(plain, plain, rows, *args, shared_prefill=False)
@@ -66,7 +66,7 @@ def test_shared_prefill_equals_generate(name, monkeypatch):
 
 
 def test_a_state_is_no_wider_than_its_convolution(monkeypatch):
-    """Nothing is cropped where a prompt's last token is left out, so nothing has to be remembered for it."""
+    """A layout that omits a prompt's last token crops nothing and needs no extra memory."""
     model, _, processor, prompts = build("qwen3_5")
     caches, generate = [], type(model).generate
 
@@ -91,7 +91,7 @@ def test_options_that_conflict_with_a_cache(option):
 
 
 def test_isolated_prompts_keep_their_completions():
-    """Text goes with the media of one part, in whatever order they come."""
+    """Text joins the media of one part, in any order."""
     model, plain, processor, prompts = build("glm4v")
     media, text = (next(p for p in prompts if bool(p.media) == has) for has in (True, False))
     rows, greedy = [text, media, text], config(processor.tokenizer, do_sample=False)
@@ -107,8 +107,8 @@ def test_trim_after_eos():
     assert trim_after_eos(ids, [2, 3]) == [[5, 2], [5, 6, 7, 8], [3], [0, 0, 0, 2]]
 
 
-# Why completions are prefilled again after tool results; `None` where generation continues from its cache. Families
-# that isolate media are prefilled again, too.
+# Reasons to prefill completions again after tool results; `None` where generation continues from its cache. Families
+# that isolate media also prefill again.
 OBSTACLES = {
     "qwen2_5_omni": None,
     "gemma3": "windows",
@@ -126,7 +126,7 @@ OBSTACLES = {
 
 
 def appended(model, prompts, completions, turns):
-    """Each prompt with its completions and what was returned behind each."""
+    """Returns each prompt with its completions and the tool result after each."""
     ids, placed = [[] for _ in prompts], [[] for _ in prompts]
     for sampled, returned in zip(completions, turns, strict=True):
         for i, (own, turn) in enumerate(zip(sampled, returned, strict=True)):
@@ -141,7 +141,9 @@ def appended(model, prompts, completions, turns):
 )
 @torch.no_grad()
 def test_continues_from_its_cache(name):
-    """Behind two turns, of some rows in another order, as the model's own forward of the whole would."""
+    """
+    Generation continues after two turns, with some rows in another order, like the model's forward pass of the whole.
+    """
     model, _, processor, prompts = build(name)
     tokenizer, branches = processor.tokenizer, Branches()
     ends = list(range(30, len(tokenizer), 5))  # so that completions have different lengths
@@ -174,7 +176,7 @@ def test_continues_from_its_cache(name):
                     **to_model(whole.media, model, model.device),
                 ).logits[0, -1]
                 assert (logps[row, 0] - plain.log_softmax(-1)).abs().max() <= 1e-4
-        chosen = places[::-1][turn:]  # not those that end here, in another order
+        chosen = places[::-1][turn:]  # the unfinished ones, in another order
         order = [places.index(place) for place in chosen]
         prompts, ids = [prompts[row] for row in order], [ids[row] for row in order]
         sampled = [[each[row] for row in order] for each in sampled] + [ids]

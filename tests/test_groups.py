@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Groups of completions that outlive their batch, and which of them a batch is filled with."""
+"""Groups of completions that outlive their batch, and the choice of groups that fill a batch."""
 
 import io
 
@@ -66,11 +66,11 @@ def test_groups_survive_a_checkpoint():
     assert prompts_in(loaded.sample(2, 0)) == prompts_in(buffer.sample(2, 0))
 
 
-# Exchanges. That each completion keeps its prompt, media and scores: `test_grpo_sampling.py`
+# Exchanges. `test_grpo_sampling.py` checks that each completion keeps its prompt, media and scores
 
 
 class Exchanged:
-    """Batches of two groups, numbered in the order in which they are drawn; `live(number, step)` have signal."""
+    """Batches of two groups, numbered in the order of the draws; `live(number, step)` have signal."""
 
     def __init__(self, live, rounds: int = 0, replay: int = 0, max_age: int | None = None):
         self.live, self.n = live, 0
@@ -82,7 +82,7 @@ class Exchanged:
         return join_rollouts([group(i, step, live=self.live(i, step)) for i in numbers], torch.device("cpu"))
 
     def step(self, step: int) -> tuple[list[int], bool, dict[str, float]]:
-        """The groups to train on, whether one is from an earlier step, and metrics."""
+        """Returns the groups to train on, whether one is from an earlier step, and metrics."""
         result, is_stale, metrics = self.exchange.exchange(self.draw(step), lambda _: self.draw(step), bool)
         return result.completion_ids[::2, 0].tolist(), is_stale, metrics
 
@@ -109,7 +109,7 @@ def test_batch_that_is_not_filled_keeps_its_dead_groups():
         ({"max_age": 1}, range(4), [0, 1, 0, 0]),
         ({"max_age": 2}, range(4), [0, 1, 1, 0]),
         ({"replay": 1}, range(4), [0, 0.5, 0.5, 0.5]),
-        ({"max_age": 2}, range(0, 8, 2), [0, 1, 0, 0]),  # two updates on each batch
+        ({"max_age": 2}, range(0, 8, 2), [0, 1, 0, 0]),  # two updates per batch
     ],
     ids=str,
 )
@@ -141,7 +141,7 @@ def test_replay_fills_what_dynamic_sampling_leaves():
 
 
 def test_replay_fills_what_a_group_left_over_leaves():
-    """With another group than the one left over."""
+    """Replay uses another group than the leftover one."""
     run = Exchanged(lambda number, step: step == 0 and number > 0, rounds=2, replay=4)
     assert run.step(0)[0] == [1, 2]
     used, is_stale, metrics = run.step(1)

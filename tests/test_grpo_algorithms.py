@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the config adds to TRL's, through the trainer: against TRL where it has the same, else by hand."""
+"""The config's options beyond TRL's, through the trainer: against TRL where it has them, otherwise by hand."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ KL_IN_REWARD = {"beta": 0.5, "kl_in_reward": True}
     ],
 )
 def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
-    """Its formula is in `test_advantages.py`."""
+    """`test_advantages.py` tests its formula."""
     batches = {**TWO, "per_device_train_batch_size": 8, "max_steps": 1, "shuffle_dataset": False}
     result = ours(advantage_estimator=estimator, reward=rough, objects=moved(FAMILY), **batches, **options)
     trainer = result.trainer
@@ -146,7 +146,7 @@ def test_function_as_estimator(beta, by_token):
     ids=lambda options: " ".join(options.values()),
 )
 def test_equal_rewards_leave_the_model_alone(options):
-    """Whatever the constant; rounding would turn 0.1 into an advantage."""
+    """This holds for any constant. Rounding would turn 0.1 into an advantage."""
     result = ours(reward=constant, max_steps=1, **options)
     assert norm(result.update) == 0
     assert all(moment.batch["advantages"].eq(0).all() for moment in result.trainer.micro_batches)
@@ -156,7 +156,9 @@ def test_equal_rewards_leave_the_model_alone(options):
 
 
 def check_losses(result, weights=None, moments=None):
-    """Compares each micro-batch's loss and its gradient by the log-probabilities with those by hand."""
+    """
+    Compares each micro-batch's loss, and its gradient with respect to the log-probabilities, with hand-computed ones.
+    """
     moments = moments or result.trainer.micro_batches
     for moment, weight in zip(moments, weights or [None] * len(moments), strict=True):
         logps = moment.logps.clone().requires_grad_()
@@ -168,13 +170,13 @@ def check_losses(result, weights=None, moments=None):
             assert_close(moment.gradient, expected, rtol=1e-4, atol=1e-7)
 
 
-# The formulas are compared with TRL's in `test_trl_losses.py`, and added up over micro-batches in `test_losses.py`
+# `test_trl_losses.py` compares the formulas with TRL's, and `test_losses.py` sums them over micro-batches
 
 
 @pytest.mark.parametrize("family, rows", [(FAMILY, dataset), ("qwen2_audio", audio_rows)], ids=["image", "audio"])
 @pytest.mark.parametrize("packing", ["prefix", "padded"])
 def test_loss_may_be_overridden_in_the_way_of_trl(family, rows, packing):
-    """TRL's trainer for GMPO overrides `_compute_loss` and asks for scores, which see and hear."""
+    """TRL's trainer for GMPO overrides `_compute_loss` and requests scores, which must include media."""
 
     class Overriding(InjectedOurs):
         _compute_loss = GMPOTrainer._compute_loss
@@ -187,7 +189,7 @@ def test_loss_may_be_overridden_in_the_way_of_trl(family, rows, packing):
 
 
 def test_coefficient_that_subclasses_read_is_that_of_the_config():
-    """Wherever the KL divergence goes."""
+    """This holds wherever the KL divergence enters."""
     for options in ({}, {"kl_in_reward": True}, {"kl_estimator": "k2"}, {"kl_target": 0.1}):
         trainer = ours(beta=0.1, max_steps=1, **options).trainer
         assert trainer.beta == 0.1
@@ -299,11 +301,14 @@ def test_kl_target_moves_the_coefficient(options, target):
 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_each_completion_adapts_the_coefficient_once(in_reward):
-    """Of two epochs of two updates each, in the first. Far from the target, by 20 % of 8 in 40 completions."""
+    """
+    Two epochs of two updates each adapt it in the first. Far from the target, it changes by 20 % of 8 in 40
+    completions.
+    """
     options = {**REUSED, "max_steps": 8, "kl_in_reward": in_reward}
     result = ours(beta=0.1, kl_target=1e-9, kl_horizon=40, objects=moved(FAMILY), **options)
     betas = [0.1, *logged(result, "kl_coef")]
-    changes = [abs(after / before - 1) for before, after in itertools.pairwise(betas)]  # k1 may be below 0
+    changes = [abs(after / before - 1) for before, after in itertools.pairwise(betas)]  # k1 may be negative
     assert changes == pytest.approx([0.04, 0.04, 0, 0] * 2)
     assert [moment.kl_coef for moment in result.trainer.micro_batches] == [
         beta for beta in betas[:-1] for _ in range(2)
@@ -311,7 +316,7 @@ def test_each_completion_adapts_the_coefficient_once(in_reward):
 
 
 def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
-    """`kl` is TRL's term, k3 times the ratio with `use_bias_correction_kl`; the target holds k3 alone."""
+    """`kl` is TRL's term, k3 times the ratio with `use_bias_correction_kl`. The target controls k3 alone."""
     options = {**REUSED, "max_steps": 2, "num_iterations": 1, "learning_rate": 0.1}  # the second update is off-policy
     result = ours(beta=0.1, kl_target=0.1, use_bias_correction_kl=True, objects=moved(FAMILY), **options)
     for step in range(2):
@@ -331,7 +336,7 @@ def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
 
 
 def highest(entropies, masks, ratio, renormalize):
-    """Weights of the tokens that compete with each other: `entropies` and `masks` of the micro-batches."""
+    """Returns weights of the competing tokens: `entropies` and `masks` of the micro-batches."""
     tokens = [(entropies[b][i, t].item(), b, i, t) for b, mask in enumerate(masks) for i, t in mask.nonzero().tolist()]
     kept = sorted(tokens, key=lambda token: -token[0])[: math.ceil(ratio * len(tokens))]
     weights = [torch.zeros(mask.shape) for mask in masks]
@@ -341,7 +346,7 @@ def highest(entropies, masks, ratio, renormalize):
 
 
 def weights_by_hand(moments, scope, ratio, renormalize, entropies):
-    """Of the micro-batches of an optimizer step."""
+    """Returns the weights of an optimizer step's micro-batches."""
     masks = [moment.batch["completion_mask"] for moment in moments]
     if scope == "batch":
         return highest(entropies, masks, ratio, renormalize)
@@ -353,7 +358,7 @@ def weights_by_hand(moments, scope, ratio, renormalize, entropies):
 
 
 class Scoring(Recorded):
-    """Scores each generation batch when it is new."""
+    """Scores each new generation batch."""
 
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
@@ -374,7 +379,7 @@ class Scoring(Recorded):
     ],
 )
 def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options):
-    """Of the policy loss alone: the KL divergence and CPGD's drift stay on all tokens."""
+    """The filter applies to the policy loss alone: the KL divergence and CPGD's drift cover all tokens."""
     result = ours(
         Scoring,
         top_entropy_quantile=0.3,
@@ -407,7 +412,7 @@ def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options)
 
 
 def test_entropy_filter_works_in_evaluation():
-    """On the current entropies, as there are no earlier ones."""
+    """Evaluation filters by the current entropies, because earlier ones don't exist."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "max_steps": 1}
     for scope in ("batch", "sequence"):
         result = ours(
@@ -476,7 +481,7 @@ def test_overlong_completions_are_penalized():
 
 @pytest.mark.parametrize("options", [{}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=["sum", "each"])
 def test_penalty_makes_no_completion_scorable(options):
-    """A completion whose only reward is `None` is left out as without the penalty, which alone would rank it."""
+    """A completion whose only reward is `None` is excluded as without the penalty, which alone would rank it."""
 
     def some(completion_ids, **kwargs):
         return [None if sum(ids) % 3 == 0 else len(ids) % 5 + 0.1 * (sum(ids) % 7) for ids in completion_ids]
@@ -520,7 +525,7 @@ def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():
 
 
 def test_config_is_left_alone(tmp_path):
-    """So that another trainer can be made with it."""
+    """Another trainer can use the same config."""
     options = {"soft_overlong_cache": 4, "reward_weights": [0.5], "dynamic_sampling": True, "kl_target": 0.1}
     first = make_trainer(InjectedOurs, FAMILY, dataset(), tmp_path, beta=0.1, self_check=False, **options)
     before = first.args.to_dict()

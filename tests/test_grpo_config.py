@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The options of the GRPO config: what is refused and accepted, how they are saved, that each does something."""
+"""The options of the GRPO config: refusals, accepted values, serialization, and an effect of each option."""
 
 import copy
 import dataclasses
@@ -251,7 +251,7 @@ def test_config_accepts(options, expected):
 
 @pytest.mark.parametrize("config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig])
 def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
-    """By default, as TRL's default is refused without a GPU."""
+    """The default works without a GPU, unlike TRL's."""
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(multimodal_config, "is_torch_bf16_gpu_available", lambda: False)
     assert not config_class("out").bf16
@@ -372,25 +372,25 @@ def test_config_from_the_command_line():
         TrlParser(MultimodalGRPOConfig).parse_args_and_config(["--output_dir", "out", "--kl_estimator", "k4"])
 
 
-# Every option changes a result. The options of `MultimodalArguments` have tests of their own.
+# Every option changes a result. Separate tests cover the options of `MultimodalArguments`.
 
 MEDIA_AND_PACKING = {
     "packing",
     "keep_groups_together",
-    "max_tokens_per_microbatch",  # which changes no update, see test_token_budget.py
+    "max_tokens_per_microbatch",  # changes no update, see test_token_budget.py
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
     "special_tokens_in_text",  # see test_control_tokens.py
     *RULE_NAMES,  # see test_media_rules.py
-    "media_prefetch",  # these three change no update of rows that can be read, see test_rows.py
+    "media_prefetch",  # these three change no update of readable rows, see test_rows.py
     "on_media_error",
     "max_skipped_rows",
     "max_tool_media",  # see test_tools.py
-    "vllm_engine_kwargs",  # these two are about vLLM, see tests/engine
+    "vllm_engine_kwargs",  # these two configure vLLM, see tests/engine
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py
     "max_logged_megabytes",
-    "media_contribution_steps",  # which changes no update, see test_ablation.py
+    "media_contribution_steps",  # changes no update, see test_ablation.py
     "self_check",
     "max_skipped_updates",
     "checkpoint_manifest",  # see test_whole_checkpoints.py
@@ -446,7 +446,7 @@ def test_every_option_makes_another_update(name):
 
 
 def test_help_names_what_is_listed():
-    """Each estimator with its other name and its paper in the help, and each name in the docs of the class."""
+    """The help has each estimator with its alias and its paper, and the docs of the class have each name."""
     (option,) = [each for each in dataclasses.fields(MultimodalGRPOConfig) if each.name == "advantage_estimator"]
     with_critic = {each.name: each for each in dataclasses.fields(MultimodalPPOConfig)}["advantage_estimator"]
     for name, own in ESTIMATORS.items():
@@ -461,7 +461,7 @@ def test_help_names_what_is_listed():
 
 
 def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
-    """Listed where they are written, they can be chosen and are trained with."""
+    """A single listing makes them available as options and trains with them."""
     for known in (ESTIMATORS, LOSSES):
         monkeypatch.setitem(known, "mine", None)
     monkeypatch.setitem(ALIASES, "my own", None)
@@ -480,7 +480,7 @@ def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
     with pytest.raises(ValueError, match="`advantage_estimator='mine'` compares the completions"):
         config(advantage_estimator="mine", num_generations=1)
     options = {**TWO, "beta": 0.0, "scale_rewards": "group"}
-    # `rloo` of two completions is twice `dr_grpo`, and TRL's `luspo` doesn't clip before the first update
+    # `rloo` with two completions is twice `dr_grpo`, and TRL's `luspo` doesn't clip before the first update
     one = ours(advantage_estimator="mine", loss_type="mine", num_generations=2, max_steps=1, **options)
     same = ours(advantage_estimator="rloo", loss_type="luspo", num_generations=2, max_steps=1, **options)
     assert norm(one.update) > 1e-3 and relative_difference(one.update, same.update) <= 1e-5

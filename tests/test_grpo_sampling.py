@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Dynamic sampling and replay in runs: each group keeps its media and scores. Pure cases are in `test_groups.py`."""
+"""Dynamic sampling and replay in runs: each group keeps its media and scores. `test_groups.py` has the unit tests."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def dataset(kind):
 
 
 def graded(hard):
-    """Different rewards for the completions of a prompt, equal ones where `hard(index, step)`."""
+    """Returns different rewards for the completions of a prompt, or equal ones where `hard(index, step)`."""
 
     def reward(index, trainer_state, **kwargs):
         step = trainer_state.global_step
@@ -49,13 +49,13 @@ def graded(hard):
 
 
 def by_position(rewards, group_ids, mask, **kwargs):
-    """Advantages that differ between tokens."""
+    """Returns advantages that differ between tokens."""
     centred = rewards - rewards.view(-1, 4).mean(1)[group_ids]
     return centred[:, None] * torch.arange(1, mask.size(1) + 1)
 
 
 class Alone(Recorded):
-    """Also scores each completion of a new generation batch by itself, with policy and reference."""
+    """Also scores each completion of a new generation batch separately, with policy and reference."""
 
     def _compute_loss(self, model, inputs):
         if self.model.training and self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
@@ -88,7 +88,7 @@ def always(index, step):
 
 @dataclasses.dataclass
 class Generation:
-    """Draws and micro-batches of a generation batch, and the groups drawn as `(index, keys of the completions)`."""
+    """Draws and micro-batches of a generation batch, and the drawn groups as `(index, keys of the completions)`."""
 
     step: int
     draws: list
@@ -121,7 +121,7 @@ def completions(groups):
 
 
 def check_rows(generation, origins):
-    """Each completion has the values with which it was drawn, its scores, masks, prompt and media."""
+    """Asserts that each completion has the values of its draw, its scores, masks, prompt and media."""
     for name in ("advantages", "old_per_token_logps"):
         drawn = by_key(origins, name)
         for key, value in by_key(generation.moments, name).items():
@@ -175,7 +175,7 @@ def test_batch_is_filled_with_groups_that_have_signal(kind, variant):
     for i, generation in enumerate(found):
         chosen = surplus + generation.live
         assert len(chosen) >= size
-        # The last round was needed
+        # The run needed the last round
         last = keys(generation.draws[-1].batch)
         before = [group for group in chosen if not group[1] & set(last)]
         assert len(generation.draws) == 1 or len(before) < size
@@ -252,7 +252,7 @@ def test_nothing_is_exchanged_in_evaluation(options):
 
 
 def hard_later(index, step):
-    """Nothing at first, then a prompt, then all."""
+    """No prompt is hard at first, then one, then all."""
     return step > 1 or (step == 1 and index % 2 == 1)
 
 
@@ -309,7 +309,7 @@ def test_past_groups_replace_dead_ones(kind, options):
 
 
 def enumerate_origins(trainer, groups):
-    """The step at which each group was drawn."""
+    """Returns the step at which each group was drawn."""
     for group in groups:
         yield next(draw.step for draw in trainer.draws if set(keys(draw.batch)) & group[1]), group
 
@@ -355,13 +355,13 @@ def test_lora_scores_replayed_groups_without_its_adapter():
     _, generation = generations(result.trainer, hard_after_first)
     stored, given = (by_key(m, "ref_per_token_logps") for m in (result.trainer.draws, generation.moments))
     assert logged(result, "replay/frac") == [0.0, 1.0]
-    for key in generation.used:  # the base model has not moved
+    for key in generation.used:  # the base model has not changed
         torch.testing.assert_close(given[key], stored[key], rtol=0, atol=1e-5)
         assert (given[key] - by_key(generation.moments, "old_per_token_logps")[key]).abs().max() > 1e-3
 
 
 class Sampled(Recording, MultimodalGRPOTrainer):
-    """Without injected completions."""
+    """Samples instead of injecting completions."""
 
 
 @pytest.mark.parametrize("kind", FAMILY)

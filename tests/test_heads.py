@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores are those of the model's own logits, whatever it does to them around its LM head."""
+"""Scores use the model's logits, including its operations before and after the LM head."""
 
 import copy
 import math
@@ -20,12 +20,12 @@ from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 TEMPERATURE = 0.7
 
-# What each model does, however it calls that in its config
+# Operations of each model, whatever their names in the config
 RULES = {
     "aya_vision": HeadRule(),
-    "chameleon": None,  # leaves out tokens of images
+    "chameleon": None,  # omits image tokens
     "cohere2_vision": HeadRule(),
-    "gemma3": HeadRule(),  # whose config has a soft cap all the same
+    "gemma3": HeadRule(),  # although the config has a soft cap
     "gemma4": HeadRule(softcap=8.0),
     "granite_speech_scaled": HeadRule(),
     "inkling": HeadRule(scale=0.25),
@@ -42,7 +42,7 @@ def build(name):
 
 
 def own_log_probs(model, inputs, ids, mask):
-    """Log-probabilities of each completion by the model's own forward, alone, `(B, C)`."""
+    """Returns log-probabilities of each completion from the model's forward pass, alone, `(B, C)`."""
     rows = []
     for plain, row, length in zip(inputs, ids, mask.sum(1).tolist(), strict=True):
         ones = torch.ones(1, length, dtype=torch.long)
@@ -96,7 +96,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
 
 
 def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
-    """TRL's constructor adds its head to a policy, and to a reference that it loads itself."""
+    """TRL's constructor adds its head to a policy, and to a reference that it loads."""
     for name, logits_from_model in (("cohere2_vision", False), ("chameleon", True)):
         model, processor, _ = build(name)
         if not logits_from_model:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run in which all rewards are equal says so, once."""
+"""A run with all-equal rewards warns once."""
 
 import pytest
 from datasets import Dataset
@@ -18,7 +18,7 @@ def test_steps_without_signal():
     assert steps_without_signal([log(10, 0.9), log(20, 1.0), {"step": 25}, log(30, 1.0)], True) == 20
     assert steps_without_signal([log(10, 1.0), log(20, 0.99)], True) == 0
     assert steps_without_signal([log(1, 0.5), {"step": 3}, log(4, 1.0), {"step": 6}], True) == 3
-    # Groups of one are always equal; then all are compared
+    # Groups of one are always equal; the hint then compares all rewards
     assert steps_without_signal([log(10, 1.0), log(20, 1.0)], False) == 0
     assert steps_without_signal([log(10, 1.0), log(20, 1.0, std=1e-9), log(30, 1.0, 0.0, 0.0)], False) == 20
     assert steps_without_signal([log(10, 1.0, std=None)], False) == 0

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The package gets no closer to TRL's insides, no longer and no more entangled than `house.json` allows."""
+"""The package doesn't exceed the bounds of `house.json`: ties to TRL's internals, length, entanglement."""
 
 import json
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Publishing with the real client to a Hub on this machine (hub_server.py), and using what was published.
+Publishes with the real client to a local Hub (hub_server.py), and uses the published files.
 
-The runs are in one process of their own (hub_worker.py), since the client reads at import where the Hub is.
+The runs share a separate process (hub_worker.py), because the client reads the address of the Hub at import.
 """
 
 import io
@@ -40,7 +40,7 @@ CRITIC = {"critic/config.json", "critic/model.safetensors", "critic/value_head.s
 
 
 class Published:
-    """What some scenarios published and saw."""
+    """Published files and results of some scenarios."""
 
     def __init__(self, hub: HubServer, folder: Path, scenarios: list[str]):
         self.hub, self.folder = hub, folder
@@ -78,12 +78,12 @@ def in_folder(names: set[str], folder: str) -> set[str]:
 
 
 def messages(repo) -> list[str]:
-    """Of the commits after that which makes the repository."""
+    """Returns the commit messages after the initial commit."""
     return [commit.message for commit in repo.commits[1:]]
 
 
 def assert_answers(asked: dict, *inputs: str) -> None:
-    """A quick start gave the model media, and the model said something."""
+    """Asserts that a quick start passes media to the model, and that the model answers."""
     assert set(inputs) <= set(asked["inputs"])
     assert len(asked["answer"]) > 0 and asked["printed"].endswith("\n")
 
@@ -110,7 +110,7 @@ def test_policy_with_audio(published):
 
 
 def test_what_stays_here(published):
-    """Tables with prompts and media, the files of TensorBoard that show them, checkpoints, the token."""
+    """Covers tables with prompts and media, their TensorBoard files, checkpoints and the token."""
     local = published["grpo_audio"]["local"]
     kept = [r"_private/completions/completions_00001\.parquet", r"_private/runs/.*tfevents.*"]
     kept += [r"checkpoint-1/rollout_state_0\.pt"]
@@ -127,7 +127,7 @@ def test_what_stays_here(published):
 
 
 def test_nothing_half_written(published):
-    """In no commit, and every checkpoint is whole."""
+    """No commit has them, and every checkpoint is complete."""
     n_checkpoints = 0
     for repo in published.hub.repos.values():
         for commit in repo.commits:
@@ -161,7 +161,7 @@ def test_policy_critic_and_last_checkpoint(published):
     assert_answers(result, "pixel_values")
     assert 'subfolder="critic"' in result["text"] and '`subfolder="ema"`' in result["text"]
     assert "https://huggingface.co/papers/1506.02438" in result["text"]
-    # The critic belongs to the model from the first push on, and the run goes on from the checkpoint on the Hub
+    # The critic belongs to the model from the first push on, and the run resumes from the checkpoint on the Hub
     steps = [f"Training in progress, step {i}{part}" for i in (1, 2) for part in ("", ", checkpoint")]
     assert messages(repo) == [*steps, "End of training"]
     during = [set(commit.files) - {".gitattributes"} for commit in repo.commits[1:5]]
@@ -189,7 +189,9 @@ def test_strategies(published):
 
 
 def test_checkpoint_stays_while_it_is_uploaded(published):
-    """The first one is surplus as soon as the second is written, and only the upload of the first has begun."""
+    """
+    The first one becomes obsolete when the trainer writes the second, while only the upload of the first has begun.
+    """
     result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
     assert messages(repo) == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
     checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | STATE, "checkpoint-1")
@@ -201,7 +203,7 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 
 
 def test_refused_and_the_command_that_publishes(published):
-    """With the errors of `huggingface_hub`; after training, what was trained is saved, whole."""
+    """`huggingface_hub` raises the errors. After training, the trained model is saved completely."""
     refused, down = published["refused"], {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
     for case in ("none", "wrong", "down_before", "offline"):
         assert refused[case]["type"] == down.get(case, "HfHubHTTPError")
@@ -209,12 +211,12 @@ def test_refused_and_the_command_that_publishes(published):
     for case in ("none_after", "reading", "foreign", "revoked", "down", "down_saving"):
         assert refused[case]["type"] == ("ConnectError" if case.startswith("down") else "HfHubHTTPError")
         assert refused[case]["whole"]
-    # A token that is revoked after the first push; the run goes on and says so
+    # A token is revoked after the first push; the run continues and reports it
     (warning,) = refused["revoked"]["warned"]
     assert "checkpoint-2 was not published" in warning and "401" in warning
     assert "Training continues." in warning
     assert messages(published.hub.model("short/revoked")) == ["Training in progress, step 1"]
-    # It publishes what the trainer would have, for someone who has got a token meanwhile
+    # The command publishes what the trainer would have, for a user with a new token
     folder = str(published.folder / "refused" / "none_after")
     program, *arguments = shlex.split(how_to_upload("none_after", folder, True))
     run = published.run([str(Path(sys.executable).with_name(program)), *arguments])
@@ -225,7 +227,7 @@ def test_refused_and_the_command_that_publishes(published):
 
 @pytest.mark.slow
 def test_offline(tmp_path):
-    """As this process is."""
+    """Runs in this process."""
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", text_rows(8), tmp_path / "model", max_steps=1)
     with pytest.raises(OfflineModeIsEnabled):
         trainer.push_to_hub()
@@ -233,7 +235,7 @@ def test_offline(tmp_path):
 
 
 def test_requests(published):
-    """The client asked for nothing that this Hub doesn't serve, but for what it can do without."""
+    """The client requests only what this Hub serves, apart from optional requests."""
     known = r"/api/agent-harnesses|/api/telemetry/.*|.*/additional_chat_templates|.*/resolve/.*"
     known += r"|/api/repos/create|/api/models/.*"
     refused = {request for request in published.hub.requests if request[2] >= 400}
@@ -255,7 +257,7 @@ def test_private_policy_with_video(more):
 
 @pytest.mark.slow
 def test_policy_of_several_media(more):
-    """Tables of completions are published where they were asked for, and nowhere else."""
+    """Tables of completions go only to the configured place."""
     result, hub = more["mixed"], more.hub
     assert result["data"]["pipeline_tag"] == "any-to-any"
     assert {"image", "audio", "video"} <= set(result["data"]["tags"])

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rules by which prompts join in one forward; that they are right is measured in test_obstacles.py."""
+"""Rules for joining prompts in one forward pass. `test_obstacles.py` measures that they are correct."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -44,7 +44,7 @@ def test_without_the_row_of_the_family_it_would_be_wrong(name, monkeypatch):
 
 
 def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path):
-    """The self-check sees the first batch alone, in which all have as many."""
+    """The self-check sees the first batch alone, in which all have the same number."""
     sizes = [(28, 28), (28, 28), (56, 28), (56, 56)]
     rows = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": "?"}], "image": image(*size)["image"]} for size in sizes]
@@ -67,7 +67,7 @@ def test_places_in_another_tensor_go_on():
     model, (first, second, _) = molmo2()
     joined = join_media([first, second, first])
     places = [each.media["image_token_pooling"] for each in (first, second)]
-    patches = [0, 2 * 16, 7 * 16]  # of the images before
+    patches = [0, 2 * 16, 7 * 16]  # of the previous images
     shifted = [torch.where(own < 0, -1, own + n) for own, n in zip([*places, places[0]], patches, strict=True)]
     assert joined["image_token_pooling"].equal(torch.cat(shifted)) and (joined["image_token_pooling"] == -1).sum() == 3
     with pytest.raises(ValueError, match="molmo2 has media tensors that index others"):
@@ -75,7 +75,7 @@ def test_places_in_another_tensor_go_on():
 
 
 def test_a_window_that_only_the_config_knows():
-    """Qwen3-Omni's forward attends to everything, whatever the window of its config; rules that read it don't."""
+    """Qwen3-Omni's forward pass ignores the window of its config; rules that read the window don't."""
     model, processor = MATRIX["qwen3_omni_moe"].build()
     chats = MATRIX["qwen3_omni_moe"].prompts()[:2]
     model.config.get_text_config().sliding_window = 6

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows of other tools' layouts come out of `prepare` with their media in their places."""
+"""`prepare` converts rows in other tools' layouts, and keeps the positions of their media."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ from trl_multimodal_rft.encoding.supervised import encode_supervised
 
 @pytest.fixture
 def files(tmp_path):
-    """Pictures and sounds of all layouts, and a function that writes rows beside them."""
+    """Returns pictures and sounds of all layouts, and a function that writes rows next to them."""
     (tmp_path / "data" / "media").mkdir(parents=True)
     for i in range(3):
         image(56 + 28 * i, 56, seed=i)["image"].save(tmp_path / "data" / "media" / f"{i}.png")
@@ -63,7 +63,7 @@ LLAVA = [
 
 
 def test_llava_is_written_and_learned_from(files, tmp_path, capsys):
-    """Down to the tokens of a supervised batch, after the files are gone."""
+    """Covers the tokens of a supervised batch, after the source files are deleted."""
     main(["prepare", "llava", str(files(LLAVA)), "--output_dir", str(tmp_path / "out")])
     assert "train: 3 rows of messages, images, id" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "data")
@@ -72,7 +72,7 @@ def test_llava_is_written_and_learned_from(files, tmp_path, capsys):
     said = [["image", "\nIs there a cat?"], ["No."], ["A dog?"], ["Yes."]]
     assert [blocks(message) for message in rows[0]["messages"]] == said
     assert blocks(rows[1]["messages"][0]) == ["Is ", "image", " ", "image", "?"]
-    assert blocks(rows[1]["messages"][1]) == ["The <image> is not."]  # what assistants say is text
+    assert blocks(rows[1]["messages"][1]) == ["The <image> is not."]  # assistant content is text
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert [[each.width for each in row["images"]] for row in rows] == [[56], [84, 112], []]
     model, processor = load("qwen2_5_vl")
@@ -101,7 +101,7 @@ def in_png(i):
 
 
 def verl(i, **columns):
-    """A row as verl's `examples/data_preprocess` write it."""
+    """Returns a row in the format of verl's `examples/data_preprocess`."""
     return {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"<image>Find x{i}."}],
@@ -114,11 +114,11 @@ def verl(i, **columns):
 
 @pytest.mark.parametrize("form", ["feature", "bytes"])
 def test_verl(form, tmp_path, capsys):
-    """Images as the feature of Datasets, as `load_dataset` and `to_parquet` write them, and as bytes alone."""
+    """Covers images as the feature of Datasets, as `load_dataset` and `to_parquet` write them, and as bytes alone."""
     dataset = Dataset.from_list([verl(i, images=[in_png(i)]) for i in range(3)])
     dataset = dataset.cast_column("images", List(Image())) if form == "feature" else dataset
     dataset.to_parquet(tmp_path / "verl" / "train.parquet")
-    with pytest.raises(SystemExit):  # as it is
+    with pytest.raises(SystemExit):  # unmodified
         words = ["check", "--dataset_name", str(tmp_path / "verl"), "--num_workers", "0"]
         main([*words, "--model_name_or_path", str(saved("qwen2_5_vl"))])
     assert "convert the verl rows with `trl-multimodal-rft prepare verl`" in capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_sharegpt_and_ms_swift(files):
     first, second = dataset["messages"][:]
     assert [message["role"] for message in first] == ["system", "user", "assistant"]
     assert [blocks(message) for message in first] == [["Be brief."], ["audio", "Who ", "image", "?"], ["A cat."]]
-    assert blocks(second[0]) == ["image", "What is it?"]  # without a mark it comes first
+    assert blocks(second[0]) == ["image", "What is it?"]  # without a placeholder, it comes first
     rows = [
         {"messages": [{"role": "user", "content": "<audio>Who?"}], "audios": ["media/0.wav"], "solution": "A cat"},
         {"query": "<audio>And now?", "history": [["Who?", "A cat."]], "audios": ["media/1.wav"], "solution": "A dog"},

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Losses, KL, entropy mask: numbers worked out by hand, TRL's formulas, expectations over a small vocabulary."""
+"""Losses, KL, entropy mask: hand-computed numbers, TRL's formulas, expectations over a small vocabulary."""
 
 import math
 from collections import defaultdict
@@ -38,13 +38,13 @@ def tensor(values, **options):
 
 
 def gradient(function, x):
-    """Value and gradient of a scalar function."""
+    """Returns value and gradient of a scalar function."""
     x = x.detach().clone().requires_grad_()
     value = function(x)
     return value.detach(), torch.autograd.grad(value, x)[0]
 
 
-# Policy losses. The third token of the second completion is padding.
+# Policy losses. The third token of the second completion is padding
 
 LOG_RATIO = tensor([[1.5, 0.5, 1.1], [4, 0.9, 1]]).log()
 ADVANTAGES = tensor([1, -1])
@@ -52,7 +52,7 @@ MASK = tensor([[1, 1, 1], [1, 1, 0]])
 
 
 def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon_high=0.2, *, weights=1.0, **options):
-    """By its name; log-ratios are those to a policy whose log-probabilities are 0."""
+    """Calls a loss by name. The old log-probabilities are 0."""
     mask = torch.ones_like(log_ratio) if mask is None else mask
     options = LossOptions(epsilon_low, epsilon_high, **{"drift_coef": 0.0, **options})
     inputs = LossInputs(log_ratio, torch.zeros_like(log_ratio), advantages, mask, weights)
@@ -110,7 +110,7 @@ def test_exploding_ratio_leaves_finite_gradients(advantage):
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
-    """Beyond it the gradient is 0, but only in the direction in which the advantage pushes."""
+    """Outside it the gradient is 0, but only in the direction of the advantage."""
     low, high = math.log(0.9), math.log(1.3)
     log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
     moves = log_ratio < high if advantage > 0 else log_ratio > low
@@ -119,7 +119,9 @@ def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
 
 
 def test_policy_drift_gradient():
-    """The ratio minus 1, clamped above only; without the clamp that of KL(old policy, policy) on average."""
+    """
+    Equals the ratio minus 1, clamped above only. Without the clamp, it is on average that of KL(old policy, policy).
+    """
     old_logps = tensor([[-3, -2, -1, -4]])
     ratio = tensor([[0.1, 0.9, 1.5, 40]])
     grad = gradient(lambda x: policy_drift(x, old_logps, clamp=2.0).sum(), old_logps + ratio.log())[1]
@@ -136,7 +138,7 @@ OWN = ["cpgd", "gmpo", "dual_clip"]
 
 @pytest.mark.parametrize("name", OWN)
 def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
-    """Where nothing is trained on, a token has no gradient but that of CPGD's drift."""
+    """A masked token has no gradient except that of CPGD's drift."""
     weights, ratio = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
 
     def loss(mask=MASK, **options):
@@ -154,7 +156,7 @@ def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
 
 @pytest.mark.parametrize("name", OWN)
 def test_clipped_tokens_have_no_gradient(name):
-    """On the side that the advantage pushes to; the metrics count them."""
+    """The clip applies on the side of the advantage; the metrics count the clipped tokens."""
     log_ratio = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2, 1)
     for advantages in (ADVANTAGES, ADVANTAGES[:, None].expand(2, 41)):
         if advantages.dim() == 2 and LOSSES[name].per_completion:
@@ -191,7 +193,10 @@ def test_losses_are_listed_with_their_papers():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_average_is_that_of_the_definition(name):
-    """Over the completions, the limit of their length, or the tokens, of the micro-batch or of the optimizer step."""
+    """
+    Averages over the completions, the limit of their length, or the tokens, of the micro-batch or of the optimizer
+    step.
+    """
     values, mask = random_losses(0)
     normalizer = Normalizer(accumulation=3, length_limit=10, batch_tokens=77.0)
     lengths, sums = mask.sum(1).clamp(min=1), (values * mask).sum(1)
@@ -204,13 +209,13 @@ def test_average_is_that_of_the_definition(name):
     loss = LOSSES[name]
     assert_close(loss.average(values, mask, normalizer), expected)
     assert loss.is_mean == (name not in ("dapo", "cispo", "vespo", "cpgd", "dual_clip"))
-    assert_close(loss.average(sums, mask, normalizer), sums.mean() / 3)  # of completions
+    assert_close(loss.average(sums, mask, normalizer), sums.mean() / 3)  # over completions
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_does_not_depend_on_micro_batches(name, estimator):
-    """With its KL term and the load balancing; an entropy bonus and `bnpo` average within micro-batches."""
+    """Includes its KL term and load balancing. An entropy bonus and `bnpo` average within micro-batches."""
     generator = torch.Generator().manual_seed(0)
     logps, old, ref = (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     advantages, (_, mask) = torch.randn(8, generator=generator, dtype=torch.float64), random_losses(0)
@@ -316,7 +321,10 @@ LOGITS, REF_LOGPS = tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1]), tensor([1.0, 0.2, 
 
 
 def on_policy_gradient(objective):
-    """Of the expectation of an objective of (log-probability, reference's) over tokens sampled from the policy."""
+    """
+    Differentiates the expectation of an objective of (log-probability, reference's) over tokens sampled from the
+    policy.
+    """
 
     def expectation(logits):
         logps = logits.log_softmax(0)
@@ -330,7 +338,7 @@ def estimate(estimator, logps, ref_logps):
 
 
 def divergence_gradients():
-    """Of KL(policy, reference) and KL(reference, policy)."""
+    """Returns the gradients of KL(policy, reference) and KL(reference, policy)."""
     reverse = gradient(lambda z: (z.softmax(0) * (z.log_softmax(0) - REF_LOGPS)).sum(), LOGITS)[1]
     forward = gradient(lambda z: (REF_LOGPS.exp() * (REF_LOGPS - z.log_softmax(0))).sum(), LOGITS)[1]
     return reverse, forward
@@ -412,13 +420,13 @@ def test_fixed_controller_keeps_its_value():
 
 
 def slow_highest(rows, ratio):
-    """One quota for all rows together."""
+    """Uses one quota for all rows together."""
     tokens = [(-x, i, t) for i, row in enumerate(rows) for t, x in enumerate(row) if x is not None]
     kept = set(sorted(tokens)[: math.ceil(Fraction(str(ratio)) * len(tokens))])
     return [[x is not None and (-x, i, t) in kept for t, x in enumerate(row)] for i, row in enumerate(rows)]
 
 
-# Few values, so that there are ties; negative as rounding makes them; None is padding
+# Few values, so that ties occur; negative values as from rounding; None is padding
 entropy_rows = st.integers(1, 7).flatmap(
     lambda width: st.lists(
         st.lists(st.sampled_from([None, None, -0.05, 0.0, 0.5, 0.75, 2.0]), min_size=width, max_size=width),
@@ -449,7 +457,7 @@ def test_entropy_mask_equals_sort(scope, rows, ratio, garbage):
 )
 @pytest.mark.parametrize("value", [0.0, -1e-3])
 def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
-    """Also where all entropies tie; of these the first are kept, and padding in front never."""
+    """Covers all-equal entropies, of which the mask keeps the first, and never leading padding."""
     entropies, mask = torch.full((1, n + 5), value), torch.arange(n + 5)[None] >= 5
     entropies[:, :5] = 0
     expected = [0] * 5 + [1] * kept + [0] * (n - kept)
@@ -469,14 +477,14 @@ def test_value_loss_by_hand():
     loss, metrics = value_loss(values, old, returns, mask)
     assert loss[0, :3].tolist() == [0.0, 0.5, 0.0]
     assert logged(metrics) == {"value_loss": pytest.approx(0.5 / 3), "value_clip_ratio": 0}
-    # The first moved by 1 to where it should be, of which 0.2 count
+    # The first moved by 1 to its target, of which 0.2 count
     loss, metrics = value_loss(values, old, returns, mask, clip=0.2)
     assert loss[0, :3].tolist() == [pytest.approx(0.32), 0.5, 0.0]
     assert logged(metrics) == {"value_loss": pytest.approx(0.82 / 3), "value_clip_ratio": pytest.approx(1 / 3)}
 
 
 def test_clipped_values_get_no_gradient():
-    """A value that moved too far towards its return is left there; away from it, it is pulled back."""
+    """A value that moved too far towards its return gets no gradient. A value that moved away gets one."""
     values, ones = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.ones(1, 2)
     value_loss(values, 0 * ones, 2 * ones, ones, clip=0.2).loss.sum().backward()
     assert values.grad.tolist() == [[0.0, -3.0]]
@@ -503,7 +511,7 @@ def test_explained_variance():
     returns = torch.tensor([[1.0, 2.0, 3.0, 99.0]])
     mask = torch.tensor([[1, 1, 1, 0]])
     assert explained_variance(returns, returns, mask) == 1
-    assert explained_variance(returns + 5, returns, mask) == 1  # a constant is no variance
+    assert explained_variance(returns + 5, returns, mask) == 1  # a constant has no variance
     assert explained_variance(torch.zeros(1, 4), returns, mask) == 0
     assert explained_variance(-returns, returns, mask) == -3
     assert explained_variance(returns, torch.ones(1, 4), mask).isnan()
