@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What decoding costs, whatever a file says of itself; what is decoded in pieces is what the whole would be."""
+"""The cost of decoding, whatever a file claims. Decoding in pieces equals decoding the whole."""
 
 import gzip
 import io
@@ -65,7 +65,7 @@ def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, **op
 
 
 def allocated(function):
-    """Bytes that Python and NumPy held at most."""
+    """Returns the peak memory of Python and NumPy in bytes."""
     tracemalloc.start()
     try:
         result = function()
@@ -75,7 +75,7 @@ def allocated(function):
 
 
 def refused(message, source, most, rules=DEFAULT_RULES):
-    """An image is an error, for which no more than some bytes were held."""
+    """Asserts that an image raises an error within a limit of memory."""
 
     def run():
         with pytest.raises(MediaError, match=message):
@@ -117,13 +117,13 @@ def test_pieces_of_what_soundfile_does_not_know_are_the_whole(name, codec):
 
 def says_nothing_of_its_length(flac):
     data = bytearray(flac)
-    data[21] &= 0xF0  # behind `fLaC`, the head of the first block and 13 bytes of it
+    data[21] &= 0xF0  # the head of the first block, after `fLaC`, and 13 bytes of it
     data[22:26] = bytes(4)
     return bytes(data)
 
 
 def test_what_is_too_long_is_not_decoded():
-    """A FLAC of silence, some thousand times smaller than its samples."""
+    """The file is a FLAC of silence, some thousand times smaller than its samples."""
     long = sound_file(np.zeros((200 * 48000, 2), np.int16), 48000, "FLAC")
     assert len(long) < 200 * 48000 * 2 * 4 / 1000
     for data in (long, says_nothing_of_its_length(long)):
@@ -136,7 +136,7 @@ def test_what_is_too_long_is_not_decoded():
                     load_audio(ref("audio", data, rules), RATE, window)
 
         assert allocated(too_long)[1] < 40e6
-        # As many bytes as its samples of one channel have at the rate of the result, and once more to join them
+        # The bytes of one channel at the target rate, and as many again to join them
         whole, peak = allocated(lambda data=data: load_audio(ref("audio", data), RATE))
         assert len(whole) == 200 * RATE and peak < 2 * whole.nbytes + 40e6
 
@@ -150,7 +150,7 @@ def test_a_window_holds_where_the_rules_are_narrower():
 
 
 def test_an_mp3_without_a_length_is_measured_by_what_is_in_it():
-    """Of such a file with frames of several sizes, libsndfile tells more than twice as many samples."""
+    """For such a file with frames of several sizes, libsndfile reports more than twice as many samples."""
     quiet_first = np.concatenate([np.zeros((RATE * 4, 1), np.float32), noise(4.0, RATE, 1)])
     data = sound_file(quiet_first, RATE, "MP3", bitrate_mode="VARIABLE")
     bitrates, rates = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160), (22050, 24000, 16000)
@@ -171,7 +171,7 @@ def test_a_rate_that_can_not_be_is_named_before_the_length():
 
 @pytest.mark.parametrize("options", [{}, {"nframes": 4, "min_pixels": 999, "max_pixels": 20000}], ids=str)
 def test_frames_resized_as_they_come_are_those_of_the_whole(decoder, options, monkeypatch):
-    """By which also `fetch_video` is what one gets, see the tests of loading."""
+    """This also equals `fetch_video`, see the tests of loading."""
     data = video_file(width=320, height=240)
     whole, about = load_with_qwen_vl_utils(ref("video", data, **options), 14)
     monkeypatch.setattr(loading, "_PIXELS_AT_ONCE", 1)
@@ -189,7 +189,7 @@ def memory(name):
 def test_videos_are_never_in_memory_at_their_full_size(decoder):
     size = {"min_pixels": 999, "max_pixels": 50000}
     data = video_file(frames=80, width=1280, height=720, options={"preset": "ultrafast", "crf": "40"})
-    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # loads what stays
+    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # caches what stays
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     frames, _ = load_with_qwen_vl_utils(ref("video", data, nframes=80, **size), 14)
@@ -239,7 +239,7 @@ def gif_with(comments):
 
 @pytest.mark.parametrize("blocks", ["one", "many"])
 def test_comments_of_a_gif_are_not_joined_without_end(blocks):
-    """Pillow copies all that it has with each 255 bytes."""
+    """Pillow copies all previous bytes with each block of 255."""
     count, piece = 4_000_000 // 256, b"\xff" + b"a" * 255
     comments = b"!\xfe" + piece * count + b"\0" if blocks == "one" else (b"!\xfe" + piece + b"\0") * count
     with pytest.raises(MediaError, match="its metadata takes more than 2,097,152 bytes; save it without metadata"):
@@ -248,14 +248,14 @@ def test_comments_of_a_gif_are_not_joined_without_end(blocks):
 
 
 def entries(count, length, behind=0):
-    """EXIF data, or a TIFF, whose entries are all of the same bytes."""
+    """Returns EXIF data, or a TIFF, whose entries all share the same bytes."""
     tags = (*range(1000, 20_000), *range(40_000, 60_000))
     ifd = b"".join(struct.pack("<HHII", tag, 7, length, 8) for tag in tags[:count])
     return b"II*\0" + struct.pack("<IH", 8, count) + ifd + bytes(4 + behind)
 
 
 def jpeg_with(exif):
-    """In as many segments as it takes, which Pillow joins."""
+    """Uses as many segments as necessary; Pillow joins them."""
     image = image_file(Image.new("RGB", (6, 4)), "JPEG")
     pieces = [exif[i : i + 65_000] for i in range(0, len(exif), 65_000)]
     segments = [b"\xff\xe1" + struct.pack(">H", 8 + len(piece)) + b"Exif\0\0" + piece for piece in pieces]
@@ -264,7 +264,7 @@ def jpeg_with(exif):
 
 def png_with(exif, text=False):
     info = PngInfo()
-    if text:  # as ImageMagick writes it
+    if text:  # in ImageMagick's format
         info.add_text("Raw profile type exif", f"\nexif\n{len(exif)}\n{exif.hex()}", zip=True)
     return image_file(Image.new("RGB", (6, 4)), pnginfo=info, **({} if text else {"exif": b"Exif\0\0" + exif}))
 
@@ -280,10 +280,10 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_entries_that_share_their_bytes_do_not_fill_the_memory(name):
-    """A file of some kilobytes that Pillow would take 200 MB for, and one of a megabyte 40 GB."""
+    """Pillow would use 200 MB for a file of some kilobytes, and 40 GB for one of a megabyte."""
     data = BOMBS[name]()
     assert len(data) < 300_000
-    # Of one segment Pillow makes copies before it can be looked at, 64 kB times 5,000 at most
+    # Pillow copies one segment before the check, at most 64 kB times 5,000
     most = 70e6 if name == "jpeg of one segment" else 10e6
     refused("its metadata takes more than|its EXIF data exceeds", data, most)
 
@@ -297,7 +297,7 @@ def test_an_orientation_is_still_obeyed(make):
 
 
 def test_an_image_has_a_time():
-    """A JPEG of 50 kB, of which the last of its scans repeats: half a minute, and of 100 million pixels minutes."""
+    """A JPEG of 50 kB whose last scan repeats takes half a minute, and minutes with 100 million pixels."""
     data = image_file(Image.new("L", (4000, 4000)), "JPEG", progressive=True)
     scan = data[data.rfind(b"\xff\xda") : -2]
     assert len(scan) < 100
@@ -315,7 +315,7 @@ def test_a_jpeg_in_pieces_is_the_whole_bit_for_bit(progressive, monkeypatch):
 
 
 def test_a_document_starts_no_program(tmp_path, monkeypatch):
-    """A PIL image that isn't drawn yet, with a program on the path that would draw it."""
+    """A PIL image is still lazy, and a program on the path would render it."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -328,11 +328,11 @@ def test_a_document_starts_no_program(tmp_path, monkeypatch):
     assert load_image(ref("image", Image.open(tmp_path / "i.pcx"))).size == (6, 4)
 
 
-# Files that are unpacked, or aren't what they were
+# Compressed files, and files of another type
 
 
 def packed_zeros(kind, size, folder):
-    """A link to a file of zeros in an archive a thousand times smaller."""
+    """Returns a link to a file of zeros in an archive a thousand times smaller."""
     path = folder / f"bomb.{kind}"
     if kind == "zip":
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -353,7 +353,7 @@ def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
     link = packed_zeros(kind, 60_000_000, tmp_path)
     for most, message, held in (
         (10_000_000, "more than .* bytes; remove the row or raise `max_media_bytes`", 20e6),
-        (60_000_000, "cannot read", 90e6),  # once, and the room that a buffer has to spare
+        (60_000_000, "cannot read", 90e6),  # once, plus the spare room of a buffer
     ):
         refused(message, link, held, MediaRules(max_media_bytes=most))
 
@@ -393,7 +393,7 @@ def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
 
 
 def test_unpacking_ends_with_its_time(tmp_path):
-    """Its thread, too, though there is always more to read."""
+    """Its thread ends, too, although more data would follow."""
 
     class Endless(io.RawIOBase):
         def readable(self):
@@ -427,7 +427,7 @@ def test_unpacking_ends_with_its_time(tmp_path):
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeypatch):
-    """It comes after the file was looked at."""
+    """The pipe replaces the file after the check."""
     path = tmp_path / "medium"
     path.write_bytes(b"")
 
@@ -447,7 +447,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeyp
             load(ref(kind, path))
         errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # which would be left waiting for a writer
+    thread = threading.Thread(target=run, daemon=True)  # otherwise it would wait for a writer
     thread.start()
     thread.join(20)
     assert errors
@@ -456,7 +456,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeyp
 @pytest.mark.parametrize("interlaced", [False, True])
 @pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
 def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
-    """Its stream is whole and holds fewer bytes."""
+    """Its stream is intact and holds fewer bytes."""
     width, height = 37, 23
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     sizes = [
@@ -474,7 +474,7 @@ def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlace
         parts = chunk(b"IHDR", head), chunk(b"IDAT", stream[:9]), chunk(b"IDAT", stream[9:]), chunk(b"IEND", b"")
         return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
-    if (color, depth) != (0, 16):  # has no known scale
+    if (color, depth) != (0, 16):  # it has no known scale
         assert load_image(ref("image", png(rows))).size == (width, height)
     for n in (len(rows) - 1, len(rows) // 2, 0):
         with pytest.raises(MediaError, match=f"the image is cut off: {n} of {len(rows)} bytes of pixels; repair it"):
@@ -490,7 +490,7 @@ def test_only_the_first_of_several_images_is_decoded(name):
     assert peak < len(several) + 10e6
 
 
-# Files that were cut off, and lists
+# Truncated files, and playlists
 
 
 def fragmented(flags="empty_moov"):
@@ -544,7 +544,7 @@ VIDEOS = tuple(WHOLE)[tuple(WHOLE).index("mp4") :]
 
 
 def cuts(data):
-    """Places at which a copy may have ended: some anywhere, and where something of the format ends."""
+    """Returns offsets at which a copy may have ended: some random ones, and the ends of the format's parts."""
     places = {len(data) * i // 12 for i in range(1, 12)} | {len(data) - n for n in (1, 2, 30)}
     with av.open(io.BytesIO(data)) as container:
         packets = sorted({packet.pos for packet in container.demux() if packet.pos})
@@ -556,7 +556,7 @@ def cuts(data):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
-    """A cut may leave out nothing but an index."""
+    """A cut may omit only an index."""
     kind = "video" if name in VIDEOS else "audio"
 
     def loaded(data):
@@ -583,7 +583,7 @@ def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
 
 @pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif", "flv", "nist"])
 def test_tags_around_a_file_are_no_part_of_it(name):
-    """By one in front only MP3 starts, but none is taken for a part of what follows."""
+    """Only MP3 starts with a tag, but no format takes a tag for a part of the following data."""
     kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
     tagged = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
     check_complete(ref(kind, tagged), io.BytesIO(tagged))
@@ -594,7 +594,7 @@ def test_tags_around_a_file_are_no_part_of_it(name):
 
 
 def test_an_index_in_front_tells_of_all_fragments():
-    """As in files of DASH: one fragment may be cut away or all, and so may the index behind them."""
+    """As in DASH files, a cut may remove a fragment in part or completely, or the index after the fragments."""
     data = fragmented("empty_moov+default_base_moof")
     first, ends = data.index(b"moof") - 4, data.index(b"mfra") - 4
     middle = data.index(b"moof", first + 8) - 4
@@ -627,10 +627,12 @@ def test_chained_streams_are_heard_to_the_end(subtype):
 def test_a_flac_with_another_number_of_samples_than_it_says_is_named(told):
     data = bytearray(sound_file(noise(4.0, RATE, 1), RATE, "FLAC"))
     samples = int(4.0 * RATE * told)
-    data[22:26] = samples.to_bytes(4, "big")  # its lower bits, behind `fLaC`, the head of the first block and 14 bytes
+    # its lower bits, in the head of the first block, after `fLaC`, and 14 bytes
+    data[22:26] = samples.to_bytes(4, "big")
     with pytest.raises(MediaError, match=f"the file is damaged or cut off: [0-9]+ of ({samples}|64000) samples"):
         read_audio(ref("audio", bytes(data)))
-    assert len(load_audio(ref("audio", bytes(data)), RATE, 1.0, "truncate")) == RATE  # of which nobody heard more
+    # the header claims fewer than the stream holds
+    assert len(load_audio(ref("audio", bytes(data)), RATE, 1.0, "truncate")) == RATE
 
 
 @pytest.mark.parametrize("name", ["AVR", "HTK", "SVX", "MAT5", "MPC2K", "PAF", "PVF", "SDS", "IRCAM", "VOC", "WVE"])
@@ -653,7 +655,9 @@ def test_streams_without_a_length_and_damaged_files():
 
 @pytest.mark.parametrize("kind", ["audio", "video"])
 def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
-    """FFmpeg looks behind ID3 tags, and finds some lists behind anything: one of addresses makes it open sockets."""
+    """
+    FFmpeg reads past ID3 tags, and finds some playlists after any data: one with addresses makes it open sockets.
+    """
     tag = b"ID3\x04\0\0\0\0\0\x02ab"
     hls, concat = b"#EXTM3U\n#EXTINF:9,\n/etc/hostname\n", b"ffconcat version 1.0\nfile '/etc/hostname'\n"
     addresses = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"

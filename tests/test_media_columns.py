@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows go in with media columns and come out as messages with references, whose order and number never change."""
+"""Rows with media columns become messages with references, whose order and number never change."""
 
 import copy
 import json
@@ -101,7 +101,7 @@ def test_placeholders_take_the_media_in_order_with_their_own_options():
         ("a.wav", {}, "audio"),
         ("j.png", {}, "images[1]"),
     ]
-    # Those of one kind leave the other kinds at the start
+    # Placeholders of one kind leave the other kinds at the start
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_options_that_nobody_reads_or_that_make_no_sense_are_named(kind, options
     with pytest.raises(MediaError) as error:
         rows_to_messages([{"prompt": user("?")}, row])
     assert str(error.value).startswith(f"row 1, column 'prompt[0].content[0]': {message}")
-    with pytest.raises(MediaError, match="row 1"):  # of what a tool returned
+    with pytest.raises(MediaError, match="row 1"):  # raised for the results of a tool
         blocks_to_refs([block | column], "tool", 1)
 
 
@@ -301,7 +301,7 @@ def test_stripped_prompts_can_be_logged(tmp_path, capsys):
     assert [list(p) for p in pd.read_parquet(tmp_path / "log.parquet")["prompt"]] == prompts
     print_prompt_completions_sample(prompts, [user("x")] * 3, {"r": [0.0] * 3}, [0.0] * 3, step=1)
     assert "<audio>What do you hear?" in capsys.readouterr().out
-    assert len(sources(out)) == 2  # logging takes nothing from the prompts themselves
+    assert len(sources(out)) == 2  # logging doesn't change the prompts
 
 
 def test_restored_prompts_hold_the_raw_media():

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Thousands of damaged files: each ends in a medium or a named error, within time and memory, and reaches nothing."""
+"""
+Thousands of damaged files: each gives a medium or a named error within time and memory limits, and opens nothing else.
+"""
 
 import re
 import subprocess
@@ -12,7 +14,7 @@ from helpers.processes import python_command, python_environment
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what native code opens is seen by inotify")
 def test_damaged_media_end_in_a_medium_or_a_named_error(tmp_path):
-    # In a process of its own, as an audit hook stays, and a decoder may crash
+    # Runs in a separate process, because an audit hook is permanent and a decoder may crash
     script = Path(__file__).parent / "helpers" / "media_fuzz.py"
     command, options = python_command([script, tmp_path, "0", "6"]), {"capture_output": True, "text": True}
     run = subprocess.run(command, env=python_environment(), timeout=300, **options)

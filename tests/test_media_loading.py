@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Real files in every accepted form, decoded; and every way in which a medium can be unusable, named."""
+"""Decodes real files in every accepted form, and checks the error of every unusable medium."""
 
 import base64
 import functools
@@ -55,7 +55,7 @@ def frame(i):
 
 
 def shown(frames):
-    """Which frames of `all_frames` these are."""
+    """Returns the indices of these frames in `all_frames`."""
     return [round(float(f[8:-8, 8 : f.shape[1] // 2 - 8].mean()) / 12) for f in np.asarray(frames)]
 
 
@@ -86,7 +86,7 @@ FORMS += ("datasets path", "openai", "data uri")
 
 
 def forms(path, site, mime):
-    """The forms in which a file can be given."""
+    """Returns the accepted forms of a file."""
     data = path.read_bytes()
     fsspec.filesystem("memory").pipe(path.name, data)
     return {
@@ -101,7 +101,7 @@ def forms(path, site, mime):
         "datasets bytes": {"bytes": data, "path": "elsewhere"},
         "datasets path": {"bytes": None, "path": str(path)},
         "openai": {"url": f"{site}/{path.name}"},
-        "data uri": f"data:{mime};base64,{base64.encodebytes(data).decode()}",  # in lines
+        "data uri": f"data:{mime};base64,{base64.encodebytes(data).decode()}",  # with line breaks
     }
 
 
@@ -128,7 +128,7 @@ def test_files_are_read_in_every_form(folder, site, form):
 def test_images_of_every_mode_become_rgb(tmp_path, mode):
     original = Image.new("RGB", (6, 4), RED).convert(mode)
     path = tmp_path / ("i.tiff" if mode in ("CMYK", "PA") else "i.png")
-    if mode != "PA":  # no file format holds it
+    if mode != "PA":  # no file format supports it
         original.save(path)
     image = load_image(ref("image", original if mode == "PA" else path))
     grey = Image.new("RGB", (1, 1), RED).convert("L").getpixel((0, 0))
@@ -170,7 +170,7 @@ def test_arrays_are_images(source):
 
 
 def test_grey_arrays_and_those_of_three_by_three_are_images():
-    """The order of channels follows the type where the shape allows both."""
+    """The dtype determines the order of channels where the shape allows both."""
     grey, cube = np.stack([PIXELS[..., 0]] * 3, -1), PIXELS[:3, :3]
     for source, expected in (
         (PIXELS[..., 0], grey),
@@ -357,7 +357,7 @@ def test_missing_audio_libraries_are_named(monkeypatch, module, source):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf'{module} .*pip install "trl-multimodal-rft\[audio\]"'):
         load_audio(ref("audio", source), RATE)
-    load_audio(ref("audio", (SAMPLES, RATE)), RATE)  # needs neither
+    load_audio(ref("audio", (SAMPLES, RATE)), RATE)  # needs neither package
 
 
 # Video
@@ -369,7 +369,7 @@ def test_whole_videos(folder, decoder):
     assert shown(frames) == list(range(FRAMES))
     assert frames[..., WIDTH // 2 + 8 :, :].max() < 16
     assert metadata == {"total_num_frames": FRAMES, "fps": FPS, "duration": 2.0, "frames_indices": list(range(FRAMES))}
-    sampler = families.qwen3_vl_processor().video_processor.sample_frames  # a processor may choose
+    sampler = families.qwen3_vl_processor().video_processor.sample_frames  # a processor may override it
     frames, metadata = load_video(ref("video", folder / "v.mp4", nframes=7), sampler)
     assert shown(frames) == metadata["frames_indices"] == [0, 6, 13, 19]
 
@@ -466,7 +466,7 @@ def test_videos_without_a_chosen_frame_or_their_end_are_named(folder, tmp_path, 
     ],
 )
 def test_frames_are_those_of_their_numbers(name, codec, fps, decoder):
-    """Also where a file tells neither how many there are nor where: seeking in it leads to others."""
+    """Also covers files without the number or positions of frames, in which seeking reaches other frames."""
     data = all_frames(name, codec, fps, gop_size=6, max_b_frames=2, bit_rate=2_000_000)
     frames, metadata = load_video(ref("video", data))
     assert shown(frames) == list(range(FRAMES)) and metadata["fps"] == pytest.approx(fps)
@@ -504,7 +504,7 @@ def test_clips_cut_without_encoding_show_what_ffmpeg_shows(codec, start, hidden,
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 @pytest.mark.parametrize("codec", clips.CODECS)
 def test_frames_are_whole_whichever_is_asked_for(codec, container, decoder):
-    """Also behind keyframes from which a picture is refreshed part by part."""
+    """Also covers keyframes with gradual refresh."""
     if clips.CODECS[codec][0] not in av.codecs_available:
         pytest.skip("PyAV has no encoder of it")
     data = clips.encoded(codec, container)

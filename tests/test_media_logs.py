@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The table of completions with its media: what is written is what the dataset held, once for each prompt."""
+"""The table of completions with its media: the written media equal the dataset's, once per prompt."""
 
 import hashlib
 import io
@@ -50,7 +50,7 @@ from trl_multimodal_rft.reporting.media_logs import write_parquet
 ROWS = {"audio": audio_rows, "image": image_rows, "images": images_rows, "video": video_rows}
 FAMILY = {"audio": "qwen2_audio", "image": "qwen2_5_vl", "images": "qwen2_5_vl", "video": "qwen2_5_vl"}
 LOGGED = {"log_completions": True, "num_completions_to_print": 0}
-HALF_STEP = 2.0**-16  # of 16 bits
+HALF_STEP = 2.0**-16  # half a 16-bit step
 
 
 def train(kind, folder, trainer_class=InjectedOurs, rows=None, **options):
@@ -61,7 +61,7 @@ def train(kind, folder, trainer_class=InjectedOurs, rows=None, **options):
 
 
 def table(folder, step, **features):
-    """A table as users load it."""
+    """Returns a table as users load it."""
     path = folder / "_private" / "completions" / f"completions_{step:05d}.parquet"
     rows = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
     for column, feature in features.items():
@@ -78,21 +78,21 @@ def pixels(frames) -> np.ndarray:
 
 
 def assert_same(kind: str, logged, source) -> None:
-    """What a column gives back is what the row held: bit for bit, but for the codec of videos."""
+    """Asserts that a column's media equal the row's bit for bit, except for the codec of videos."""
     if kind == "audio":
         assert logged.metadata.sample_rate == source["sampling_rate"]
         assert np.abs(samples(logged) - source["array"]).max() <= HALF_STEP
     elif kind == "video":
         frames = pixels(logged)
         assert frames.shape == source.shape
-        # The mosaics of the tests have sharp edges between colours, which other frames don't share
+        # The mosaics of the tests have sharp edges between colours, unlike other frames
         assert np.abs(frames - source).mean() < 20 < np.abs(frames - source[::-1]).mean()
     else:
         assert np.array_equal(np.asarray(logged), np.asarray(source))
 
 
 def index_of(row) -> int:
-    """The row of the dataset, with whose number its prompt ends."""
+    """Returns the index of the row, with which its prompt ends."""
     return int(row["prompt"][-1]["content"].split()[-1])
 
 
@@ -136,7 +136,7 @@ def test_parquet_gives_the_media_back(trainer_class, kind, tmp_path):
 
 
 def test_other_columns_are_those_of_trl(tmp_path):
-    """With the real trainer of TRL as reference, also what reward functions add, and rewards that don't apply."""
+    """The baseline is TRL's trainer, also for columns from reward functions, and rewards that don't apply."""
 
     def reward(completion_ids, log_extra, **kwargs):
         log_extra("last", [ids[-1] for ids in completion_ids])
@@ -156,7 +156,7 @@ def test_other_columns_are_those_of_trl(tmp_path):
 
 
 def test_all_files_load_together(tmp_path):
-    """A step without images has their column, too."""
+    """A step without images has the images column, too."""
     options = {"per_device_train_batch_size": 4, "max_steps": 4, "shuffle_dataset": False}
     train("qwen2_5_omni", tmp_path, rows=mixed_dataset(), **options)
     files = str(tmp_path / "_private" / "completions" / "*.parquet")
@@ -254,7 +254,7 @@ def test_a_file_stays_as_it_is(name, files):
     ]
     feature = {"image": Image(), "audio": Audio(), "video": Video()}[kind]
     sources.append(Dataset.from_dict({kind: [str(path)]}).cast_column(kind, feature)[0][kind])
-    for source in sources[: -1 if kind == "image" else None]:  # PIL images know of no file
+    for source in sources[: -1 if kind == "image" else None]:  # PIL images have no file
         logged = encode_medium(ref(kind, source), 1e9)
         assert (logged.kind, logged.data, logged.suffix) == (kind, data, suffix)
 
@@ -305,7 +305,7 @@ def test_frames_of_odd_size_are_padded_and_long_videos_thinned():
 
 
 def test_a_span_is_cut_out(files):
-    """Frames 2 to 4 of 6, at two a second."""
+    """The span has frames 2 to 4 of 6, at two per second."""
     source = ref("video", str(files / "video.mp4"), video_start=1.0, video_end=2.0)
     logged = encode_medium(source, 1e9)
     assert logged.data != (files / "video.mp4").read_bytes()
@@ -355,14 +355,14 @@ def launch(mode, folder, processes=1):
 
 @pytest.fixture(scope="module")
 def boards(tmp_path_factory):
-    """The folder of a run of two steps, of four prompts each: with a sound, images, a video, and text alone."""
+    """The folder of a run of two steps with four prompts each: with a sound, images, a video, and text alone."""
     folder = tmp_path_factory.mktemp("boards")
     launch("boards", folder)
     return folder
 
 
 def assert_close(shown, source):
-    """A picture of a video, which its codec has changed."""
+    """Compares frames of a video, which its codec changed."""
     assert shown.shape == source.shape
     assert np.abs(shown.astype(int) - source.astype(int)).mean() < 20
 
@@ -371,7 +371,7 @@ def assert_close(shown, source):
 def test_trackio(boards):
     logs = json.loads((boards / "trackio.json").read_text())
     tables = [entry for entry in logs if "completions" in entry]
-    assert len(tables) == 2  # not a third at the end of training
+    assert len(tables) == 2  # training doesn't end with a third
     media = boards / "trackio" / "media"
     sources = mixed_rows()
     for step, entry in enumerate(tables, 1):
@@ -444,7 +444,7 @@ def test_tensorboard(boards):
 def test_wandb(boards):
     (run_folder,) = (boards / "wandb" / "wandb").glob("offline-run-*")
     assert len(list(run_folder.glob("files/media/table/*.table.json"))) == 2
-    # Media of a table are files of its artifact, which wait to be uploaded
+    # Media of a table are files of its artifact, which wait for the upload
     staged = [path.read_bytes() for path in (boards / "wandb" / "artifacts" / "staging").iterdir()]
     by_hash = {hashlib.sha256(data).hexdigest(): data for data in staged}
     tables = [json.loads(data) for data in staged if data.startswith(b'{"_type": "table"')]
@@ -471,7 +471,7 @@ def test_wandb(boards):
 
 
 def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
-    """In the boards; the parquet holds all rows."""
+    """This concerns the boards. The parquet holds all rows."""
     rows = Dataset.from_list([{"prompt": "Who speaks?"}] * 8)
     rows = with_media(rows, "audio", [sound(0.3, seed=i) for i in range(8)])
     options = {"report_to": ["tensorboard"], "log_unique_prompts": True, "per_device_train_batch_size": 16}
@@ -485,7 +485,7 @@ def test_unique_prompts_are_told_apart_by_their_media(tmp_path):
     assert len(table(tmp_path, 1)) == 16
 
 
-# Bounds
+# Limits
 
 
 def said(caplog):
@@ -510,7 +510,7 @@ def test_first_prompts_have_their_media(kind, n, bound, logged, tmp_path, caplog
 
 
 def test_large_media_are_left_out(tmp_path, caplog):
-    """The sounds of 0.3 s have 9644 bytes, with their header; those of 0.9 s more than twice as much."""
+    """The sounds of 0.3 s have 9644 bytes with their header; those of 0.9 s have more than twice as many."""
     with caplog.at_level(logging.WARNING):
         train("audio", tmp_path, max_logged_megabytes=0.01, shuffle_dataset=False)
     assert [i for i, row in enumerate(table(tmp_path, 1)) if row["audio"] is not None] == [0]
@@ -545,12 +545,12 @@ def test_bounds_that_make_no_sense(options, message):
 # Cost
 
 
-HERE = {"self_check": False, "media_prefetch": 0}  # where decoding is counted
+HERE = {"self_check": False, "media_prefetch": 0}  # counts decoding in this process
 
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Counts how often an image is decoded to train on it, and encoded to log it. The self-check decodes one more."""
+    """Counts how often training decodes an image, and logging encodes it. The self-check decodes one more."""
     counts = {"train": 0, "log": 0}
 
     def counting(name, function):
@@ -576,10 +576,12 @@ def test_off_switch(tmp_path, decodes):
 
 
 def test_only_what_is_logged_is_decoded(tmp_path, decodes):
-    """Of four batches of two prompts the last one, and of this one prompt. No last log makes a second table of it."""
+    """
+    Of four batches of two prompts, the trainer logs one prompt of the last batch, and logs it only once at the end.
+    """
     train("image", tmp_path / "one", max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
     assert decodes == {"train": 8, "log": 1}
-    # Training ends with a log, which has rows that no table has yet
+    # Training ends with a log, which contains rows that no table has yet
     train("image", tmp_path, max_steps=3, logging_steps=2, **HERE)
     names = [path.name for path in sorted((tmp_path / "_private" / "completions").iterdir())]
     assert names == ["completions_00002.parquet", "completions_00003.parquet"]
@@ -600,7 +602,7 @@ def test_media_of_other_batches_are_forgotten(tmp_path):
     trainer = train("image", tmp_path, rows=rows, max_steps=6, media_prefetch=0)
     held = {id(r.source) for refs in trainer._media_log._refs.values() for r in refs}
     assert len(held) == 2
-    # A row is fetched once for all completions of its prompt; loaders fetch one batch ahead
+    # The loader fetches a row once for all completions of its prompt, and one batch ahead
     assert len(made) >= 12
     assert sum(picture() is not None for picture in made) <= 4
     assert len(trainer._media_log._media) == 2
@@ -622,7 +624,9 @@ def test_training_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path):
-    """The second prompt's completions are on both; a log on the main process alone waits for nobody."""
+    """
+    Both processes have completions of the second prompt. A log on the main process alone waits for no other rank.
+    """
     tables = {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
@@ -633,7 +637,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         assert names == [f"completions_{step:05d}.parquet" for step in (1, 2, 3)]
         tables[processes] = [table(folder / "all", step) for step in (1, 2, 3)] + [table(folder / "bound", 1)]
         counts = [json.loads(path.read_text()) for path in sorted(folder.glob("held-*.json"))]
-        assert counts == [3, 0][:processes]  # what is logged is on the main process alone
+        assert counts == [3, 0][:processes]  # only the main process has logged rows
     sources = mixed_rows(6)
     for one, two in zip(tables[1], tables[2], strict=True):
         assert one.features == two.features
@@ -648,7 +652,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         assert_same("audio", trained[4]["audio"], sources[4]["audio"])
         for logged, source in zip(trained[8]["images"], sources[5]["images"], strict=True):
             assert_same("image", logged, source)
-        assert held(evaluated) == {(0, "audio"), (4, "video"), (8, "images")}  # TRL draws an order of its own
+        assert held(evaluated) == {(0, "audio"), (4, "video"), (8, "images")}  # TRL draws a different order
         assert_same("audio", evaluated[0]["audio"], sources[0]["audio"])
         assert_same("video", evaluated[4]["video"], sources[2]["video"])
         assert_same("image", evaluated[8]["images"][0], sources[1]["images"][0])

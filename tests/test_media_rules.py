@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The rules for media of a config reach whatever opens a medium in its run."""
+"""A config's rules for media apply everywhere in its run."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ def chat(words: str = "What is it?") -> list[dict]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With an image in `own`, and one beside that folder."""
+    """A folder with an image in `own`, and one next to that folder."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "own").mkdir()
     image(84, 56)["image"].save(folder / "own" / "i.png")
@@ -179,7 +179,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_every_place_keeps_to_the_rules(place, folder, tmp_path, serve):
-    """Files of other folders, and where relative paths start, without which no file is found."""
+    """Covers files of other folders, and the base of relative paths, without which no file resolves."""
     message = r"row \d+, column 'image': '.*other.png' is in none of `allowed_media_folders`; add its folder"
     with pytest.raises(MediaError, match=message):
         place(folder, tmp_path, serve, allowed_media_folders=[str(folder / "own")])
@@ -204,7 +204,7 @@ def test_folder_of_relative_paths_widens_nothing(folder):
 
 
 def test_relative_paths_in_every_form(folder, monkeypatch):
-    """Blocks, features and what they give to functions, frames, archives, and a path of the home folder."""
+    """Covers blocks, features and their results in functions, frames, archives, and a path of the home folder."""
     monkeypatch.setenv("HOME", str(folder.parent))
     rules = MediaRules(media_dir=f"~/{folder.name}")
     with zipfile.ZipFile(folder / "all.zip", "w") as packed:
@@ -251,7 +251,7 @@ def test_protocols_and_hosts_of_the_user(folder, site):  # noqa: F811
 
 
 def test_logged_media_keep_the_rules_of_the_run(folder):
-    """What the policy may see can be shown, though it is larger than what is allowed by default."""
+    """The logs may show what the policy may see, also media larger than the default limit."""
     rules = MediaRules(max_image_pixels=10**9)
     medium = encode_medium(MediaRef("image", folder / "own" / "i.png", {}, "image", 0, rules), 1e6)
     assert pickle.loads(pickle.dumps(medium)).ref().rules == rules

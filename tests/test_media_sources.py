@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What rows may name, and what they may not: hostile and unlucky sources, each with a correct medium or an error."""
+"""Sources that rows may and may not name: each hostile or broken source gives a correct medium or an error."""
 
 import base64
 import contextlib
@@ -50,7 +50,7 @@ def mp4(frames=8):
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """Answers as each path says, and remembers what was asked for."""
+    """Answers according to the path, and records the requests."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Answers)
@@ -98,7 +98,7 @@ def site():
     server.server_close()
 
 
-_HEARD = []  # what the interpreter was asked to open or start while `watched` is at work
+_HEARD = []  # paths that the interpreter opened or started while `watched` is active
 
 
 def _listen(event, args):
@@ -176,7 +176,7 @@ def test_archives_of_every_kind_are_read_where_each_link_is_allowed(tmp_path):
     for link in (url, f"zip://i.png::file://{tmp_path / 'all.zip'}"):
         with pytest.raises(MediaError, match="`allowed_media_folders`"):
             load_image(ref("image", link, allowed_media_folders=("/nowhere",)))
-    # What fsspec reads of them is read
+    # The code reads what fsspec reads of them
     files = {
         "a.zip": packed(),
         "a.tar": tarred(),
@@ -239,7 +239,7 @@ def test_servers_can_be_kept_to_domains(site):
         load_image(ref("image", site.url("/away"), allowed_media_domains=("127.0.0.1",)))
 
 
-# By one parser of URLs or another, the host is the allowed one
+# One URL parser sees the allowed host
 LOOKALIKES = [
     "http://127.0.0.1:{port}\\@allowed.example/i.png",
     "http://127.0.0.1:{port}\\/@allowed.example/i.png",
@@ -260,13 +260,13 @@ LOOKALIKES = [
 @pytest.mark.parametrize("chained", ["", "zip://i.png::"])
 @pytest.mark.parametrize("url", LOOKALIKES)
 def test_the_host_that_is_connected_to_is_the_one_that_is_checked(site, url, chained):
-    """Nothing is asked, neither at once nor after a redirect from a host that is allowed."""
+    """The test expects no request, neither at first nor after a redirect from an allowed host."""
     url = url.format(port=site.server_port)
     with watched() as heard, pytest.raises(MediaError, match="row 3, column 'image'"):
         load_image(ref("image", chained + url, allowed_media_domains=("allowed.example",)))
     assert not [event for event in heard if event[0] == "socket.connect"]
     site.answers["/away"] = answer(302, Location=url)
-    relative = f"/127.0.0.1:{site.server_port}/i.png"  # as `http:` alone means the same host
+    relative = f"/127.0.0.1:{site.server_port}/i.png"  # `http:` alone means the same host
     site.answers[relative] = answer(404)
     allowed = {"allowed_media_domains": ("localhost",), "media_timeout": 5}
     with pytest.raises(MediaError, match="row 3, column 'image'"):
@@ -313,7 +313,7 @@ def tarred(name="i.png", data=None, mode="w"):
 
 
 def test_archives_on_servers_keep_the_rules_of_servers(site, tmp_path):
-    """They are fetched as other media are, and opened here."""
+    """The package downloads them like other media, and opens them locally."""
     site.answers["/a.zip"], site.answers["/a.tgz"] = answer(body=packed()), answer(body=tarred(mode="w:gz"))
     site.answers["/away"] = answer(302, Location=site.url("/a.zip").replace("127.0.0.1", "localhost"))
     site.answers["/file"] = answer(302, Location=f"file://{tmp_path}/a.zip")
@@ -345,7 +345,7 @@ def test_a_path_behind_a_mark_keeps_to_the_folders(tmp_path, mark, form):
     with watched() as heard:
         try:
             image = load_image(ref("image", f"zip://i.png::{link}", allowed_media_folders=(tmp_path / "allowed",)))
-            assert image.getpixel((0, 0)) == (9, 9, 9)  # that of the path in front of the mark
+            assert image.getpixel((0, 0)) == (9, 9, 9)  # the image of the path before the mark
         except MediaError as error:
             assert "`allowed_media_folders`" in str(error) or "no such file" in str(error)
     assert not [event for event in heard if "secret.zip" in event[1]]
@@ -362,7 +362,7 @@ def test_redirects_stay_with_web_servers(site, location):
         load_image(ref("image", site.url("/round")))
 
 
-# What isn't media
+# Invalid media
 
 
 @pytest.mark.parametrize("suffix", [".eps", ".png"])
@@ -376,7 +376,7 @@ def test_postscript_is_not_run(tmp_path, suffix):
 
 
 def lists(folder):
-    """Texts that make FFmpeg open other files."""
+    """Returns playlists that make FFmpeg open other files."""
     secret = folder / "secret.mp4"
     secret.write_bytes(mp4())
     return {
@@ -437,7 +437,7 @@ def test_a_sound_that_was_cut_off_is_named_unless_its_length_was_never_known():
     data = wav(2.0)
     with pytest.raises(MediaError, match="the file is cut off: .* of 64000 bytes"):
         load_audio(ref("audio", data[: len(data) // 2]), 16000)
-    streamed = data[:40] + b"\xff\xff\xff\xff" + data[44:]  # as written while it is recorded
+    streamed = data[:40] + b"\xff\xff\xff\xff" + data[44:]  # the header of a live recording
     assert len(load_audio(ref("audio", streamed), 16000)) == 32000
 
 
@@ -524,7 +524,10 @@ SECRETIVE = [
 
 @pytest.mark.parametrize("form", SECRETIVE)
 def test_errors_keep_credentials_to_themselves(site, form, monkeypatch):
-    """Whether a server, a rule, a parser or a decoder refuses; in a row's path, a dictionary and an unread column."""
+    """
+    Covers refusals of a server, a rule, a parser or a decoder; credentials in a row's path, a dictionary and an unread
+    column.
+    """
     monkeypatch.setattr(http_client.time, "sleep", lambda seconds: None)
     site.answers["/i.png"] = answer(403)
     url = form.format(site.url(""), u="http://", h=f"127.0.0.1:{site.server_port}")
@@ -552,5 +555,5 @@ def test_what_is_no_secret_is_shown():
         assert without_credentials(text) == text
     assert without_credentials("with url: /i.png?a=(b)c (Caused") == "with url: /i.png?*** (Caused"
     assert without_credentials("(https://u:p@h/a?b), 'x://h#c'") == "(https://***@h/a?*** 'x://h#***'"
-    many = "?" * 10**6 + "a" * 10**6  # in time that doesn't grow faster than the text
+    many = "?" * 10**6 + "a" * 10**6  # the time must not grow faster than the text
     assert len(without_credentials(many)) == len(many)

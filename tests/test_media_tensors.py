@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Bare media tensors: what they are, whose they are, and what doesn't agree with the placeholders."""
+"""Bare media tensors: their kinds, their rows, and conflicts with the placeholders."""
 
 import functools
 
@@ -19,7 +19,7 @@ from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, check_me
 
 @functools.cache
 def encoded(name):
-    """Model and encoded prompts of a family."""
+    """Returns model and encoded prompts of a family."""
     model, _, prompts = build_encoded(name)
     return model, prompts
 
@@ -30,7 +30,7 @@ def with_chats(name, *chats):
 
 
 def modalities(prompt):
-    """What the model gets: InternVL's processor makes images of a video."""
+    """Returns the model's modalities: InternVL's processor makes images of a video."""
     return {modality_of(name) for name in prompt.media}
 
 
@@ -62,8 +62,8 @@ def test_modalities_of_what_processors_return(name):
         assert bare.modalities == modalities(prompt)
 
 
-# Gemma 3n's processor numbers audio in a field of its own meaning, which its forward doesn't read; PaliGemma's means
-# something else; GLM writes videos with the image token
+# Gemma 3n's processor numbers audio in a field that its forward pass doesn't read; PaliGemma's field has another
+# meaning; GLM writes videos with the image token
 @pytest.mark.parametrize("name", [*sorted(FAMILIES.keys() - {"gemma3n", "paligemma", "glm4v"}), "ernie4_5_vl_moe"])
 def test_token_fields_are_the_processors(name):
     model, prompts = encoded(name)
@@ -82,7 +82,7 @@ def test_token_fields_of_families_with_rules_of_their_own():
     images, videos = prompts[0], prompts[3]
     found = token_fields(model, images.input_ids)["mm_token_type_ids"]
     assert torch.equal(found, images.token_fields["mm_token_type_ids"])
-    # A video counts as images, which is why an actor wants the processor's field for it
+    # A video counts as images, which is why an actor needs the processor's field for it
     assert token_fields(model, videos.input_ids)["mm_token_type_ids"].max() == 1
     assert videos.token_fields["mm_token_type_ids"].max() == 2
     model, prompts = encoded("llava")
@@ -90,7 +90,7 @@ def test_token_fields_of_families_with_rules_of_their_own():
 
 
 def parts(model, prompts):
-    """Prompts whose media one forward may hold, in order."""
+    """Returns prompts whose media one forward pass may hold, in order."""
     isolate = family_of(model).isolate
     return [[prompts[i] for i in part] for part in split_samples(prompts, isolate)]
 
@@ -99,7 +99,7 @@ def parts(model, prompts):
 def test_split_undoes_join(name):
     model, prompts = encoded(name)
     for part in parts(model, prompts):
-        # The second order puts text first, the third repeats prompts
+        # The second order starts with text, the third repeats prompts
         for order in (part, part[::-1], [prompt for prompt in part for _ in range(2)]):
             joined = join_media(order)
             check_media(model, ids_of(order), joined)
@@ -113,7 +113,7 @@ def test_split_undoes_join(name):
 
 
 def swap(prompts):
-    """Ids and media of two prompts that belong to each other crosswise: two opposite errors, equal in total."""
+    """Swaps ids and media of two prompts: two opposite errors, with equal totals."""
     assert len(prompts[0]) != len(prompts[1])
     return ids_of(prompts), join_media(prompts[::-1])
 
@@ -135,7 +135,7 @@ def test_opposite_errors_in_two_rows_are_seen():
 
 @pytest.mark.parametrize("name", ["qwen3_omni_moe", "granite_speech", "phi4_multimodal"])
 def test_lengths_of_other_encoders_are_known(name):
-    """Cut or lengthened by hand, since clips of two lengths don't join here."""
+    """Cuts or extends clips by hand, because clips of two lengths don't join here."""
     model, (prompt,) = with_chats(name, chat(audio(0.7), text("a")))
     check_media(model, [prompt.input_ids], prompt.media)
     (token,) = placeholder_token_ids(model, model)["audio"]
@@ -166,7 +166,7 @@ def test_placeholders_without_media_and_media_without_placeholders(name):
 
 
 def test_what_comes_with_media_is_no_media():
-    """With grid or mask alone, models run on text as if nothing were missing."""
+    """With grid or mask alone, models process text without an error."""
     model, prompts = encoded("qwen2_5_vl")
     grid = {"image_grid_thw": prompts[0].media["image_grid_thw"]}
     with pytest.raises(MediaError, match="no image; pass it"):
@@ -189,7 +189,7 @@ def test_too_many_media():
     two = {key: torch.cat([value, value]) for key, value in prompts[0].media.items()}
     with pytest.raises(MediaError, match="1 images have no placeholder in any row"):
         check_media(model, ids_of(prompts[:1]), two)
-    # Without grids only the split can tell, as it counts media
+    # Without grids, only the split can detect it, because it counts media
     model, prompts = encoded("llava")
     rows = ids_of(prompts[:1]) * 2
     three = {"pixel_values": prompts[0].media["pixel_values"].repeat(3, 1, 1, 1)}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What is wrong with a constructor's arguments is said in one line, with the remedy, before a model is loaded."""
+"""Errors in a constructor's arguments give one line with the remedy, before a model loads."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def rows():
 
 @pytest.fixture
 def refused(tmp_path, rows):
-    """What a trainer's constructor says of arguments, none of which it may load a model for."""
+    """Returns the error of a trainer's constructor, which must not load a model first."""
 
     def says(kind, error, options=None, **arguments):
         arguments = {"model": str(saved("qwen2_5_vl")), "train_dataset": rows, **arguments}
@@ -125,7 +125,7 @@ def test_values_of_trl_that_mean_nothing_is_left_out():
         {"epsilon_high": 5.0},
         {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"},
         {"generation_kwargs": {"typical_p": 0.9, "stop_strings": ["."]}},
-        {"use_vllm": True, "generation_kwargs": {"detokenize": True}},  # of vLLM
+        {"use_vllm": True, "generation_kwargs": {"detokenize": True}},  # an option of vLLM
         {"learning_rate": 0},
     ):
         assert config("grpo", **options)
@@ -134,7 +134,7 @@ def test_values_of_trl_that_mean_nothing_is_left_out():
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_batches_without_whole_groups(kind):
-    """The arguments that were set, and values with which it works."""
+    """The message has the given arguments, and values that work."""
     for options, message in [
         (
             {"per_device_train_batch_size": 1},
@@ -309,7 +309,7 @@ def test_model_without_its_processor(tmp_path, rows):
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
-    """Is named once; all is trained."""
+    """The warning names the row once. Training uses all rows."""
     model, processor = load("qwen2_5_vl")
     model.config.get_text_config().max_position_embeddings = 30
     prompts = ["A cat?", "A dog? " * 40, "A dog? " * 50, "A bird?"]
@@ -333,7 +333,7 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packages_that_are_missing(kind, monkeypatch):
-    """The extra that installs them, before anything is loaded."""
+    """The message names the extra that installs them, before anything loads."""
     for package in ("wandb", "trackio", "tensorboard", "bitsandbytes", "deepspeed"):
         monkeypatch.setitem(sys.modules, package, None)
     for options, package, extra in [
@@ -349,7 +349,7 @@ def test_packages_that_are_missing(kind, monkeypatch):
 
 
 def test_packages_of_a_model_that_are_missing(tmp_path, monkeypatch):
-    """An adapter, a processor whose parts need torchvision, and sound for a processor that wants it as WAV."""
+    """Covers an adapter, a processor whose parts need torchvision, and sound for a processor that needs WAV."""
     Path(tmp_path, "adapter_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=re.escape('`pip install "trl-multimodal-rft[peft]"`')):

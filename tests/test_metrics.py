@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of all ranks from one gather in a micro-batch, however many there are."""
+"""One gather per micro-batch combines the metrics of all ranks, whatever their number."""
 
 import math
 from collections import defaultdict
@@ -23,7 +23,7 @@ from trl_multimodal_rft.algorithms.metrics import (
 
 
 def test_ranks_combine():
-    """A rank without valid tokens, or without numbers, takes nothing from the others."""
+    """A rank without valid tokens, or without values, doesn't change the others' results."""
     values = torch.tensor([[1.0, 2.0, 50.0], [4.0, 50.0, 50.0], [50.0, 50.0, 50.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The model card says on what and how a model was trained, and its code runs."""
+"""The model card documents the data and the training of a model, and its code runs."""
 
 import ast
 import html
@@ -59,7 +59,7 @@ FILES = {"audio": "audio.wav", "image": "image.png", "video": "video.mp4"}
     ],
 )
 def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, monkeypatch):
-    """Its code gives the model what training gives it of the same file, and what the processor documents."""
+    """Its code passes the model the same inputs as training does for the same file, and as the processor documents."""
     trainer = make_trainer(trainer_class, family, rows(8), tmp_path / "model", max_steps=1, self_check=True)
     trainer.train()
     trainer.save_model()
@@ -80,7 +80,7 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, mo
         return
     monkeypatch.chdir(tmp_path)
     block = {"type": kind, "path": FILES[kind]}
-    if kind == "image":  # torchvision, which reads its path, isn't built with image formats everywhere
+    if kind == "image":  # torchvision reads its path, and not all builds support image formats
         block = {"type": kind, "image": PIL.ImageOps.exif_transpose(PIL.Image.open(FILES[kind]))}
     options = {"processor_kwargs": {"load_audio_backend": "soundfile"}} if kind == "audio" else {}
     chat = [{"role": "user", "content": [block, {"type": "text", "text": "What is this?"}]}]
@@ -94,7 +94,7 @@ def test_card_of_a_run(trainer_class, family, rows, kind, pipeline, tmp_path, mo
 
 
 def test_card_asks_what_was_asked(tmp_path):
-    """Where all prompts say the same, system prompt included; what differs is the dataset's, and not shown."""
+    """The card shows text that all prompts share, system prompt included. It omits text that differs between rows."""
     asked = [{"role": "system", "content": 'Say "yes".'}, {"role": "user", "content": "Do you see ``` it?"}]
     for name, rows in (("same", image_rows(8).map(lambda row: {"prompt": asked})), ("other", image_rows(8))):
         trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / name, max_steps=1)
@@ -118,7 +118,7 @@ def test_card_asks_what_was_asked(tmp_path):
 
 
 def test_held_out_results_and_lines(tmp_path):
-    """`model-index` as the Hub reads it, with the dataset where it is there."""
+    """The card has `model-index` in the Hub's format, with the dataset if it is known."""
     history = [{"step": 0, "eval_accuracy": 0.1}, AFTER]
     (result,) = held_out_results(history, "audio-text-to-text", "someone/questions")
     data = ModelCardData(model_name="mine", eval_results=[result])
@@ -136,7 +136,7 @@ def test_held_out_results_and_lines(tmp_path):
 
 
 def test_origins(tmp_path, monkeypatch):
-    """Names of the Hub are those that aren't paths, and licenses are read from files on this machine."""
+    """Names on the Hub are names that aren't paths, and licenses come from local files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for folder in ("someone/here", "ours", "broken"):
@@ -164,7 +164,7 @@ def test_origins(tmp_path, monkeypatch):
 
 
 def test_origins_on_the_card(tmp_path, monkeypatch):
-    """A folder is nobody's dataset on the Hub; the curves are shown where they are."""
+    """The card doesn't present a folder as a dataset on the Hub, and shows existing curves."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "private" / "questions"
     folder.mkdir(parents=True)
@@ -205,7 +205,7 @@ BAD = "<img src=x onerror=alert(1)>\n# Owned [here](https://evil.example) `{{ 7*
 
 
 def test_names_are_no_markup(tmp_path):
-    """Names of columns, rewards, datasets and runs are shown as they are, whatever they hold."""
+    """The card shows names of columns, rewards, datasets and runs verbatim, whatever they hold."""
 
     def length(completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
@@ -218,7 +218,7 @@ def test_names_are_no_markup(tmp_path):
     trainer.create_model_card(model_name=BAD, dataset_name="https://user:word@host.example/a?sig=key" + BAD)
     card = ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "image-text-to-text"
-    outside = re.sub(r"```(python|bibtex)\n.*?\n```(\n|$)", "", card.content, flags=re.DOTALL)  # what is shown as code
+    outside = re.sub(r"```(python|bibtex)\n.*?\n```(\n|$)", "", card.content, flags=re.DOTALL)  # code blocks
     for mark in ("<img", "](https://evil", "{{", "www.evil", "https://host", "user:word", "sig=key"):
         assert mark not in outside
     headings = [line for line in outside.splitlines() if line.startswith("#")]
@@ -260,7 +260,7 @@ def test_how_a_model_was_trained():
 
 
 def test_papers_are_those_of_the_documentation():
-    """Each line of the table of algorithms that sets an option names the paper of the card, and none is left out."""
+    """Each line of the table of algorithms that sets an option names the paper of the card, and no line is missing."""
     page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
     same = {"beta": ("kl_estimator", "k3"), "kl_in_reward": ("kl_estimator", "k1")}
     compared = set()
@@ -298,7 +298,7 @@ def test_quick_start_hands_over_the_template_arguments():
 
 
 def run_code(text: str, folder, monkeypatch) -> dict:
-    """What the card's quick start leaves behind, in a folder with the files that it names."""
+    """Returns the variables of the card's quick start, which runs in a folder with the files that it names."""
     media_files(folder)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", text, re.DOTALL)
     namespace = {"__name__": "__main__"}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Datasets by their names, as commands load them."""
+"""Datasets by name, as commands load them."""
 
 import io
 import json
@@ -24,7 +24,7 @@ ROWS = Dataset.from_dict({"prompt": [f"What is it? {i}" for i in range(4)], "n":
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, in which files lie."""
+    """The working directory, with files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Numbers that aren't finite: one gradient doesn't end a run, many do, and broken weights are saved nowhere."""
+"""Non-finite numbers: a single gradient doesn't end a run, many do, and the trainer never saves broken weights."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 class Watching(TrainerCallback):
-    """Keeps the weights before each step and after the last one."""
+    """Records the weights before each step and after the last one."""
 
     def __init__(self):
         self.weights = []
@@ -44,7 +44,7 @@ class Watching(TrainerCallback):
 
 
 class NoGradient(TrainerCallback):
-    """Leaves out the updates of some steps."""
+    """Skips the updates of some steps."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -56,7 +56,7 @@ class NoGradient(TrainerCallback):
 
 
 class Broken:
-    """In some steps, one weight's gradient of the second micro-batch isn't finite."""
+    """In some steps, the second micro-batch has a non-finite gradient of one weight."""
 
     steps: tuple[int, ...] = ()
     value = torch.nan
@@ -87,7 +87,7 @@ def train(trainer_class, *callbacks, **options):
 
 @functools.cache
 def without_update(name, max_grad_norm):
-    """A run in which the second update is left out by hand."""
+    """Returns a run with the second update skipped by hand."""
     return train(TRAINERS[name], NoGradient([1]), max_grad_norm=max_grad_norm)
 
 
@@ -150,7 +150,7 @@ def test_option(config_class, tmp_path):
 
 
 class Scaled(Broken, InjectedGRPO):
-    """With the scaler of half precision, which accelerate makes on accelerators only; numbers stay in float32."""
+    """Uses the scaler of half precision, which accelerate creates on accelerators only; numbers stay in float32."""
 
     value = torch.inf
     scale = 2.0**16
@@ -167,7 +167,7 @@ class Scaled(Broken, InjectedGRPO):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.accelerator.state._mixed_precision = "no"  # which all accelerators share
+            self.accelerator.state._mixed_precision = "no"  # all accelerators share it
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
@@ -178,12 +178,13 @@ def test_scale_of_the_loss_that_backs_off_is_not_counted(max_grad_norm):
     assert logged(result, "skipped_updates") == [0] * 5
     assert result.trainer.accelerator.scaler.get_scale() == 2.0**13
     rates = logged(result, "learning_rate")
-    assert rates[1] == rates[2] == rates[3] == rates[4]  # the schedule waits, as `Trainer` has it
+    assert rates[1] == rates[2] == rates[3] == rates[4]  # the schedule waits, as in `Trainer`
 
 
 def test_gradient_that_no_scale_mends_is_counted():
     trainer_class = type("Scaled", (Scaled,), {"steps": (1, 2, 3, 4), "scale": 4.0})
-    with pytest.raises(FloatingPointError, match="2 updates in a row.*before step 4"):  # of scales 4 and 2 none counts
+    # overflows at scales 4 and 2 don't count
+    with pytest.raises(FloatingPointError, match="2 updates in a row.*before step 4"):
         train(trainer_class, max_skipped_updates=1)
 
 
@@ -221,7 +222,7 @@ def test_broken_weights_are_not_saved(name, tmp_path):
 
 
 class BreakFrozen(TrainerCallback):
-    """Breaks one weight that isn't trained."""
+    """Breaks one frozen weight."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         model.lm_head.requires_grad_(False)
@@ -244,7 +245,7 @@ class BreakFrozen(TrainerCallback):
     ],
 )
 def test_nothing_is_sampled_from_broken_weights(callback, message, tmp_path):
-    """Without the error of torch, which names neither the step nor the remedy."""
+    """Avoids torch's error, which names neither the step nor the remedy."""
     objects = {"callbacks": [callback]}
     options = {**OPTIONS, "max_steps": 4}
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, objects=objects, **options)

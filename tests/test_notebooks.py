@@ -1,9 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The notebooks, executed from their folder as they stand, with other values in the cell of parameters, and without the
-Hub.
+Executes the notebooks in their folder, with other values in the parameter cell and without the Hub.
 
-A last cell writes what came out, to compare it here.
+An additional last cell writes the results for comparison.
 """
 
 import json
@@ -32,7 +31,7 @@ def parameters_cell(notebook):
 
 
 def execute(name, result, *, after=None, **parameters):
-    """Runs a notebook, with the code in `after` after its cells; returns it and the value of `result` in it."""
+    """Runs a notebook, with the code in `after` after its cells. Returns it and its value of `result`."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     cell = parameters_cell(notebook)
     for variable in parameters:
@@ -61,7 +60,7 @@ def shown(notebook, kind):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_as_committed(path):
-    """With the outputs of a run from top to bottom, of none where that takes a GPU; links lead somewhere."""
+    """They have the outputs of a run from top to bottom, or none if that needs a GPU. Links resolve."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert parameters_cell(notebook).cell_type == "code"
@@ -104,7 +103,7 @@ def test_grpo_audio(tmp_path):
     assert "accuracy_reward [1.0, 0.0, 0.0]" in output and "leading_answer_reward [1.0, 1.0, 0.0]" in output
     assert "self-check: largest differences" in output
     assert f"held-out accuracy: {result['accuracy']:.1%} before, {result['after']['accuracy']:.1%} after" in output
-    # The curves and the bars; three recordings and the one that is asked about
+    # The curves and the bars; three recordings, and the one in the question
     assert shown(notebook, "image/png") == 2
     sounds = [
         o.data["text/html"] for c in notebook.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})
@@ -131,7 +130,7 @@ def test_custom_advantage_and_reward(tmp_path):
         after={"def ranks(": remember},
         **{"output_dir": str(tmp_path), "max_steps": 2, "batch_size": 32, "rows": 8},
     )
-    assert len(result["calls"]) == 2  # one generation batch per update, of one of the runs
+    assert len(result["calls"]) == 2  # one generation batch per update, in one of the runs
     for rewards, groups, advantages, others in result["calls"]:
         assert len(rewards) == 32 and {"mask", "old_logps", "rewards_per_func"} <= {*others}
         for reward, group, advantage in zip(rewards, groups, advantages, strict=True):
@@ -153,7 +152,7 @@ def test_custom_advantage_and_reward(tmp_path):
 
 @pytest.mark.slow
 def test_qwen2_audio_lora(tmp_path):
-    """The recipe on a tiny Qwen2-Audio, and twenty chirps in the columns of ESC-50."""
+    """Runs the recipe on a tiny Qwen2-Audio, and twenty chirps in the columns of ESC-50."""
     categories = ["dog", "chirping_birds", "vacuum_cleaner", "sea_waves", "clock_tick"]
     rows = {
         "audio": [{"array": audio(0.3 + 0.02 * i, i)["audio"], "sampling_rate": RATE} for i in range(20)],
@@ -180,7 +179,7 @@ def test_qwen2_audio_lora(tmp_path):
     logs = [entry for entry in result["history"] if "reward" in entry]
     assert [entry["step"] for entry in logs] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in logs)
     assert [entry["step"] for entry in result["history"] if "eval_accuracy" in entry] == [1, 2]
-    # The adapter is on the language model alone, and does what the trained model does
+    # Only the language model has the adapter, which gives the results of the trained model
     names = {*load_file(trained / "adapter_model.safetensors")}
     assert names and all(re.search(r"language_model.*\.[qkvo]_proj\.lora_", name) for name in names)
     assert result["answers"] == result["same"][:3]

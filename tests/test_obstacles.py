@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Families with something in their way are exact by another one, or are refused in a sentence."""
+"""Families with an obstacle to a fast path are exact on a fallback, or raise an error of one sentence."""
 
 import re
 
@@ -29,7 +29,7 @@ from trl_multimodal_rft.policy import training_obstacle
 
 G = 3
 
-# What keeps their completions from sharing a row
+# Obstacles to packing their completions
 PADDED = {
     "mllama": "a mask for each token (cross_attention_mask)",
     "idefics": "a mask for each token (image_attention_mask)",
@@ -39,7 +39,7 @@ PADDED = {
     "mistral_large4": "layers of type indexed_attention",
 }
 
-# Whose head does more than TRL's fused one, or isn't found by it
+# The head does more than TRL's fused one, or TRL doesn't find it
 OWN_LOGITS = {"idefics", "inkling2", "nemotron_h_omni"}
 
 
@@ -59,7 +59,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     if obstacle is None:
         install_prefix_attention(model)
     ways = [{"logits_temperature": 1.0}] if name in OWN_LOGITS else [{}]
-    if name == "llama4":  # once a model without a backbone in both ways
+    if name == "llama4":  # tests a model without a backbone once, in both ways
         ways.append({"logits_temperature": 1.0})
     for way in ways:
         for packed in [False, True][: 1 + (obstacle is None)]:
@@ -68,7 +68,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
             for key, gradient in gradients(model, logps).items():
                 assert (gradient - own[key]).abs().max() <= 1e-5 * scale, (way, packed, key)
 
-    if name == "llama4":  # whose `generate` pads rows as its layers don't know it, beyond the first 8191 tokens
+    if name == "llama4":  # its `generate` pads rows in a way that its layers don't expect beyond the first 8191 tokens
         for module in model.modules():
             module.floor_scale = 8192
     config = hf.GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -160,7 +160,7 @@ def test_values_of_a_model_without_a_backbone(name):
 
 
 class Words(hf.ProcessorMixin):
-    """A processor that names no token for media."""
+    """A processor without media token names."""
 
     def __init__(self):
         self.tokenizer = tokenizer()
@@ -201,7 +201,7 @@ def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
         construct(model, tmp_path, max_completion_length=window + 2)
     assert training_obstacle(model, Words(), window + 1) is None
 
-    # That is as far as its forward is what it samples from
+    # Its forward pass matches its samples only up to there
     prompt, config = prompts[0], hf.GenerationConfig(max_new_tokens=window + 2, do_sample=False, pad_token_id=0)
     config.update(return_dict_in_generate=True, output_logits=True)
     output = model.generate(prompt.input_ids[None], **prompt.media, generation_config=config)

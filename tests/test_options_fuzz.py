@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
 Random combinations of options make the same two updates whether completions are packed or padded, split by a token
-budget or accumulated, whether the run is resumed or not, and whether TRL's trainer makes them, where it can.
+budget or accumulated, whether the run resumes or not, and with TRL's trainer where it supports them.
 
 `FUZZ_N` sets the number of combinations; `FUZZ_SEED` runs a single one.
 """
@@ -75,7 +75,7 @@ ROUNDING = 1e-6  # of the weights, which shows in small updates
 
 
 def random_tokens(prompt_ids, step: int, kind: str, tokenizer) -> list[list[int]]:
-    """Completions that depend on the random state of the run, or, if `"fixed"`, on prompts and step alone."""
+    """Completions that depend on the random state of the run, or, if `"fixed"`, only on prompts and step."""
     generator, completions = None, []
     if kind == "fixed":
         generator = torch.Generator().manual_seed(10_000 * step + sum(map(sum, prompt_ids)))
@@ -98,7 +98,7 @@ class RandomTokens(Wrapped):
 
 
 def with_random_tokens(trainer_class, kind: str):
-    """A trainer of TRL's with the same completions."""
+    """Returns a TRL trainer with the same completions."""
 
     def sample(self, prompt_ids, *args, **kwargs):
         ids = random_tokens(prompt_ids, self.state.global_step, kind, self._tokenizer)
@@ -117,7 +117,7 @@ def partly_missing(completion_ids, **kwargs):
 
 
 def partly_equal(prompts, completion_ids, **kwargs):
-    """The same reward for all completions of every other prompt, by the number at its end."""
+    """Gives all completions of every other prompt the same reward, by the number at the prompt's end."""
     contents = [prompt[-1]["content"] for prompt in prompts]
     numbers = [int((each if isinstance(each, str) else each[-1]["text"]).split()[-1]) for each in contents]
     rewards = zip(numbers, length_and_sum(completion_ids), strict=True)
@@ -157,7 +157,7 @@ def make(draw: Draw, trainer_class: type, config) -> Trainer:
     if draw.kind == "sft":
         trainer = trainer_class(train_dataset=rows(draw.rows, answered=True), **objects)
         if trainer_class is SFTTrainer:
-            trainer.model_accepts_loss_kwargs = True  # else its loss is a mean over micro-batches of any length
+            trainer.model_accepts_loss_kwargs = True  # otherwise its loss is a mean over micro-batches of any length
         return trainer
     is_trls = trainer_class in TRL_TRAINERS.values()
     if is_trls and draw.completions != "sampled":
@@ -169,18 +169,18 @@ def make(draw: Draw, trainer_class: type, config) -> Trainer:
 
 
 def updated(trainer: Trainer, checkpoint: str | None = None) -> dict:
-    """How much a run moves each parameter."""
+    """Returns how much a run moves each parameter."""
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.state.global_step == 2
     return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
 
 
-# Comparisons: the options of a run that must make the same updates, `None` where there is none
+# Comparisons: the options of a run that must make the same updates, or `None` without such a run
 
 
 def is_random(draw: Draw) -> bool:
-    """Whether a forward depends on the random state."""
+    """Returns whether a forward pass depends on the random state."""
     return bool(draw.lora_dropout) and not draw.options.get("disable_dropout")
 
 
@@ -236,7 +236,7 @@ class UnequalUpdates(AssertionError):
 
 
 def check(seed: int, folder: Path, *names: str) -> None:
-    """Compares the updates of a seed's combination with those of runs that must make the same."""
+    """Compares the updates of a seed's combination with those of equivalent runs."""
     draws = (draw for draw in combinations(seed) if isinstance(draw, Draw))
     for attempt, draw in enumerate(itertools.islice(draws, 3)):
         checkpoints = folder / str(attempt)
@@ -247,10 +247,11 @@ def check(seed: int, folder: Path, *names: str) -> None:
             return
         try:
             trainer = make(draw, TRAINERS[draw.kind], config)
-        except (ValueError, NotImplementedError):  # what the config alone can't know, such as of an adapter
+        # conflicts that the config alone can't detect, such as those of an adapter
+        except (ValueError, NotImplementedError):
             continue
         base = updated(trainer)
-        if norm(base) > 1e-4:  # else all rewards are equal
+        if norm(base) > 1e-4:  # otherwise all rewards are equal
             break
     else:
         raise AssertionError("three combinations in a row were refused, or updated nothing")
@@ -282,7 +283,7 @@ def test_updates_are_equal(seed, tmp_path):
 
 
 def test_each_option_has_a_place():
-    """A new option belongs into one of the tables."""
+    """A new option must be in one of the tables."""
     tables = [set(VALUES), set(NEUTRAL), NOT_DRAWN]
     assert OWN <= set.union(*tables)
     assert NOT_DRAWN | set(NEUTRAL) <= OWN
@@ -290,7 +291,7 @@ def test_each_option_has_a_place():
 
 
 def test_combinations():
-    """Most are taken, some has each value, and each comparison holds for enough of them."""
+    """The trainers accept most combinations. Each value occurs, and each comparison applies to enough of them."""
     tries = [draw for seed in range(600) for draw in itertools.islice(combinations(seed), 2)]
     taken = [draw for draw in tries if isinstance(draw, Draw)]
     assert len(taken) >= 0.75 * len(tries)
@@ -303,11 +304,11 @@ def test_combinations():
         assert sum(compare(draw, draw.config("unused")) is not None for draw in first) >= 12, name
 
 
-# Defects that it must find
+# Defects that the fuzz test must detect
 
 
 def shifted_branches(monkeypatch):
-    """Positions of packed completions are one too large behind their first token."""
+    """Shifts the positions of packed completions by one after their first token."""
     pack = scoring.pack
 
     def shifted(*args, **kwargs):
@@ -321,12 +322,12 @@ def shifted_branches(monkeypatch):
 
 
 def undivided_parts(monkeypatch):
-    """Parts of a token budget aren't divided by the number of accumulation steps."""
+    """Doesn't divide parts of a token budget by the number of accumulation steps."""
     monkeypatch.setattr(base, "backward_by_parts", lambda *args: backward_by_parts(*args[:-1]))
 
 
 def moved_ratios(monkeypatch):
-    """Importance ratios take the old log-probabilities of the next completion."""
+    """Computes importance ratios with the old log-probabilities of the next completion."""
     for_loss = Rollout.for_loss
 
     def moved(self):
@@ -337,7 +338,7 @@ def moved_ratios(monkeypatch):
 
 
 def mixed_rewards(monkeypatch):
-    """Advantages stay where they were when groups are put in another order."""
+    """Doesn't move advantages when groups change their order."""
     select = Rollout.select
 
     def mixed(self, indices):
@@ -348,7 +349,7 @@ def mixed_rewards(monkeypatch):
 
 
 def lost_random_state(monkeypatch):
-    """A resumed run starts with the random numbers of its start."""
+    """Resets a resumed run to its initial random state."""
     monkeypatch.setattr(Trainer, "_load_rng_state", lambda *args: None)
 
 

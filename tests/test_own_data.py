@@ -33,14 +33,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
-    """Rows whose columns may have `{i}`."""
+    """Writes rows whose columns may have `{i}`."""
     columns = {"prompt": "What do you hear?", "solution": "{i}", **columns}
     lines = [json.dumps(columns).replace("{i}", str(i)) for i in range(n)]
     Path(path).write_text("\n".join(lines) + "\n")
 
 
 def command(script, *words):
-    """What the command runs, in this process."""
+    """Runs a command in this process."""
     given = ["--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--dataset_name", "rows.jsonl"]
     if script in (grpo, rloo, ppo):
         given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum", "--num_generations", "2"]

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Packed equals padded, for every family: log-probabilities, entropies, gradients; and what makes it so."""
+"""
+Packed equals padded for every family: log-probabilities, entropies, gradients, and the masks and layouts behind them.
+"""
 
 import copy
 
@@ -30,7 +32,7 @@ from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 @pytest.mark.parametrize("mode", ["eager", "checkpointing"])
 @pytest.mark.parametrize("name", every_family())
 def test_packed_equals_padded(name, mode):
-    """With sdpa and without checkpointing, `test_families.test_by_name` has packed rows equal the model's own."""
+    """`test_families.test_by_name` compares packed rows with the model, with sdpa and without checkpointing."""
     if (name, mode) == ("phi4_multimodal", "eager"):
         pytest.skip("its vision tower has no working eager attention in transformers 5.23")
     model, prompts = build(name, "eager" if mode == "eager" else "sdpa")
@@ -67,7 +69,7 @@ def test_a_wrong_layout_is_seen(name):
 
 
 def test_images_of_one_shape_but_several_sizes():
-    """Phi-4's processor pads them, and features of one depend on the sizes of the others in the batch."""
+    """Phi-4's processor pads them, and the features of one depend on the sizes of the others in the batch."""
     model, processor = FAMILIES["phi4_multimodal"].build()
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     install_prefix_attention(model.eval())
@@ -85,7 +87,7 @@ def test_images_of_one_shape_but_several_sizes():
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe", "glm4v_moe"])
 def test_load_balancing_loss(name):
-    """That of packed rows, of padded ones and of parts is the model's own of padded rows, and so is its gradient."""
+    """The loss and the gradient of packed rows, of padded ones and of parts equal the model's for padded rows."""
     model, prompts = build(name)
     prompts = [*prompts[:G], *[prompt for prompt in prompts if not prompt.media][:G]]
     ids, mask = random_completions(len(prompts))
@@ -153,7 +155,7 @@ def test_masked_completions_take_no_tokens():
 
 
 def slow_varlen(query, key, value, query_starts, key_starts):
-    """Causal attention per segment, aligned to the last key, by loops: what variable-length kernels compute."""
+    """Computes causal attention per segment, aligned to the last key, with loops, like variable-length kernels."""
     output = torch.zeros_like(query)
     for segment in range(len(query_starts) - 1):
         q = query[query_starts[segment] : query_starts[segment + 1]]
@@ -168,7 +170,7 @@ def slow_varlen(query, key, value, query_starts, key_starts):
 
 
 def test_varlen_indices():
-    """The layout of the variable-length kernels, run through a slow reference, equals the blocks'."""
+    """The layout of the variable-length kernels gives the blocks' result with a slow reference."""
     model, prompts = build("qwen2_5_vl")
     ids, mask = random_completions(len(prompts))
     mask[4] = 0
@@ -210,7 +212,7 @@ def lengths_to_mask(lengths):
 
 
 def held_masks(layout):
-    """Bytes of what a layout holds, without indices, each storage once."""
+    """Returns the bytes of a layout without indices, each storage once."""
     storages, seen, todo = {}, set(), [layout]
     while todo:
         value = todo.pop()
@@ -225,7 +227,7 @@ def held_masks(layout):
 
 @pytest.fixture
 def layouts(monkeypatch):
-    """The layouts of all rows that are packed from here on."""
+    """Records the layouts of all rows packed from here on."""
     seen, original = [], forward.pack
 
     def spy(*args, **kwargs):
@@ -243,11 +245,11 @@ def layouts(monkeypatch):
     ("sizes", "lengths"),
     [
         ([40, 41, 41, 48, 57, 1, 3, 120], [5, 17, 9, 16, 1, 8, 20, 33]),
-        ([3, 120], [90, 2]),  # which share no mask: it would be larger than one for each
+        ([3, 120], [90, 2]),  # they share no mask, which would be larger than one for each
     ],
 )
 def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
-    """Prompts together and isolated, of odd lengths, seen as None or as a causal mask."""
+    """Covers prompts together and isolated, of odd lengths, with None or a causal mask."""
     monkeypatch.setattr(layout, "MASK_ENTRIES", entries)
     prompts = [prompt for prompt in text_prompts(sizes) for _ in range(2)]
     mask = lengths_to_mask([n for length in lengths for n in (length, max(length - 4, 0))])
@@ -265,7 +267,7 @@ def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
             ):
                 if masks is None:
                     continue
-                # What kernels want
+                # Requirements of kernels
                 assert masks.stride(-1) == 1
                 assert not any(n % 16 for n in (masks.storage_offset(), *masks.stride()[:-1]))
                 for own, query, key in zip(masks.expand(len(queries), 1, -1, -1), queries.tolist(), keys, strict=True):
@@ -274,7 +276,7 @@ def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
                     for token, seen in zip(sorted(set(query)), own[0], strict=False):
                         expected = [*range(prompt, prompt + shared), *range(start, token + 1)]
                         assert key[seen == 0].tolist() == expected
-                    assert (own == 0).any(-1).all()  # padding, too, sees something
+                    assert (own == 0).any(-1).all()  # padding attends to something, too
             n_branches += len(block.branch_index)
     assert n_branches == 2 * int((mask.sum(1) > 0).sum())
 
@@ -282,7 +284,7 @@ def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "paligemma"])
 def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
-    """As prompts are whose masks would be large together."""
+    """This applies to prompts whose joint masks would be large."""
     model, prompts = build(name, attention)
     ids, mask = random_completions(len(prompts))
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
@@ -321,7 +323,7 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
-    """And for all layers, also in the backward pass. Where attention is plain causal, one for all prompts."""
+    """All layers share it, also in the backward pass. Where attention is plain causal, all prompts share one mask."""
     model, _ = build(name)
     processor = FAMILIES[name].build()[1]
     if checkpointing:
@@ -337,7 +339,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     rows = longest * text.num_attention_heads // text.num_key_value_heads  # a query for each head that shares a key
     if name == "qwen2_5_vl":
         limit = 4 * rows * (max(sizes) + longest)
-    else:  # in sliding and in full layers, with the boolean masks of the model
+    else:  # in sliding and full layers, with the model's boolean masks
         limit = sum(2 * (4 * (n * n + rows * (n + longest)) + (n + 240) ** 2) for n in sizes)
     assert 0 < held < 1.1 * limit
     logps.sum().backward()
@@ -346,7 +348,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
 def test_flash_attention_keeps_its_name(name, monkeypatch):
-    """Transformers loads flash kernels by name. Layers that no kernel takes run on sdpa: without a GPU, all."""
+    """Transformers loads flash kernels by name. Layers without a kernel run on sdpa: without a GPU, all do."""
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
     expected = completion_scores(model, model, prompts, ids, mask).logps
@@ -417,7 +419,7 @@ def test_micro_batches_keep_groups_and_balance():
     loads = [packed_length([prompts[i] for i in half], [lengths[i] for i in half]) for half in halves]
     naive = [packed_length(prompts[i : i + 6], lengths[i : i + 6]) for i in (0, 6)]
     assert max(loads) <= max(naive)
-    # 5 samples a batch hold no two groups of 3: all samples are still placed, with one group split
+    # 5 samples a batch can't hold two groups of 3: the buffer still places all samples, and splits one group
     order = micro_batch_order(prompts[:9] + prompts[9:10], lengths[:10], 2)
     assert sorted(order) == list(range(10))
 
@@ -425,7 +427,7 @@ def test_micro_batches_keep_groups_and_balance():
 @pytest.mark.slow  # flex attention compiles its masks
 @pytest.mark.filterwarnings("ignore:_compile flag")
 def test_attention_sinks():
-    """Flex attention computes them only on a GPU; packed rows do everywhere."""
+    """Flex attention supports them only on a GPU, packed rows do everywhere."""
     updates = []
     for implementation in ("eager", "flex_attention"):
         model, processor = ALL_FAMILIES["llava_gpt_oss"].build()

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Whether a name is a path or a name on the Hub."""
+"""Distinguishes paths from names on the Hub."""
 
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""PPO against a slow version of it: token by token, a plain forward per completion, plain copies of both models."""
+"""
+PPO against a slow implementation: token by token, a plain forward pass per completion, plain copies of both models.
+"""
 
 import copy
 import functools
@@ -45,7 +47,7 @@ from trl_multimodal_rft.models.critic import policy_alone
 SLOW = pytest.mark.slow
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
-# Two micro-batches make an update, and a second one on the same completions
+# An update has two micro-batches, and a second update reuses the completions
 TWICE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "max_steps": 2}
 # One update on each batch of completions, from one micro-batch
 ONCE = {"num_ppo_epochs": 1}
@@ -56,7 +58,7 @@ def ppo(family=FAMILY, rows=None, trainer_class=Ours, **options):
 
 
 def halves(weights):
-    """Weights of policy and critic."""
+    """Returns the weights of policy and critic."""
     critic = {name: value for name, value in weights.items() if name.startswith("critic.")}
     return {name: value for name, value in weights.items() if name not in critic}, critic
 
@@ -66,11 +68,11 @@ def identical(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-# The slow version
+# The slow implementation
 
 
 def encoded(processor, row, completion):
-    """What a plain forward takes, and the length of the prompt."""
+    """Returns the inputs of a plain forward pass, and the length of the prompt."""
     blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
     if "audio" in row:
         blocks[0]["audio"] = row["audio"]["array"]
@@ -85,7 +87,7 @@ def encoded(processor, row, completion):
 
 
 def log_probabilities(model, processor, row, completion):
-    """Of each token, from a plain forward."""
+    """Returns log-probabilities of each token from a plain forward pass."""
     inputs, start = encoded(processor, row, completion)
     logits = model(**inputs).logits[0]
     return [logits[start - 1 + t].log_softmax(-1)[token] for t, token in enumerate(completion)]
@@ -121,13 +123,13 @@ class Slow:
         return log_probabilities(model, self.processor, row, completion)
 
     def values(self, row, completion):
-        """Of the state before each token, and of that after the last."""
+        """Returns the values of the state before each token and after the last."""
         inputs, start = encoded(self.processor, row, completion)
         hidden = self.backbone.base_model(**inputs).last_hidden_state[0]
         return [self.weight[0] @ hidden[start - 1 + t] + self.bias[0] for t in range(len(completion) + 1)]
 
     def estimate(self, gamma, lam, beta, bootstrap):
-        """Advantages, not whitened, and returns of each completion's tokens."""
+        """Returns advantages, not whitened, and returns of each completion's tokens."""
         advantages, returns = [], []
         for i, completion in enumerate(self.completions):
             follows = self.old_values[i][-1] if self.cut[i] and bootstrap else 0.0
@@ -143,11 +145,11 @@ class Slow:
         return advantages, returns
 
     def valid(self, rows):
-        """All values of completions with a reward."""
+        """Returns all values of completions with a reward."""
         return [x for row, reward in zip(rows, self.rewards, strict=True) if reward is not None for x in row]
 
     def losses(self):
-        """Policy loss and value loss, means over all tokens; counts the tokens that are clipped."""
+        """Returns policy loss and value loss, means over all tokens, and counts the clipped tokens."""
         args, n = self.args, sum(map(len, self.completions))
         every = self.valid(self.advantages)
         mean, std = fmean(every), pstdev(every)
@@ -175,7 +177,7 @@ class Slow:
         return policy_loss, value_loss
 
     def parameters(self):
-        """By their names in the trainer."""
+        """Returns parameters by their names in the trainer."""
         named = dict(self.policy.named_parameters())
         if self.backbone is self.policy:
             return {**named, "critic.weight": self.weight, "critic.bias": self.bias}
@@ -184,7 +186,7 @@ class Slow:
         return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
 
     def update(self):
-        """One step of gradient descent."""
+        """Runs one step of gradient descent."""
         args, parameters = self.args, self.parameters()
         policy_loss, value_loss = self.losses()
         loss = policy_loss + args.vf_coef * value_loss
@@ -233,7 +235,7 @@ CASES = {
 
 
 def against_the_slow_version(name, family, rows, options):
-    """Runs both, and gives the slow version after its last update."""
+    """Runs both, and returns the slow implementation after its last update."""
     shared, copied = options.get("shared_trunk", False), "copy" in name
     objects = {**moved(family), **({} if shared or copied else {"value_model": critic_of(family)})}
     options = {"reward": length_and_sum, **TWICE, **options}
@@ -275,13 +277,13 @@ def against_the_slow_version(name, family, rows, options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_updates_equal_those_of_the_slow_version(name):
-    """Of every weight of policy and critic, in two epochs on the same completions."""
+    """Compares every weight of policy and critic, in two epochs on the same completions."""
     family, rows, options = CASES[name]
     slow = against_the_slow_version(name, family, rows, options)
     assert not slow.args.cliprange_value or slow.clipped["value"] > 0
     assert any(slow.cut) and (not all(slow.cut) or name == "text, sampled")
     assert (None in slow.rewards) == (options.get("reward") is rough)
-    # What the options of the case say matters here
+    # The case's options have an effect here
     neutral = {"gamma": 1.0, "lam": 1.0, "beta": 0.0, "bootstrap": False}
     for option, value in slow.arguments.items():
         if value != neutral[option]:
@@ -375,18 +377,21 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
         state, groups = result.trainer.optimizer.state, result.trainer.optimizer.param_groups
         for group, is_critic in zip(groups, [False, True, False, True], strict=True):
             counts = {int(state[p]["step"]) for p in group["params"] if p in state}
-            assert counts == ({5} if is_critic else {3})  # no moments from before
+            assert counts == ({5} if is_critic else {3})  # no earlier moments
 
 
 def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
-    """Of five rollouts of one update in each of two epochs, the first is frozen, and of the second the first epoch."""
+    """
+    Of five rollouts of one update in each of two epochs, the policy is frozen in the first rollout and in the first
+    epoch of the second.
+    """
     adaptive = {"beta": 0.1, "kl_in_reward": False, "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
     result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 10})
     assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)])
 
 
 def test_frozen_policy_leaves_the_gradient_norm_alone():
-    """Or it would decide how far the critic's gradient is clipped."""
+    """Otherwise it would affect the clipping of the critic's gradient."""
     result = ppo(
         freezing_actor_steps=1, objects={**moved(FAMILY), "value_model": critic_of(FAMILY)}, max_steps=1, **ONCE
     )
@@ -415,11 +420,11 @@ def test_rates_and_schedules_are_those_by_hand():
 
 @pytest.mark.parametrize("schedule, end", [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 1e-3})])
 def test_schedules_end_at_the_same_rate(schedule, end):
-    """Which is a rate, not a share of the initial one."""
+    """The option is a rate, not a share of the initial one."""
     options = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": end, "value_learning_rate": 0.1, **ONCE}
     result = ppo(**options)
     assert result.trainer.lr_scheduler.get_last_lr() == pytest.approx([1e-3] * 4)
-    # What the policy's schedule takes is nothing to another
+    # Arguments of the policy's schedule don't apply to others
     result = ppo(**{**options, "value_lr_scheduler_type": "linear"})
     assert logged(result, "value_learning_rate") == pytest.approx([0.1, 0.05])
 
@@ -445,7 +450,7 @@ def test_weight_decay_is_that_of_transformers(family, tmp_path):
 
 
 def test_optimizer_of_the_user():
-    """Makes the updates of one that the trainer makes."""
+    """It makes the updates of the trainer's optimizer."""
     options = {"optim_args": "momentum=0.9", **RATES, **TWICE}
     theirs = ppo(objects={**moved(FAMILY), "value_model": critic_of(FAMILY)}, **options)
     objects = {**moved(FAMILY), "value_model": critic_of(FAMILY)}
@@ -459,11 +464,11 @@ def test_optimizer_of_the_user():
             ppo(objects={**objects, "optimizers": (optimizer, None)}, **options)
 
 
-# Where the critic comes from
+# Sources of the critic
 
 
 def classifier(labels=1):
-    """A reward model of Gemma 3, with images."""
+    """Returns a reward model of Gemma 3, with images."""
     model = moved("gemma3", 0.03)["model"]
     config = copy.deepcopy(model.config)
     config.num_labels = labels
@@ -483,7 +488,7 @@ class Bootstrapping(Ours):
 
 @pytest.mark.parametrize("from_path", [False, True])
 def test_reward_model_gives_the_first_values(from_path, tmp_path):
-    """The value after the last token is its score of the whole."""
+    """The value after the last token is the model's score of the whole."""
     model = classifier()
     if from_path:
         model.save_pretrained(tmp_path)
@@ -523,7 +528,7 @@ def test_critic_is_a_copy_of_the_policy(peft, tmp_path):
 
 
 def test_critic_is_what_was_passed(tmp_path):
-    """An instance of the policy's class, a critic, and the folder of a critic, which makes the same updates."""
+    """An instance of the policy's class, a critic, and the folder of a critic make the same updates."""
     options = {**TWICE, "max_steps": 1}
     backbone, critic = moved(FAMILY, 0.03)["model"], critic_of(FAMILY)
     critic.save_pretrained(tmp_path)
@@ -603,7 +608,7 @@ def test_critic_of_a_quantized_policy(tmp_path):
 
 
 def value_loss_by_hand(trainer, moment, values):
-    """The value loss of a micro-batch, token by token, and how many tokens are clipped."""
+    """Computes the value loss of a micro-batch token by token, and the number of clipped tokens."""
     args, batch = trainer.args, moment.batch
     kind, steps = args.loss_type, args.gradient_accumulation_steps
     rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
@@ -629,16 +634,16 @@ def value_loss_by_hand(trainer, moment, values):
     return total, mean, clipped / max(n_scorable, 1)
 
 
-# One of each kind of average, which `test_losses.py` compares for all types
+# One of each kind of average; `test_losses.py` compares all types
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cpgd"])
 def test_losses_and_their_metrics_are_those_by_hand(loss_type):
-    """Of four micro-batches in two updates, and of the same again."""
+    """Covers four micro-batches in two updates, and a second epoch on them."""
     result = ppo(
         loss_type=loss_type,
         beta=0.3,
         reward=rough,
         objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
-        value_learning_rate=0.01 if loss_type == "luspo" else 0.1,  # whose loss is a sum over tokens
+        value_learning_rate=0.01 if loss_type == "luspo" else 0.1,  # its loss is a sum over tokens
         **{**TWICE, "steps_per_generation": 4, "max_steps": 4},
     )
     trainer = result.trainer
@@ -688,7 +693,7 @@ def test_estimators_without_critic_are_those_of_grpo(options):
     ours = ppo(objects=moved(FAMILY), num_ppo_epochs=n, **options)
     assert ours.trainer.critic is None
     assert not {"value_loss", "value_learning_rate", "explained_variance"} & set().union(*ours.history)
-    # The order of the micro-batches of an update is another in the second epoch
+    # The second epoch orders the micro-batches of an update differently
     assert_equal(theirs, ours, same_metrics=False)
     assert relative_difference(theirs.update, ours.update) <= 1e-5
 
@@ -729,14 +734,14 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
         assert all(value.any() for value in trained.values())
     steps = {key: draw.step for draw in trainer.draws for key in keys(draw.batch)}
     ages = [moment.step - steps[key] for moment in trainer.micro_batches for key in keys(moment.batch)]
-    assert max(ages) > 1  # what a draw is trained on in its own two epochs
+    assert max(ages) > 1  # the maximum within the two epochs of a draw
 
 
-# Gradients that aren't finite
+# Non-finite gradients
 
 
 class BrokenReference(Ours):
-    """While the policy is frozen, its loss isn't finite."""
+    """The loss of the frozen policy isn't finite."""
 
     broken = True
 
@@ -748,7 +753,7 @@ class BrokenReference(Ours):
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens_per_microbatch": 110}, {"shared_trunk": True}], ids=str)
 def test_loss_of_a_frozen_policy_does_not_count(options):
-    """Not even where it isn't finite."""
+    """A non-finite loss doesn't, either."""
     options = {"beta": 0.1, "kl_in_reward": False, "freezing_actor_steps": 2, **options}
     results = []
     for broken in (True, False):
@@ -786,7 +791,7 @@ def test_reference_follows_the_policy_without_the_critic():
 
 @pytest.mark.parametrize("peft", [False, True])
 def test_divergence_is_that_from_the_reference(peft):
-    """A model that was passed, or the policy without its adapter."""
+    """Covers a given model, and the policy without its adapter."""
     objects = {**moved(FAMILY), **({"peft_config": LORA} if peft else {"ref_model": moved(FAMILY, 0.05)["model"]})}
     result = ppo(beta=0.2, objects=objects, max_steps=1, **ONCE)
     reference = moved(FAMILY, 0.02 if peft else 0.05)["model"]
@@ -809,7 +814,7 @@ def test_unused_reference_raises(tmp_path):
 
 
 def values_of(critic, processor, rows, completions):
-    """From plain forwards."""
+    """Returns values from plain forward passes."""
     with torch.no_grad():
         pairs = zip(rows, completions, strict=True)
         return [critic(**encoded(processor, *pair)[0]) for pair in pairs]
@@ -875,7 +880,7 @@ def test_saved_adapter_has_no_critic(shared, tmp_path):
     )
 
 
-# The rest
+# Other tests
 
 
 def test_evaluation_leaves_training_alone():

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The options of the PPO config: what is refused, what is accepted, and that each does something."""
+"""The options of the PPO config: refusals, accepted values, and an effect of each option."""
 
 import dataclasses
 import functools
@@ -168,7 +168,7 @@ def test_schedule_that_follows_a_metric_is_refused():
         update_with((("value_lr_scheduler_type", "reduce_lr_on_plateau"),))
 
 
-# Every option changes a result. Those of the average and of supervised rows have tests of their own.
+# Every option changes a result. Separate tests cover those of the average and of supervised rows.
 
 ELSEWHERE = {"ema_decay", "ptx_coef", "per_device_ptx_batch_size"}
 LINEAR = {"value_lr_scheduler_type": "linear"}

@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-PPO with the interface of the reference system: its signatures, each of its steps against slow ones, and whole runs.
+PPO with the interface of the reference system: its signatures, each of its steps against slow implementations, and
+whole runs.
 
-Slow steps forward a plain model once for each sample, without padding.
+Slow steps run a plain model once per sample, without padding.
 """
 
 import copy
@@ -78,7 +79,7 @@ pytestmark = pytest.mark.lightrft
 
 @dataclass
 class Kind:
-    """What goes together for a modality."""
+    """Classes and helpers of a modality."""
 
     family: str
     trainer: type
@@ -95,11 +96,11 @@ EOS = list(range(50, 110))  # enough tokens that responses differ in length
 GROUP = 4
 ONE = {"gradient_accumulation_steps": 1}
 WHOLE = {**ONE, "per_device_train_batch_size": 2 * GROUP}
-LEARNING_RATE = 1.0  # so large that the rounding of the weights says little about their difference
+LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affects their difference
 
 
 def strategy(folder, **options) -> MultimodalPPOConfig:
-    """Groups of 4, two micro-batches of 4 for an update, plain gradient descent."""
+    """Groups of 4, two micro-batches of 4 per update, plain gradient descent."""
     options = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -120,9 +121,9 @@ def strategy(folder, **options) -> MultimodalPPOConfig:
 
 def make(folder, kind="image", *, cls=None, config=None, critic=None, optims=(None,) * 4, **arguments):
     """
-    A trainer whose critic has values other than 0.
+    Returns a trainer whose critic has nonzero values.
 
-    `config` are options of the strategy, `policy`, `ref`, `ema` and `optims` stand for the arguments without defaults.
+    `config` are options of the strategy; `policy`, `ref`, `ema` and `optims` are the arguments without defaults.
     """
     kind = KINDS[kind]
     config = strategy(folder, **(config or {}))
@@ -150,7 +151,7 @@ def actor_of(kind, packing=True, **options) -> Actor:
 
 
 def reference_of(kind, **options) -> Actor:
-    """A policy near that of [`actor_of`]."""
+    """Returns a policy close to that of [`actor_of`]."""
     return KINDS[kind].actor(moved(KINDS[kind].family)["model"], bf16=False, **options)
 
 
@@ -160,7 +161,7 @@ def head_weights(size=64):
 
 
 def critic_of(family):
-    """A critic that has neither the weights of the policy nor values of 0."""
+    """Returns a critic whose weights differ from the policy's and whose values aren't 0."""
     critic = Critic(moved(family, 0.03)["model"])
     weight, bias = head_weights(critic.head.in_features)
     with torch.no_grad():
@@ -174,7 +175,7 @@ def weights_of(ppo):
 
 
 def moves(ppo, before):
-    """How much each parameter of policy and critic moved."""
+    """Returns how much each parameter of policy and critic moved."""
     update = {name: value - before[name] for name, value in weights_of(ppo).items()}
     critic = {name: value for name, value in update.items() if name.startswith("critic.")}
     return {name: value for name, value in update.items() if name not in critic}, critic
@@ -185,7 +186,7 @@ def moves(ppo, before):
 
 def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
     """
-    A rollout of `n_rows` prompts in a buffer, as if it came from other policies and critics than the current ones.
+    Returns a rollout of `n_rows` prompts in a buffer, as if from other policies and critics than the current ones.
     """
     torch.manual_seed(seed)
     rows = list(KINDS[kind].rows(n_rows))
@@ -201,11 +202,11 @@ def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
 
 
 def batch_of(ppo, n=None, **options):
-    """The first of them, as a batch."""
+    """Returns the first of them as a batch."""
     return make_experience_batch(experience_of(ppo, **options)[1][:n])
 
 
-# The slow version
+# The slow implementation
 
 
 class Slow:
@@ -259,13 +260,13 @@ class Slow:
             self.value_loss = self.value_loss + torch.max(*errors) / 2 / n_tokens
 
     def critic_parameters(self):
-        """By their names in the trainer."""
+        """Returns parameters by their names in the trainer."""
         prefix = f"critic.model.{self.critic.base_model_prefix}."
         named = {f"{prefix}{name}": p for name, p in self.critic.base_model.named_parameters()}
         return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
 
     def update(self, rate=LEARNING_RATE):
-        """How much gradient descent moves each parameter of policy and critic."""
+        """Returns how much gradient descent moves each parameter of policy and critic."""
         parts, critic = [], self.critic_parameters()
         for loss, named in ((self.policy_loss, dict(self.policy.named_parameters())), (self.value_loss, critic)):
             loss = loss * (self.args.vf_coef if named is critic else 1)
@@ -290,7 +291,7 @@ def n_actions(items):
 
 
 def assert_step(ppo, rows, items, kind="image", weights=None, batch=None, columns=None):
-    """That a step on these samples is the slow one."""
+    """Asserts that a step on these samples equals the slow one."""
     slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
     for index, item in enumerate(items):
         slow.add(rows[index // GROUP], item, n_actions(items), weights and weights[index])
@@ -310,7 +311,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_training_step(route, tmp_path):
-    """Two micro-batches of other groups, whose losses are means over their tokens, make an update."""
+    """Two micro-batches of different groups, whose losses are means over their tokens, make an update."""
     kind, packing, packed = ROUTES[route]
     ppo = make(tmp_path, kind, policy=actor_of(kind, packing))
     rows, items = experience_of(ppo, kind)
@@ -329,7 +330,7 @@ def test_training_step(route, tmp_path):
 
 
 def with_gaps(items):
-    """Samples some of whose actions don't count, in between others."""
+    """Returns samples with masked actions between others."""
     result = []
     for index, item in enumerate(items):
         mask = item.action_mask.clone()
@@ -343,7 +344,7 @@ def with_gaps(items):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", KINDS_OR_SLOW)
 def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path):
-    """And the weights of the others stay with them."""
+    """The others keep their weights."""
     ppo = make(tmp_path, kind, config=WHOLE)
     rows, items = experience_of(ppo, kind)
     items = with_gaps(items)
@@ -353,7 +354,7 @@ def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path)
 
 
 def test_experience_as_it_was_made(tmp_path):
-    """Prompts padded on the left, responses on the right."""
+    """Prompts have padding on the left, responses on the right."""
     ppo = make(tmp_path, config=ONE)
     torch.manual_seed(0)
     rows = list(image_rows(2))
@@ -363,7 +364,7 @@ def test_experience_as_it_was_made(tmp_path):
     weights = [torch.ones(len(item.action_mask)) * (index % 2) for index, item in enumerate(items)]
     mask = (torch.arange(8) % 2)[:, None].expand(experience.action_mask.shape)
     status = assert_step(ppo, rows, items, "image", weights, experience, mask)
-    # Nobody has moved since, so that the policy is still the one that sampled
+    # The policy is still the one that sampled
     assert status["ratio/max"] == pytest.approx(1, abs=1e-4) and status["value_clip_ratio"] == 0
 
 
@@ -376,7 +377,7 @@ def test_clip_ranges(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS_OR_SLOW)
 def test_ppo_train(kind, tmp_path):
-    """Two epochs of two updates, in each of which an action weighs the same as in the others, in another order."""
+    """Two epochs have two updates each. An action has the same weight in all updates, whose order differs."""
     config = {"gradient_accumulation_steps": 1, "learning_rate": 0.1, "value_learning_rate": 0.2}
     ppo = make(tmp_path, kind, config=config, max_epochs=2, ref=reference_of(kind))
     rows, items = experience_of(ppo, kind)
@@ -402,7 +403,7 @@ def test_ppo_train(kind, tmp_path):
     assert status["critic_loss"] == pytest.approx(fmean(value for _, value in losses), rel=1e-4)
     assert (status["actor_lr"], status["critic_lr"]) == pytest.approx((0.1, 0.2))
 
-    # Statistics are those of the samples
+    # The samples have these statistics
     columns = {
         "returns": [x for item in items for x in item.returns.tolist()],
         "advantages": [x for item in items for x in item.advantages.tolist()],
@@ -463,13 +464,15 @@ def test_buffer_that_does_not_fill_updates(tmp_path):
 
 
 def adam(**options):
-    """Options of a config whose optimizer remembers, and moves what has no gradient."""
+    """Returns options of a config whose optimizer has momentum, and moves weights without a gradient."""
     return {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-2, **ONE, **options}
 
 
 @pytest.mark.parametrize("part", ["actor", "critic"])
 def test_one_part_alone(part, tmp_path):
-    """The other one stays, bit for bit, although it has momentum, and what moves moves as in a step of both."""
+    """
+    The other part stays unchanged bit for bit, although it has momentum. The trained part moves as in a step of both.
+    """
     updates = {}
     for method in ("training_step", f"training_step_{part}"):
         ppo = make(tmp_path, config=adam(per_device_train_batch_size=8, max_grad_norm=1e9))
@@ -528,11 +531,11 @@ def test_unscorable_responses_move_nothing(tmp_path):
     ppo = make(tmp_path, config=WHOLE, reward_fn=reward)
     rows, items = experience_of(ppo)
     changed = copy.deepcopy(items)
-    changed[0].sequences[-3:] = 120  # another response, which would have another gradient
+    changed[0].sequences[-3:] = 120  # another response with another gradient
     assert_step(ppo, rows, items, batch=make_experience_batch(changed))
 
 
-# What can't be an update
+# Invalid updates
 
 
 def test_experience_that_lacks_something(tmp_path):
@@ -593,7 +596,7 @@ def loader(rows, batch_size=2, **options) -> DataLoader:
 
 
 def columns(rows, *names):
-    """Batches as of the reference system: tuples of prompts, media of each kind, references and labels."""
+    """Returns batches of the reference system: tuples of prompts, media of each kind, references and labels."""
 
     def collate(batch):
         media = ([row.get(name) for row in batch] for name in names)
@@ -604,7 +607,7 @@ def columns(rows, *names):
 
 
 def fit(ppo, prompts, pretrain=None, seed=0, **options):
-    """Two rollouts, or as many as the strategy says."""
+    """Runs two rollouts, or as many as the strategy sets."""
     torch.manual_seed(seed)
     before = weights_of(ppo)
     ppo.fit(ppo.strategy, prompts, pretrain, **options)
@@ -619,13 +622,13 @@ SMALL = {"learning_rate": 1e-2, "num_train_epochs": 1}
 
 
 def fitted(folder, prompts, kind="image", *, config=None, options=None, **arguments):
-    """A trainer after `fit`, and how much that moved policy and critic."""
+    """Returns a trainer after `fit`, and how much it moved policy and critic."""
     ppo = make(folder, kind, config={**SMALL, **(config or {})}, **arguments)
     return ppo, fit(ppo, prompts if isinstance(prompts, DataLoader) else loader(prompts), **(options or {}))
 
 
 def answered(rows, kind):
-    """Rows with references and labels, whose media are lists."""
+    """Returns rows with references and labels, whose media are lists."""
     return [
         {
             "prompt": row["prompt"],
@@ -638,7 +641,7 @@ def answered(rows, kind):
 
 
 class Noting:
-    """A reward function that remembers what it was given."""
+    """A reward function that records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -649,14 +652,14 @@ class Noting:
 
     @property
     def questions(self):
-        """The text of the prompts of each rollout."""
+        """Returns the text of the prompts of each rollout."""
         return [[prompt[0]["content"][-1]["text"] for prompt in call["prompts"][::GROUP]] for call in self.calls]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit(kind, tmp_path):
-    """Batches of rows and of the reference's tuples train alike, with everything that reward functions get."""
+    """Batches of rows and of the reference's tuples train alike, and reward functions get all their arguments."""
     rows, updates = answered(KINDS[kind].rows(4), kind), []
     for batches in (loader(rows), columns(rows, f"{kind}s")):
         reward = Noting()
@@ -693,7 +696,7 @@ def test_tuples_with_videos_and_without_media(tmp_path):
     assert reward.calls[0]["labels"] == ["b"] * 4 + [None] * 4
     for a, b in zip(*updates, strict=True):
         assert norm(a) > 1e-3 and all(torch.equal(a[name], b[name]) for name in a)
-    # What is no batch of prompts
+    # Invalid batches of prompts
     wrong = "A batch of prompts is a list of rows, which are dictionaries, or a tuple of 4 or 5"
     for batch in (["a", "b", "c", "d"], (["a"], ["b"]), [["a"], ["b"], {"c": 1}, ["d"]]):
         with pytest.raises(ValueError, match=wrong):
@@ -716,7 +719,7 @@ def test_prompts_without_media(kind, tmp_path):
 
 
 class Judge(nn.Module):
-    """A reward model that looks at tokens and media."""
+    """A reward model that depends on tokens and media."""
 
     def __init__(self, weight=1.0):
         super().__init__()
@@ -729,7 +732,7 @@ class Judge(nn.Module):
 
 
 def rewarded(ppo, rows, **options):
-    """Rewards of a rollout, and its responses as text."""
+    """Returns the rewards of a rollout, and its responses as text."""
     torch.manual_seed(0)
     experiences = ppo.experience_maker.make_experience_list(list(rows), **ppo.generate_kwargs)
     rewards = torch.cat([each.info["reward"] for each in experiences])
@@ -742,7 +745,7 @@ def rewarded(ppo, rows, **options):
 
 
 def test_reward_models_that_a_function_combines(tmp_path):
-    """Into rewards and metrics, which need not be the same in all micro-batches."""
+    """The function returns rewards and metrics, which may differ between micro-batches."""
     given = []
 
     def combine(model_reward_list, labels, queries, refs, label_map):
@@ -765,7 +768,7 @@ def test_reward_models_that_a_function_combines(tmp_path):
         logs = {name: logged(ppo, f"rollout/{name}")[index] for name in ("reward", "accuracy_reward", "odd", "even")}
         even = part[1][1].mean().item()
         assert logs == pytest.approx({"reward": first - second, "accuracy_reward": first, "odd": 1.0, "even": even})
-    # Not trained
+    # Without training
     assert [judge.weight.item() for judge in judges] == [1.0, 0.5] and judges[0].weight.grad is None
 
 
@@ -789,7 +792,7 @@ def test_reward_recipe(serve, tmp_path):
 
 
 def optims(policy, critic, cls=torch.optim.AdamW):
-    """Optimizers with two groups of the policy and one of the critic, and a schedule of each."""
+    """Returns optimizers with two groups of the policy and one of the critic, and a schedule of each."""
     own = list(policy.model.parameters())
     actor_optim = cls([{"params": own[:3], "lr": 1e-2}, {"params": own[3:], "lr": 3e-2}], lr=1.0)
     critic_optim = cls(critic.parameters(), lr=5e-2, weight_decay=0.5)
@@ -808,7 +811,7 @@ def test_own_optimizers_and_schedules(n_frozen, tmp_path):
         before = weights_of(ppo)
         statuses.append(ppo.training_step(batch, step))
         group = ppo.trainer.optimizer.param_groups
-        rates.append([each["lr"] for each in group])  # of the step to come
+        rates.append([each["lr"] for each in group])  # of the next step
         assert (norm(moves(ppo, before)[0]) > 0) == (step >= n_frozen)
     steps = [max(step - n_frozen, -1) for step in range(1, 5)]
     expected = [[1e-2 * 0.5**s if s >= 0 else 0, 3e-2 if s >= 0 else 0, 5e-2 / (2 + i)] for i, s in enumerate(steps)]
@@ -876,7 +879,7 @@ def test_optimizers_and_schedules_that_do_not_fit(tmp_path):
 
 
 def logps_of(model, each):
-    """Of an experience with images, by an actor of its own."""
+    """Scores an experience with images by a separate actor."""
     media = {"pixel_values": each.pixel_values, "image_grid_thw": each.image_grid_thws}
     with torch.no_grad():
         logps = ActorVL(model, bf16=False)(each.sequences, each.action_mask.size(1), each.attention_mask, **media)
@@ -884,7 +887,7 @@ def logps_of(model, each):
 
 
 def test_divergence_in_the_reward(tmp_path):
-    """By k1, at each action."""
+    """Uses k1 at each action."""
     ppo = make(tmp_path, ref=reference_of("image"), init_kl_coef=0.5, gamma=1.0, lambd=1.0)
     rewards, _, (each,) = rewarded(ppo, image_rows(2))
     k1 = logps_of(load("qwen2_5_vl")[0], each) - logps_of(moved("qwen2_5_vl")["model"], each)
@@ -907,11 +910,11 @@ def test_divergence_in_the_loss(kind, tmp_path):
 
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_adaptive_coefficient(in_reward, tmp_path):
-    """Once for each rollout, however often it is trained on."""
+    """The coefficient adapts once per rollout, whatever the number of updates on it."""
     config, epochs = {"beta": 0.1, "kl_in_reward": in_reward}, 1 if in_reward else 3
     arguments = {"ref": reference_of("image"), "kl_target": 1e-6, "kl_horizon": 40, "max_epochs": epochs}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, **arguments)
-    # Far above the target, so by 20 % of 8 in 40 samples in each of two updates
+    # Far above the target, so it changes by 20 % of 8 in 40 samples in each of two updates
     assert ppo.experience_maker.kl_ctl.value == ppo.trainer.kl_coef == pytest.approx(0.1 * 1.04**2)
     assert logged(ppo, "kl_coef") == pytest.approx([0.1 * 1.04, 0.1 * 1.04**2])
     assert ppo.trainer.state.global_step == 2 * epochs
@@ -962,7 +965,7 @@ def test_average_of_the_weights(lora_rank, tmp_path):
     policy, ema = (actor_of("image", lora_rank=lora_rank) for _ in range(2))
     ppo, (update, _) = fitted(tmp_path, image_rows(4), policy=policy, ema=ema, ema_beta=0.7)
     assert ppo.strategy.ema_decay == 0.7
-    averages, now = average_of(ppo), weights_of(ppo)  # the policy has its own weights again
+    averages, now = average_of(ppo), weights_of(ppo)  # the policy has its weights again
     behind = {name: now[name] - averages[name] for name in update}
     assert norm(behind) > 0 and norm({name: update[name] - behind[name] for name in update}) > 0
     trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
@@ -1018,7 +1021,7 @@ def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
 
 
 def equal(a, b) -> bool:
-    """Whether two nested states are the same, bit for bit."""
+    """Returns whether two nested states are equal bit for bit."""
     if isinstance(a, (torch.Tensor, np.ndarray)):
         return (a == b).all().item() if a.shape == b.shape else False
     if isinstance(a, dict):
@@ -1034,7 +1037,7 @@ def average_of(ppo) -> dict:
 
 
 def state_of(ppo) -> dict:
-    """All that an evaluation must leave alone."""
+    """Returns all state that an evaluation must not change."""
     trainer, maker = ppo.trainer, ppo.experience_maker
     models = [ppo.actor, ppo.critic, maker.initial_model, *maker.reward_models]
     return copy.deepcopy(
@@ -1071,7 +1074,7 @@ def test_evaluation_changes_nothing(greedy, tmp_path):
     arguments = {"reward_model": Restless(), "reward_fn": None, "ema": actor_of("image"), "kl_target": 1e-3}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, ref=reference_of("image"), max_norm=1.0, **arguments)
     ppo.replay_buffer.append(batch_of(ppo))
-    ppo.actor.base_model.model.visual.eval()  # a frozen encoder, say
+    ppo.actor.base_model.model.visual.eval()  # for example a frozen encoder
     before = state_of(ppo)
     results = ppo.evaluate(loader(image_rows(5), shuffle=True), 1, greedy, 1 if greedy else 3)
     after = state_of(ppo)
@@ -1081,7 +1084,10 @@ def test_evaluation_changes_nothing(greedy, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_evaluation(kind, tmp_path):
-    """Responses of `generate` to one prompt at a time, whatever the options of sampling, and no complaints of it."""
+    """
+    Responses equal those of `generate` for one prompt at a time, whatever the sampling options, without warnings about
+    these.
+    """
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -1171,7 +1177,7 @@ def test_logs_are_means_over_their_interval(tmp_path):
 
 
 def test_intervals(tmp_path):
-    """Two updates of each rollout, so that none ends at the third."""
+    """A rollout has two updates, so none ends at the third."""
     config = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 4}
     evaluated = {"eval_dataloader": loader(image_rows(2))}
     ppo, _ = fitted(tmp_path / "steps", image_rows(8), config=config, options=evaluated, max_epochs=2)
@@ -1248,14 +1254,14 @@ def test_logs_and_checkpoints_of_a_loop_of_ones_own(tmp_path):
     assert folders(tmp_path) == ["checkpoint-4"]
     state = load_rollout_state(tmp_path / "checkpoint-4", 0, SAVED_CLASSES)
     assert state["client_states"] == {"mine": 4}
-    # Experience in the buffer survives
+    # The buffer keeps its experience
     saved = [each.sequences.tolist() for each in state["experience"]["items"]]
     assert saved == [each.sequences.tolist() for each in ppo.replay_buffer] != []
     with pytest.raises(ValueError, match="`fit` got no `eval_dataloader`"):
         ppo.save_logs_and_checkpoints(strategy(tmp_path, eval_strategy="steps", eval_steps=1), 5, None)
 
 
-# Going on from a checkpoint
+# Resuming from a checkpoint
 
 EVERYTHING = {
     **adam(learning_rate=1e-2, weight_decay=0.01),
@@ -1274,7 +1280,9 @@ EVERYTHING = {
 
 
 def everything(folder, kind="image", **config):
-    """Three rollouts of two updates in each of two episodes, the average, and the prompts of each rollout."""
+    """
+    Runs three rollouts of two updates in each of two episodes, with the average. Returns the prompts of each rollout.
+    """
     policy, ema, reward = actor_of(kind), actor_of(kind), Noting()
     rows = KINDS[kind].rows(7)
     supervised = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)]
@@ -1286,13 +1294,13 @@ def everything(folder, kind="image", **config):
         **{"ref": reference_of(kind), "kl_target": 0.01, "kl_horizon": 50, "ema": ema, "ema_beta": 0.8},
         **{"reward_fn": reward, "max_epochs": 2, "max_norm": 1.0, "ptx_coef": 0.5},
     )
-    torch.manual_seed(int.from_bytes(str(folder)[-1].encode()))  # must not matter after a resume, nor for the prompts
+    torch.manual_seed(int.from_bytes(str(folder)[-1].encode()))  # must affect neither a resumed run nor the prompts
     ppo.fit(ppo.strategy, loader(rows, shuffle=True, drop_last=True), loader(supervised, batch_size=1))
     return ppo, ema, reward.questions
 
 
 def end_of(ppo, ema) -> dict:
-    """All that must be the same after a resumed run."""
+    """Returns all state that must match after a resumed run."""
     trainer, maker = ppo.trainer, ppo.experience_maker
     durations = ("time", "runtime", "per_second")
     return {
@@ -1321,7 +1329,7 @@ def end_of(ppo, ema) -> dict:
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run(kind, stops, tmp_path):
-    """In the middle of an episode, between two rollouts, and between two episodes."""
+    """Resumes in the middle of an episode, between two rollouts, and between two episodes."""
     uninterrupted, ema, prompts = everything(tmp_path / "0", kind)
     assert uninterrupted.trainer.state.global_step == 12
     expected = end_of(uninterrupted, ema)
@@ -1347,7 +1355,7 @@ def test_prompts_that_have_been_consumed(tmp_path):
 
 
 def test_updates_of_an_episode(tmp_path):
-    """At least so many, by going through the prompts several times."""
+    """An episode has at least this number, with several passes over the prompts."""
     noting, prompts, options = Noting(), loader(image_rows(4), shuffle=True), {"num_update_steps_per_episodes": 5}
     config = {"logging_strategy": "epoch"}
     ppo, _ = fitted(tmp_path, prompts, config=config, options=options, max_epochs=2, reward_fn=noting)
@@ -1358,7 +1366,7 @@ def test_updates_of_an_episode(tmp_path):
 
 
 def test_number_of_steps(tmp_path):
-    """Rounded up to whole rollouts, also for the schedule."""
+    """The number is rounded up to whole rollouts, also for the schedule."""
     config = {"max_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 100}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, max_epochs=2)
     assert ppo.trainer.state.global_step == 4
@@ -1421,7 +1429,7 @@ def test_loaders_that_do_not_fit(tmp_path):
 
 
 def test_critic_by_default(tmp_path):
-    """A copy of the policy with a head that is 0, which has weights of its own."""
+    """The default critic is a copy of the policy with a zero head and separate weights."""
     kind, policy = KINDS["image"], actor_of("image")
     arguments = {"processor": load(kind.family)[1], "reward_fn": length_and_sum, "prompt_max_len": 512}
     arguments |= {"micro_train_batch_size": 4, "max_new_tokens": 6}
@@ -1452,7 +1460,7 @@ def test_gradient_norm(tmp_path):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_gradient_checkpointing(lora_rank, tmp_path):
-    """Activations of both backbones are computed again."""
+    """Both backbones recompute their activations."""
     for checkpointing, times in ((False, 1), (True, 2)):
         policy, calls = actor_of("image", lora_rank=lora_rank), [0, 0]
         ppo = make(tmp_path, config=ONE, policy=policy, gradient_checkpointing=checkpointing)
@@ -1481,7 +1489,7 @@ def test_images_of_a_group_are_encoded_once(packing, tmp_path):
 
 
 def test_updates_without_a_finite_gradient(tmp_path):
-    """Change nothing, and too many are an error."""
+    """The trainer skips these updates, and raises after too many."""
     ppo = make(tmp_path, config=adam(max_skipped_updates=1))
     items = experience_of(ppo)[1][:4]
     ppo.training_step(make_experience_batch(items), 0)
@@ -1496,7 +1504,7 @@ def test_updates_without_a_finite_gradient(tmp_path):
 
 
 def test_shaped_rewards(tmp_path):
-    """Are trained on; the log has those before, too."""
+    """The trainer uses shaped rewards. The log also has the original ones."""
     config = {**SMALL, "reward_running_scale": True, "reward_clip_range": [0.0, 1.5], "soft_overlong_cache": 2}
     ppo = make(tmp_path, config=config)
     fit(ppo, loader(image_rows(4)))
@@ -1513,7 +1521,7 @@ def test_buffer(tmp_path):
     noted, train = [], ppo.ppo_train
     ppo.ppo_train = lambda *args: noted.append(len(ppo.replay_buffer)) or train(*args)
     fit(ppo, loader(image_rows(8), 4))
-    # Of 16 samples of each of two rollouts the newest 8 make an update
+    # Of 16 samples of each of two rollouts, the newest 8 make an update
     assert noted == [8, 8] and ppo.trainer.state.global_step == 2
     assert logged(ppo, "epoch") == [0.5, 1.0]
 
@@ -1602,10 +1610,10 @@ def test_one_response_to_a_prompt(tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
-    """Until something moves, policy and critic are what they were, to the bit."""
+    """Until an update, policy and critic equal the rollout's bit for bit."""
     config = {"bf16": True, "learning_rate": 0.0, **WHOLE}
     ppo = make(tmp_path, config=config, policy=actor_of("image", packing), ref=actor_of("image"), value_clip=1e-6)
-    ppo.trainer.prepare_without_fit()  # as `fit` does before the first rollout
+    ppo.trainer.prepare_without_fit()  # `fit` does this before the first rollout
     _, _, (each,) = rewarded(ppo, image_rows(2))
     status = ppo.training_step(each, 0)
     assert status["ratio/max"] == 1 and status["approx_kl"] == 0 and status["value_clip_ratio"] == 0
@@ -1616,9 +1624,9 @@ def test_mixed_precision_is_that_of_the_rollout(packing, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "granite_speech"])  # which has batch norm
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "granite_speech"])  # it has batch norm
 def test_every_family(name, tmp_path):
-    """What the update sees is what the policy saw, so that no ratio differs from 1."""
+    """The update sees what the policy saw, so all ratios are 1."""
     model, processor = FAMILIES[name].build()
     chats = [chat for chat in FAMILIES[name].prompts() if name != "glm4v" or "video" not in str(chat)]
     for block in (block for chat in chats for message in chat for block in message["content"]):
@@ -1647,7 +1655,7 @@ def test_every_family(name, tmp_path):
             PPOTrainerVL(config, ActorVL(model, bf16=False), *(None,) * 8, **arguments, micro_rollout_batch_size=4)
 
 
-# What the experience maker has for this
+# The corresponding options of the experience maker
 
 
 @pytest.mark.parametrize("has_references", [True, False])
@@ -1668,7 +1676,7 @@ def test_references_are_labels_where_there_are_none(has_references, tmp_path):
 
 
 class LastToken(nn.Module):
-    """A critic that is no backbone: the value of a state is read off its last token."""
+    """A critic without a backbone, which computes the value of a state from its last token."""
 
     def forward(self, sequences, num_actions, attention_mask, **media):
         return (sequences % 11 * attention_mask / 10.0)[:, -num_actions - 1 : -1]
@@ -1677,7 +1685,7 @@ class LastToken(nn.Module):
 @pytest.mark.parametrize("critic", ["packed", "padded", "bare"])
 @pytest.mark.parametrize("kind", KINDS_OR_SLOW)
 def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp_path):
-    """On top of their reward; others end with it."""
+    """The value adds to their reward; other responses end with the reward."""
     config = {"bootstrap_truncated": True}
     ppo = make(tmp_path, kind, config=config, policy=actor_of(kind, critic == "packed"), gamma=0.9, lambd=0.8)
     maker = ppo.experience_maker
@@ -1725,7 +1733,7 @@ def test_model_card_names_media_and_columns(kind, tmp_path):
 
 
 class Processes:
-    """What each of some processes of `ppo_reference_worker.py` wrote."""
+    """Results of each of several processes of `ppo_reference_worker.py`."""
 
     def __init__(self, engine: str, n: int, folder: Path):
         self.n, self.folder = n, folder
@@ -1746,7 +1754,7 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Each run once, when it is asked for."""
+    """Runs each kind once, on first use."""
     return functools.cache(lambda engine, n: Processes(engine, n, tmp_path_factory.mktemp(f"{engine}-{n}")))
 
 
@@ -1755,7 +1763,7 @@ def processes(tmp_path_factory):
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_two_processes_train_as_one(engine, kind, processes):
     (first, second), (alone,) = processes(engine, 2)[f"fit_{kind}"], processes("ddp", 1)[f"fit_{kind}"]
-    assert first["seed"] != second["seed"]  # they must not sample alike
+    assert first["seed"] != second["seed"]  # they must sample differently
     parts = [
         {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
         for part in ("model", "critic", "average")
@@ -1765,7 +1773,7 @@ def test_two_processes_train_as_one(engine, kind, processes):
         assert all(torch.equal(first["update"][name], second["update"][name]) for name in part)
         assert relative_difference(part, {name: first["update"][name] for name in part}) <= 1e-5
     assert len(alone["steps"]) == 2
-    # Extremes of micro-batches, which aren't the same, and what only one of the processes knows
+    # Extremes of micro-batches, which differ, and metrics that only one rank has
     own = ("ratio/max", "clip_ratio/low_min", "clip_ratio/high_max", "step_time", "of_process")
     for results in zip(first["steps"], second["steps"], alone["steps"], strict=True):
         assert results[0].keys() - {"step_time"} == results[1].keys() - {"step_time"}

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A PPO run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
+"""A PPO run that stops at any step and resumes from its checkpoint equals the uninterrupted run bit for bit."""
 
 import logging
 import random
@@ -30,7 +30,7 @@ from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 
 class RecordingPPO(Recording, MultimodalPPOTrainer):
-    """Keeps what each micro-batch was trained on, supervised rows included."""
+    """Records the inputs of each micro-batch, including supervised rows."""
 
     def _supervised_batch(self):
         batch = super()._supervised_batch()
@@ -76,7 +76,7 @@ def straight(tmp_path_factory):
 
 
 def equal(a, b) -> bool:
-    """Whether two nested states are the same, bit for bit."""
+    """Returns whether two nested states are equal bit for bit."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -87,9 +87,9 @@ def equal(a, b) -> bool:
 
 
 def state(trainer) -> dict:
-    """All that must be the same after a resumed run."""
+    """Returns all state that must match after a resumed run."""
     return {
-        "weights": trainer.model.state_dict(),  # the critic's too
+        "weights": trainer.model.state_dict(),  # includes the critic
         "average": trainer.ema._average,
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.lr_scheduler.state_dict(),
@@ -98,7 +98,7 @@ def state(trainer) -> dict:
     }
 
 
-# Prompts are compared by what was trained on, and replayed groups by what comes of them; metrics hold durations
+# Recorded inputs cover prompts, and later groups cover the replay; metrics hold durations
 NOT_COMPARED = {"buffered_inputs", "groups", "metrics"}
 
 
@@ -131,13 +131,13 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
 
 
 def rest_of(trainer, step: int) -> list:
-    """What it trained on after a step: each micro-batch has an entry of its own and one of its supervised rows."""
+    """Returns the inputs after a step: each micro-batch has one entry, and one for its supervised rows."""
     return trainer.trained_on[2 * step * trainer.args.gradient_accumulation_steps :]
 
 
 def test_other_supervised_rows_are_logged(straight, tmp_path, caplog):
     folder = checkpoint(straight("image"), 6)
-    for rows, warns in [(5, False), (4, True)]:  # of which the first three are taken
+    for rows, warns in [(5, False), (4, True)]:  # the run uses the first three
         objects = {"ptx_dataset": answered(image_rows(rows).select(range(rows - 3, rows) if warns else range(rows)))}
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -146,11 +146,11 @@ def test_other_supervised_rows_are_logged(straight, tmp_path, caplog):
         assert ["`ptx_dataset` has changed since" in text for text in found] == [True] * warns
 
 
-# Nothing of this would show if the state didn't matter
+# The tests need a state that matters
 
 
 def test_run_differs_without_the_critic_of_the_checkpoint(straight, tmp_path, monkeypatch):
-    """And with it alone: each of the two is restored."""
+    """With the critic alone, it differs, too: both must be restored."""
     monkeypatch.setattr(MultimodalPPOTrainer, "_load_parts", lambda trainer, folder: None)
     uninterrupted = straight("audio")
     resumed = CASES["audio"].resume(checkpoint(uninterrupted, 3), tmp_path)
@@ -159,10 +159,10 @@ def test_run_differs_without_the_critic_of_the_checkpoint(straight, tmp_path, mo
 
 @pytest.fixture
 def copied(straight, tmp_path):
-    """Copies a checkpoint, to take something out of it."""
+    """Copies a checkpoint, to remove something from it."""
 
     def copy(name: str, step: int) -> Path:
-        without_manifest = shutil.ignore_patterns("manifest.json")  # which would tell
+        without_manifest = shutil.ignore_patterns("manifest.json")  # which would reveal it
         source, place = checkpoint(straight(name), step), tmp_path / f"checkpoint-{step}"
         return Path(shutil.copytree(source, place, ignore=without_manifest))
 
@@ -191,7 +191,7 @@ def test_checkpoint_without_an_average(copied, straight, tmp_path):
     with pytest.raises(ValueError, match="checkpoint-3 has no average of the weights; resume without `ema_decay`"):
         CASES["audio"].resume(folder, tmp_path)
     resumed = CASES["audio"].resume(folder, tmp_path, ema_decay=None)
-    assert same_weights(resumed, straight("audio"))  # which the average doesn't touch
+    assert same_weights(resumed, straight("audio"))  # the average doesn't affect it
 
 
 def test_checkpoint_of_another_trainer(tmp_path):
@@ -216,7 +216,7 @@ def test_other_returns_discard_completions(changes, straight, tmp_path, caplog):
 
 
 def test_what_a_checkpoint_holds(straight):
-    """The critic and the average have files of their own, and the policy is a plain model."""
+    """The critic and the average have separate files, and the policy is a plain model."""
     folder = Path(checkpoint(straight("audio"), 3))
     assert {path.name for path in (folder / "critic").iterdir()} >= {"config.json", "value_head.safetensors"}
     assert not any("critic" in name for name in load_file(folder / "model.safetensors"))
@@ -226,7 +226,7 @@ def test_what_a_checkpoint_holds(straight):
 
 
 def test_best_model_is_loaded_with_its_critic(tmp_path):
-    """The reward is best at the first evaluation."""
+    """The reward is highest at the first evaluation."""
     options = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -250,7 +250,7 @@ def test_best_model_is_loaded_with_its_critic(tmp_path):
     assert same_weights(trainer, best)
 
 
-# What a frozen policy leaves in the optimizer, and so in a checkpoint
+# State of a frozen policy in the optimizer, and so in a checkpoint
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_best_model_is_loaded_with_its_critic(tmp_path):
     ids=["critic of its own", "shared trunk"],
 )
 def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
-    """After the freeze, Adam starts afresh, though a shared trunk had gradients of the values."""
+    """After the freeze, Adam starts fresh, although a shared trunk had gradients of the values."""
     n_frozen, n_steps = 3, 4
     case, options = CASES["image"], {**options, "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.1}
     frozen = case.make(tmp_path, max_steps=n_frozen, freezing_actor_steps=n_frozen, **options)
@@ -284,7 +284,7 @@ def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
 
 
 class LastGradient(RecordingPPO):
-    """Keeps the gradient of the last update."""
+    """Records the gradient of the last update."""
 
     def _get_grad_norm(self, *args, **kwargs):
         norm = super()._get_grad_norm(*args, **kwargs)

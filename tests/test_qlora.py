@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""An adapter on a policy in 4 bits trains as it does on the same weights in full."""
+"""An adapter on a 4-bit policy trains as on the same weights without quantization."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TOWERS = {"audio": "audio_tower", "image": "visual"}
 
 @pytest.mark.parametrize("kind", CASES)
 def test_trains_as_on_the_weights_in_full(kind, tmp_path):
-    """Samples in evaluation mode between the updates, for which bitsandbytes has kernels without gradient."""
+    """The policy samples in evaluation mode between the updates, where bitsandbytes uses kernels without gradients."""
     family, rows = CASES[kind]
     model_class = save_wide(family, tmp_path / "model")
     trainer, update, before = trained(tmp_path / "model", str(tmp_path / "model"), rows, tmp_path / "four")

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Each recipe is read as the command reads it, its dataset is prepared as it says, and it trains a tiny model."""
+"""
+Each recipe parses like on the command line, its dataset comes from its documented command, and it trains a tiny model.
+"""
 
 import json
 import re
@@ -46,7 +48,7 @@ TRAINERS = {
     "sft": MultimodalSFTTrainer,
 }
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
-# What belongs to the size of the model and of its machine
+# Options that depend on the size of the model and of its machine
 SMALL = {"learning_rate": 1e-2, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2}
 SMALL |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 8, "dtype": "float32"}
 SMALL |= {"lora_r": 2, "soft_overlong_cache": 4, "use_vllm": False, "bf16": False, "gradient_checkpointing": False}
@@ -54,7 +56,7 @@ SMALL |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_
 
 
 def header(path):
-    """What the comments of a recipe say, by name: lists of lines."""
+    """Returns the fields in a recipe's comments by name: lists of lines."""
     found, name = {}, None
     for line in path.read_text().splitlines():
         if match := re.match(r"# (?:(\w+):| {8,})\s+(.*)", line):
@@ -68,7 +70,7 @@ def method(path):
 
 
 def sources(folder):
-    """Hand-made files of each dataset, as it is published, by the path that recipes name them with."""
+    """Handmade files of each dataset in its published format, by the path that recipes use."""
     folder.mkdir()
     (folder / "media").mkdir()
     for i in range(4):
@@ -96,7 +98,7 @@ def sources(folder):
 
 
 def prepared(path, tmp_path):
-    """The folder that the recipe's own command writes from hand-made files."""
+    """Returns the folder that the recipe's command writes from handmade files."""
     sources(tmp_path / "sources")
     lines = " ".join(header(path)["Dataset"]).replace("\\", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
@@ -109,7 +111,7 @@ def prepared(path, tmp_path):
 
 
 def arguments(name, **changes):
-    """What the command reads: `--accelerate_config`, and the script's arguments, some with other values."""
+    """Returns the parsed arguments: `--accelerate_config`, and the script's arguments, some with other values."""
     command = method(RECIPES[name])
     parser = launched_parser(command, options_of(command))
     known = {action.dest for action in parser._actions}
@@ -140,7 +142,7 @@ def test_says_what_it_is(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_memory_is_of_its_own_settings(name, monkeypatch):
     said = re.search(r"estimate --config (\S+)((?: --\w+ \w+)*)", " ".join(header(RECIPES[name])["Memory"]))
-    if said is None:  # by another recipe
+    if said is None:  # another recipe's command makes it
         return
     seen = []
     monkeypatch.setattr(estimate, "run", seen.append)

@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The interface of the reference pages: its names, its helpers, and its parts put together, which train as the trainer.
+The interface of the reference pages: its names, its helpers, and its composed parts, which train like the trainer.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from trl_multimodal_rft.lightrft.trainer.experience import Experience, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
-# Names and signatures, as on the pages. Where a page shows no default, ours may have one;
-# `gradient_checkpointing_kwargs` has another of the same meaning. What is before `/` is compared by position only.
+# Names and signatures from the pages. Where a page shows no default, the package may have one;
+# `gradient_checkpointing_kwargs` has another one of the same meaning. Parameters before `/` compare by position only.
 
 ACTOR = """pretrain_or_model, use_flash_attention_2, bf16, lora_rank, lora_alpha, lora_dropout, target_modules,
     ds_config, device_map, packing_samples"""
@@ -86,7 +86,7 @@ SIGNATURES = {
     "lightrft.trainer.replay_buffer_utils:remove_padding_in_sequences": "items",
     "lightrft.trainer.replay_buffer_utils:split_experience_batch": "experience",
     "lightrft.trainer.replay_buffer_utils:zero_pad_sequences": "sequences, side='left'",
-    # Here these take more than tensors, so the first argument has another name
+    # Here these accept more than tensors, so the first argument has another name
     "lightrft.trainer.experience_maker:to": "tensor, device",
     "lightrft.trainer.experience_maker:pin_memory": "tensor",
     "lightrft.trainer.experience_maker:clip_filter_like_weight_func": """rewards, clip_filter_like_weight_clip_eps=3.0,
@@ -154,13 +154,13 @@ def test_signature_is_that_of_the_page(path):
         if expected.default is not inspect.Parameter.empty:
             assert own.default == expected.default
     assert len(ours) >= len(page)
-    # Calls as on the page need nothing that only ours has
+    # Calls from the page need none of the package's extra arguments
     for own in ours[len(page) :]:
         assert own.kind is inspect.Parameter.VAR_KEYWORD or own.default is not inspect.Parameter.empty, own.name
     assert not any(isinstance(own.default, (list, dict, set)) for own in ours)
 
 
-# Fields of records, which may be given by position
+# Fields of records, which callers may pass by position
 TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages"]
 KNOWN = [*TENSORS, "attention_mask", "action_mask", "info"]
 IMAGES = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
@@ -190,7 +190,7 @@ def test_order_of_fields(cls):
 
 
 def test_names_of_lightrft_import():
-    """By each path that LightRFT's own `__init__` files and pages have, each thing once."""
+    """Covers each path in LightRFT's `__init__` files and pages, each object once."""
     paths = """
         models: ActorAL ActorLanguage ActorVL compute_approx_kl compute_reward masked_mean
         models.actor_al: ActorAL
@@ -232,11 +232,11 @@ def test_strategy_of_lightrft_is_refused():
         NaiveExperienceMaker(None, None, None, None, None, 512, None, Strategy())
 
 
-# Helpers of `lightrft.models.utils`, compared with the published formulas
+# Helpers of `lightrft.models.utils`, against the published formulas
 
 
 def test_divergence_of_the_reference():
-    """http://joschu.net/blog/kl-approx.html, with infinities on padding."""
+    """See http://joschu.net/blog/kl-approx.html, with infinities on padding."""
     logps = torch.tensor([[-1.0, -2.0, -torch.inf], [-0.5, -0.25, -3.0]])
     base = torch.tensor([[-1.5, -1.0, 0.0], [-0.5, -1.25, -2.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -250,7 +250,7 @@ def test_divergence_of_the_reference():
 
 
 def test_reward_of_the_reference():
-    """r on the last action, less the penalty on each; `reward_clip_range` is for r alone."""
+    """The result is r on the last action, minus the penalty on each; `reward_clip_range` applies to r alone."""
     kl = torch.tensor([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.5, 0.5, 0.5]])
     mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
     expected = torch.tensor([[-0.01, 0.98, 0.0], [0.0, -0.01, 1.46], [0.0, 0.0, 0.0]])
@@ -273,7 +273,7 @@ def test_masked_mean_of_the_reference():
 
 
 def test_buffer_of_the_reference():
-    """In the loop of LightRFT: append, normalize, a DataLoader over it, clear."""
+    """Runs LightRFT's loop: append, normalize, a DataLoader over it, clear."""
     experiences = sampled("qwen2_audio")
     buffer, expected = NaiveReplayBuffer(3), filled("qwen2_audio")
     for each in experiences:
@@ -320,7 +320,7 @@ FAMILIES = {
     "qwen2_5_vl": (ActorVL, lambda: images_rows(2), ["pixel_values", "image_grid_thws"]),
 }
 GROUP, LONGEST = 4, 8
-LEARNING_RATE = 1.0  # so large that the rounding of the weights says little about their difference
+LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affects their difference
 ENDS = list(range(50, 110))  # enough tokens that responses differ in length
 ROUTES = {
     "packed": {"packing_samples": True, "max_tokens": 120},
@@ -332,7 +332,7 @@ ROUTES = {
 
 @functools.cache
 def sampled(family: str) -> list[Experience]:
-    """Two groups, each an experience; the second group's prompt is longer and has other media."""
+    """Returns two groups, each an experience; the second group's prompt is longer and has other media."""
     cls, rows, _ = FAMILIES[family]
     model, processor = load(family)
     maker = NaiveExperienceMaker(
@@ -360,7 +360,7 @@ def filled(family: str) -> ReplayBuffer:
 
 @functools.cache
 def trained(family: str) -> dict[str, torch.Tensor]:
-    """What the trainer makes of the same responses."""
+    """Returns the trainer's result on the same responses."""
     responses: dict[tuple, list[list[int]]] = {}
     for item in filled(family):
         n_actions = len(item.action_mask)
@@ -388,7 +388,7 @@ def trained(family: str) -> dict[str, torch.Tensor]:
 
 
 def policy_loss(actor, batch: Experience, n_tokens: int) -> torch.Tensor:
-    """PPO's clipped loss, the batch's part of the sum over all actions; row after row if packed."""
+    """Computes PPO's clipped loss, the batch's part of the sum over all actions; row by row if packed."""
     if isinstance(batch.sequences, list):
         logps = actor(
             torch.cat(batch.sequences)[None],

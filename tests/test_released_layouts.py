@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-A folder laid out as checkpoints are released, with files of older versions of transformers, trains by name as the
-model and the processor in it train as objects.
+A folder in the layout of released checkpoints, with files of older versions of transformers, trains by name like the
+instances of its model and processor.
 
 `FUZZ_N` sets the number of layouts; `FUZZ_SEED` runs a single one.
 """
@@ -37,13 +37,13 @@ SEEDS = [int(os.environ["FUZZ_SEED"])] if "FUZZ_SEED" in os.environ else range(i
 TRAINERS = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
 ROWS = {
     "qwen2_5_vl": [image_rows, video_rows],
-    "qwen2_5_omni": [image_rows, audio_rows],  # its settings for videos are not those for images
+    "qwen2_5_omni": [image_rows, audio_rows],  # its settings for videos differ from those for images
     "qwen2_audio": [audio_rows],
     "gemma3": [image_rows],
     "llava": [image_rows],
 }
 OTHER_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-# What releases recommend for chats, of which training knows nothing
+# Recommendations of releases for chats, which training ignores
 RECOMMENDED = {"do_sample": True, "temperature": 0.3, "top_k": 5, "top_p": 0.5, "min_p": 0.15}
 RECOMMENDED |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
 CHOICES = {
@@ -58,14 +58,14 @@ CHOICES = {
 
 
 def edit(path: Path, **changes) -> None:
-    """Changes a JSON file; `None` removes."""
+    """Changes a JSON file; `None` removes an entry."""
     settings = json.loads(path.read_text()) if path.exists() else {}
     settings = {name: value for name, value in {**settings, **changes}.items() if value is not None}
     path.write_text(json.dumps(settings))
 
 
 def lay_out(family: str, folder: Path, generator: random.Random) -> dict[str, str]:
-    """Writes a family's model and processor in a random layout, and returns what was chosen."""
+    """Writes a family's model and processor in a random layout, and returns the choices."""
     shutil.copytree(checkpoint(family), folder)
     chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
     template = (folder / "chat_template.jinja").read_text()
@@ -106,7 +106,7 @@ def lay_out(family: str, folder: Path, generator: random.Random) -> dict[str, st
 
 
 def split_processor(folder: Path, chosen: dict[str, str]) -> None:
-    """The files of processors before transformers 5."""
+    """Writes the processor files of transformers before version 5."""
     settings = json.loads((folder / "processor_config.json").read_text())
     parts = [settings.pop(name, {}) for name in ("feature_extractor", "image_processor")]
     video = settings.pop("video_processor", None)
@@ -120,16 +120,16 @@ def split_processor(folder: Path, chosen: dict[str, str]) -> None:
 
 
 def update(trainer) -> dict:
-    """How much a step moves each parameter."""
+    """Returns how much a step moves each parameter."""
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     return {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
 
 
 def given(family: str):
-    """The truth: the model as its class builds it, with the weights that it has in the folder, and its processor."""
+    """Returns the baseline: the model from its class, with the folder's weights, and its processor."""
     model = ALL_FAMILIES[family].build()[0]
-    model.config._name_or_path = str(saved(family))  # from where TRL loads a reference
+    model.config._name_or_path = str(saved(family))  # TRL loads a reference from there
     return model, load(family)[1]
 
 
@@ -162,7 +162,7 @@ def test_trains_by_name_as_by_object(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ROWS)
 def test_an_adapter_of_a_released_folder(family, tmp_path):
-    """By its name, with the processor or without, it is the adapter on the model."""
+    """The adapter loads onto the model by name, with or without the processor."""
     generator = random.Random(family)
     chosen = lay_out(family, tmp_path / "released", generator)
     model, processor = given(family)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards over HTTP, from real servers on this machine: what they are sent, and what happens if they fail."""
+"""Rewards over HTTP from real local servers: their requests, and the handling of failures."""
 
 import base64
 import io
@@ -91,7 +91,7 @@ def test_images(serve, inline):
             user(*({"type": "image", "image": each} for each in own or []), {"type": "text", "text": words})
             for own, words in zip(columns["images"], prompts, strict=True)
         ]
-    # The trainers hand over both: media in the prompt, and the columns that they came from
+    # The trainers pass both: media in the prompt, and their source columns
     RemoteReward(server.url)(prompts, ["a", "b", "c"], **columns)
     (request,) = server.requests
     assert request["prompts"] == ["<image><image>Compare them.", "<image>What is it?", "Why?"]
@@ -213,8 +213,8 @@ def test_requests_run_together_up_to_the_limit(serve, concurrency):
     together = threading.Barrier(concurrency)
 
     def answer(request):
-        together.wait(timeout=20)  # for as many requests as there may be
-        time.sleep(0.02)  # for others, which there must not be
+        together.wait(timeout=20)  # for the maximum number of requests
+        time.sleep(0.02)  # for unexpected further requests
         return {"rewards": [float(each) for each in request["completions"]]}
 
     server = serve(answer)
@@ -227,7 +227,7 @@ def test_requests_run_together_up_to_the_limit(serve, concurrency):
 
 
 def assert_names_only(url: str, error: Exception):
-    """The message has the server, and neither it nor the errors behind it have what was sent."""
+    """The message has the server. Neither it nor its causes contain the request."""
     assert url in str(error)
     chain = "".join(traceback.format_exception(error))
     assert SECRET not in chain
@@ -276,7 +276,7 @@ def test_other_answers_are_errors(serve, answer, error):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Seconds between attempts, which pass at once."""
+    """Records seconds between attempts, and skips the waiting."""
     waits = []
     monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
     return waits
@@ -331,7 +331,7 @@ def test_servers_may_ask_for_a_minute(serve, asked, waited, waits):
 
 @pytest.mark.parametrize("start", DRIPS)
 def test_answers_that_drip_end_with_their_time(start):
-    """No read of them takes long; all of them together would."""
+    """No single read takes long, but all reads together would."""
     started = time.monotonic()
     with dripping(start) as url, pytest.raises(RuntimeError, match="in time"):
         RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
@@ -399,7 +399,7 @@ def test_servers_that_do_not_answer(serve):
         message = "/reward failed: (ConnectionError|ReadTimeout), after 2 attempts"
         with pytest.raises(RuntimeError, match=message) as caught:
             RemoteReward(server.url, timeout=0.1, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
-        deadline = time.monotonic() + 10  # the second request may still be on its way
+        deadline = time.monotonic() + 10  # the second request may still be in transit
         while len(server.requests) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(server.requests) == 2
@@ -435,7 +435,7 @@ def test_the_first_failure_stops_all(serve):
 
 
 def make(*servers, rows=None, **arguments):
-    """Experience of two responses to each row, which depend on nothing but a seed."""
+    """Returns the experience of two responses to each row, which depend only on a seed."""
     model, processor = load("qwen2_5_vl")
     options = {"n_samples_per_prompt": 2, "micro_rollout_batch_size": 3, "label_column": "answer", "progress": False}
     urls = [server.url for server in servers]
@@ -478,7 +478,7 @@ def test_rewards_of_several_servers_add_up(serve):
     lengths, answers = serve(), serve(lambda request: {"rewards": [len(x) if x else None for x in request["labels"]]})
     _, _, total = make(lengths, answers)
     _, _, first = make(lengths)
-    # One that doesn't apply leaves the other
+    # A function that doesn't apply leaves the other
     assert (total - first).tolist() == [5, 5, 0, 0, 5, 5]
 
 
@@ -486,7 +486,7 @@ def test_unscorable_responses_and_errors_reach_the_caller(serve):
     server = serve(lambda request: {"rewards": [float(len(x)) if x else None for x in request["labels"]]})
     _, experiences, rewards = make(server)
     assert rewards.isnan().tolist() == [False, False, True, True, False, False]
-    assert not any(each.advantages.any() for each in experiences)  # the rest has groups of equal rewards
+    assert not any(each.advantages.any() for each in experiences)  # the other groups have equal rewards
     server = serve(lambda request: (400, {"detail": "no"}))
     with pytest.raises(RuntimeError, match=f"{server.url} answered 400"):
         make(server)

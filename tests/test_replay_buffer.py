@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Experiences taken apart and put together without losing media, and the buffer that keeps their samples."""
+"""Splits and joins experiences without losing media, and tests the buffer that stores their samples."""
 
 import gc
 import io
@@ -47,7 +47,7 @@ TENSORS = ACTION_FIELDS[:5]
 
 
 def same(a, b) -> bool:
-    """Equality of values, of dtypes and shapes of tensors, and of types."""
+    """Compares values, dtypes and shapes of tensors, and types."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if type(a) is not type(b):
@@ -62,7 +62,7 @@ def same(a, b) -> bool:
 
 
 def text(size: int = 2, length: int = 6, n_actions: int = 3, **changes) -> dict:
-    """Fields of an experience without padding."""
+    """Returns fields of an experience without padding."""
     values = torch.arange(size * n_actions, dtype=torch.float32).view(size, n_actions)
     return {
         "sequences": torch.arange(1, size * length + 1).view(size, length),
@@ -75,7 +75,7 @@ def text(size: int = 2, length: int = 6, n_actions: int = 3, **changes) -> dict:
 
 
 def item(ids: list[int], attention: list[int] | None = None, actions: list[int] | None = None, **changes):
-    """A sample whose other fields number their columns from 10."""
+    """Returns a sample whose other fields number their columns from 10."""
     n = len(actions) if actions is not None else len(ids)
     numbered = {name: torch.arange(10.0, 10 + n) for name in TENSORS}
     attention = None if attention is None else torch.tensor(attention)
@@ -113,11 +113,11 @@ def test_padding_on_either_side():
         zero_pad_sequences([torch.ones(1)], side="middle")
 
 
-# There and back. Experiences are drawn as rows of random numbers; media as the shape of the model's tensors.
+# Round trips. Experiences come from rows of random numbers; media have the shape of the model's tensors
 
 
 def patches(numbers, generator):
-    """As Qwen-VL takes images: grids, and rows of flattened patches."""
+    """Qwen-VL's image format: grids, and rows of flattened patches."""
     grid = torch.randint(1, 4, (sum(numbers), 3), generator=generator)
     per_medium = grid.prod(1)
     rows = [int(part.sum()) for part in per_medium.split(numbers)]
@@ -125,7 +125,7 @@ def patches(numbers, generator):
 
 
 def whole(numbers, generator, *shape):
-    """A row per medium."""
+    """One row per medium."""
     return torch.randn(sum(numbers), *shape, generator=generator), numbers
 
 
@@ -164,7 +164,7 @@ NUMBERS = {"list": list, "float": lambda n: torch.tensor(n, dtype=torch.float32)
 
 @st.composite
 def experiences(draw, kind: str, told_by: str):
-    """An experience whose media rows are told by `media_rows`, or by numbers in `info`, and what comes back of it."""
+    """Returns an experience with `media_rows`, or with numbers in `info`, and its round trip."""
     cls, modalities = KINDS[kind]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     size = draw(st.integers(1, 4))
@@ -235,7 +235,7 @@ def test_make_undoes_split(kind, told_by):
 
 @st.composite
 def items_of(draw, kind: str):
-    """Samples of several batches, without padding."""
+    """Returns samples of several batches, without padding."""
     drawn = draw(st.lists(experiences(kind, "media_rows"), min_size=1, max_size=3))
     items = [own for experience, _ in drawn for own in split_experience_batch(experience)]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -262,7 +262,7 @@ def test_padding_comes_and_goes(kind):
         assert same(make_experience_batch(back), padded)
         n_actions = padded.action_mask.size(1)
         for index, own in enumerate(items):
-            # The action block stays under the tokens that it is about
+            # The action block keeps its alignment with the tokens
             tokens = padded.sequences[index, -n_actions:][padded.action_mask[index]]
             assert torch.equal(tokens, own.sequences[-len(own.action_mask) :][own.action_mask])
         packed = make_experience_batch(items, packing_samples=True)
@@ -300,15 +300,15 @@ def test_items_of_all_types_together(order):
     assert [back[i].audio_values is not None for i in range(4)] == [False, False, True, False]
     assert [back[i].extra_media is not None for i in range(4)] == [False, False, False, True]
     assert [back[i].raw_images for i in range(4)] == [None, [picture] * 2, None, None]
-    # Where some tell their number of media, all do
+    # If some have their number of media, all do
     assert torch.equal(batch.info["audio_num"], torch.tensor([float(i == 2) for i in order]))
 
 
-# Which rows of media are whose
+# The assignment of media rows to samples
 
 
 def test_rows_of_media_that_are_clear():
-    for shape in ((3, 4, 4), (1, 3, 4, 4), (5, 3, 4, 4)):  # an image of each sample, whatever its layout
+    for shape in ((3, 4, 4), (1, 3, 4, 4), (5, 3, 4, 4)):  # one image per sample, whatever its layout
         for info in (None, {"image_num": [1, 1]}):
             pixels = torch.randn(2, *shape)
             items = split_experience_batch(ExperienceVL(**text(info=info), pixel_values=pixels))
@@ -322,7 +322,7 @@ def test_rows_of_media_that_are_clear():
     # One number for all samples
     items = split_experience_batch(ExperienceVL(**text(info={"image_num": 2}), pixel_values=torch.randn(4, 3, 4, 4)))
     assert [len(own.pixel_values) for own in items] == [own.info["image_num"] for own in items] == [2, 2]
-    # Other media follow the only rows that fit
+    # Other media use the only rows that fit
     batch = ExperienceVL(
         **text(info={"video_num": [1, 2]}),
         pixel_values_videos=torch.randn(9, 5),
@@ -399,7 +399,7 @@ def test_media_of_different_sizes_are_padded_on_the_right():
     batch = make_experience_batch([short, long])
     assert batch.audio_values[0].tolist() == [[1, 1, 1, 0, 0]] * 2
     assert batch.audio_attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-    # Positions of patches as by the model
+    # The model's patch positions
     items = [BufferItemVL(torch.tensor([1]), extra_media={"image_position_ids": torch.ones(1, n)}) for n in (2, 3)]
     assert make_experience_batch(items).extra_media["image_position_ids"].tolist() == [[1, 1, -1], [1, 1, 1]]
 
@@ -478,7 +478,7 @@ def test_masks_are_made_where_there_is_padding():
     assert split_experience_batch(ExperienceVL(torch.ones(0, 3))) == []
 
 
-# Removing padding: sequence, attention mask, action mask; then the sequence and the columns that are left
+# Removing padding: sequence, attention mask, action mask; then the sequence and the remaining columns
 
 
 REMOVED = {
@@ -511,7 +511,7 @@ def test_padding_is_removed(case):
     assert clean.action_entropy is None
     (again,) = remove_padding_in_sequences([clean])
     assert same(again, clean)
-    # The sample itself stays
+    # The sample stays unchanged
     assert clean is not own
     assert all(torch.equal(getattr(own, name), value) for name, value in before.items())
 
@@ -521,7 +521,7 @@ def test_padding_is_removed(case):
     [
         ([0, 0, 1, 2, 3, 0, 0], None, [1, 2, 3], [2, 3, 4]),
         ([0, 4, 0, 5, 0], None, [4, 0, 5], [1, 2, 3]),
-        # The padding id may be that of the end, which is an action
+        # The padding id may equal the end id, which is an action
         ([0, 4, 5, 7, 0, 0], [1, 1, 0], [4, 5, 7, 0], [0, 1]),
     ],
 )
@@ -544,14 +544,14 @@ def test_padding_that_cannot_be_told_is_refused():
 
 
 def bytes_alive() -> int:
-    """Memory of all tensors."""
+    """Returns the memory of all tensors."""
     gc.collect()
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def group_batch() -> ExperienceVL:
-    """Three groups of four completions on one image each, as a batch in which every completion has its own copy."""
+    """Returns three groups of four completions on one image each, as a batch in which every completion has a copy."""
     return ExperienceVL(**text(12), pixel_values=torch.randn(3, 3, 64, 64).repeat_interleave(4, 0))
 
 
@@ -570,10 +570,10 @@ def test_samples_do_not_keep_the_batch():
     assert 3 * IMAGE_BYTES < bytes_alive() - before < 3.1 * IMAGE_BYTES
     assert kept.pixel_values.shape == (1, 3, 64, 64)
     assert len(kept.info) == 3
-    weight = torch.ones(2, 3, requires_grad=True)  # of their history, no gradient
+    weight = torch.ones(2, 3, requires_grad=True)  # without a gradient of their history
     own = split_experience_batch(Experience(**text(action_log_probs=weight * 2)))[0]
     assert not own.action_log_probs.requires_grad
-    # What was cut off
+    # Truncated parts
     own = item([0] * 100 + [1], [0] * 100 + [1], [0] * 50 + [1])
     (clean,) = remove_padding_in_sequences([own])
     tensors = [value for value in vars(clean).values() if isinstance(value, torch.Tensor)]
@@ -609,7 +609,7 @@ def test_media_of_a_group_are_held_and_saved_once():
 
 
 def ragged(lengths: list[int], **changes) -> Experience:
-    """A batch of samples that are told apart by their first token, half of each actions."""
+    """Returns a batch of samples with distinct first tokens. Half of each sample are actions."""
     n_actions = [length // 2 for length in lengths]
     sequences = zero_pad_sequences([torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)])
     values = zero_pad_sequences([torch.arange(1.0, n + 1) * (i + 1) for i, n in enumerate(n_actions)])
@@ -629,7 +629,7 @@ def filled(*parts: Experience, **options) -> ReplayBuffer:
 
 
 def names(entries) -> list[int]:
-    """Which samples these are."""
+    """Returns the names of these samples."""
     return [int(own.sequences[0]) // 100 for own in entries]
 
 
@@ -807,7 +807,7 @@ def process_of_two(rank: int, port: int, results) -> None:
 
 
 def test_normalization_over_processes():
-    """The first time one of them has nothing to normalize."""
+    """The first time, one rank has nothing to normalize."""
     context = multiprocessing.get_context("fork")
     port = free_port()
     results = context.Queue()
@@ -827,12 +827,12 @@ def test_normalization_over_processes():
 
 
 def test_without_offload_samples_stay_where_they_are():
-    """The meta device stands for a GPU: nothing gets from there to the CPU."""
+    """The meta device represents a GPU: nothing moves from there to the CPU."""
     batch = make_experience_batch([item([1, 2])], packing_samples=True).to_device("meta")
     assert filled(batch, cpu_offload=False)[0].sequences.is_meta
     with pytest.raises(NotImplementedError, match="meta"):
         filled(batch)
-    for offload in (True, False):  # what is kept is a copy
+    for offload in (True, False):  # the buffer keeps a copy
         batch = ragged([4])
         buffer = filled(batch, cpu_offload=offload)
         batch.sequences.zero_()
@@ -863,7 +863,7 @@ def test_loaded_buffer_goes_on_as_the_saved():
 
 
 def test_group_spread_over_batches_shares_its_media():
-    """Three of a group in one batch, one and another group in the next."""
+    """Three of a group are in one batch, one and another group in the next."""
     image, other = torch.randn(4, 6), torch.randn(4, 6)
     parts = [
         ExperienceVL(

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run that stops at any step and resumes from its checkpoint equals, bit for bit, the uninterrupted run."""
+"""A run that stops at any step and resumes from its checkpoint equals the uninterrupted run bit for bit."""
 
 import json
 import logging
@@ -127,7 +127,7 @@ def straight(tmp_path_factory):
 
 
 def rest(trainer, step: int) -> list:
-    """What it trained on after a step."""
+    """Returns the inputs after a step."""
     return trainer.trained_on[step * trainer.args.gradient_accumulation_steps :]
 
 
@@ -145,7 +145,7 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
         assert logged(resumed, case.not_logged) == logged(uninterrupted, case.not_logged), step
 
 
-# Nothing of this would show if the state didn't matter
+# The tests need a state that matters
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_reference_that_follows_the_policy_must_be_there(straight, tmp_path):
 
 
 class Foreign:
-    """Makes a folder when it is unpickled."""
+    """Makes a folder on unpickling."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -258,7 +258,7 @@ def test_code_in_the_file_is_not_run(straight, tmp_path):
 
 
 def paths_in(folder: Path, n: int = 5, color: str = "red", size: int = 56, **columns) -> Dataset:
-    """Rows that name files of a folder."""
+    """Returns rows that name files of a folder."""
     folder.mkdir(exist_ok=True)
     for i in range(n):
         Image.new("RGB", (size, size + 28 * (i % 2)), color).save(folder / f"{i}.png")
@@ -344,7 +344,7 @@ def test_fingerprints_depend_on_the_content_of_rows_alone(tmp_path):
     assert fingerprint(Dataset.from_dict({"prompt": []})) == {"rows": 0, "columns": ["prompt"], "checksums": {}}
 
 
-# What may change between the runs
+# Allowed changes between the runs
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
 
 
 def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight, tmp_path):
-    """Also not in the middle of a generation batch; what it does is measured anew."""
+    """This also holds in the middle of a generation batch. The trainer measures its way of scoring anew."""
     name, step = "several epochs", 6
     uninterrupted = straight(name)
     assert uninterrupted._policy.fallbacks.packing

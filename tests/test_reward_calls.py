@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward functions in a trainer: by name, with other parameters, that fail, and that reward what nothing asks for."""
+"""
+Reward functions in a trainer: by name, with other parameters, with failures, and without a request in the prompt.
+"""
 
 import functools
 import re
@@ -49,7 +51,7 @@ def test_a_name_is_a_models_where_it_is_a_folder_or_no_functions(tmp_path, monke
     assert as_reward_funcs("reasoning_accuracy_reward") == [reasoning_accuracy_reward]
     (tmp_path / "format_reward").mkdir()
     assert as_reward_funcs("format_reward") == ["format_reward"]
-    assert load_reward_funcs(["format_reward"]) == [format_reward]  # of the command, which has an option for models
+    assert load_reward_funcs(["format_reward"]) == [format_reward]  # of the command, whose option expects models
     (overlong,) = load_reward_funcs(["get_soft_overlong_punishment"])
     assert overlong([[0] * 1281]) == [-1.0]
     for name, meant in (("acuracy_reward", "mean 'accuracy_reward'"), ("nowhere.even", "No module named 'nowhere'")):
@@ -63,7 +65,7 @@ def test_evaluation_takes_names(tmp_path):
     assert result.settings["reward_funcs"] == ["accuracy_reward", "think_format_reward"]
 
 
-# What they are called with
+# Arguments
 
 
 def no_prompts(completions, solution):
@@ -114,7 +116,7 @@ def test_a_parameter_that_is_no_column_is_named(tmp_path):
         trainer.train()
 
 
-# What they fail of
+# Failures
 
 
 def of_texts(completions, **kwargs):
@@ -160,7 +162,7 @@ def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):
         rule(["?"] * 6, ["x"] * 6, label=["skip"] * 5 + ["use"], solution=[{}] * 6)
 
 
-# What prompts ask for
+# Requests in prompts
 
 
 def sounds(completions, **kwargs):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Reward models that see and hear: alone, against plain forwards of single rows, and in the trainers."""
+"""Reward models with media: against plain forward passes of single rows, and in the trainers."""
 
 import functools
 import tempfile
@@ -48,7 +48,7 @@ def answer(words: str) -> list[dict]:
 
 @functools.cache
 def saved(model_class: type) -> Path:
-    """Folder with a sequence classifier of Gemma 3 and the processor that belongs to it."""
+    """Returns a folder with a sequence classifier of Gemma 3 and its processor."""
     model, processor = FAMILIES["gemma3"].build()
     config = model.config if model_class is hf.Gemma3ForSequenceClassification else model.config.text_config
     config.num_labels = 1
@@ -62,13 +62,13 @@ def saved(model_class: type) -> Path:
 
 
 def classifier(model_class: type = hf.Gemma3ForSequenceClassification):
-    """Fresh `(model, processor)`."""
+    """Returns a fresh `(model, processor)`."""
     folder = saved(model_class)
     return model_class.from_pretrained(folder).eval(), hf.AutoProcessor.from_pretrained(folder)
 
 
 def alone(model, processor, messages) -> float:
-    """The score at the last token of one row without padding, by the parts of a sequence classifier."""
+    """Returns the score at the last token of one row without padding, from the parts of a sequence classifier."""
     inputs = processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         hidden = model.base_model(**inputs).last_hidden_state
@@ -76,7 +76,7 @@ def alone(model, processor, messages) -> float:
 
 
 class Head(nn.Module):
-    """A module that isn't of transformers, around one that is: scores `(B,)` at the last token of the mask."""
+    """A module outside transformers that wraps one of transformers: scores `(B,)` at the last token of the mask."""
 
     def __init__(self, model: hf.PreTrainedModel):
         super().__init__()
@@ -112,7 +112,7 @@ def test_scores_are_those_of_single_rows():
         scores = reward(prompts=PROMPTS, completions=COMPLETIONS, label=[0] * 4)
         assert scores == expected
     assert max(scores) - min(scores) > 0.1
-    # Padding is that of the processor
+    # The processor pads
     model.config.get_text_config().pad_token_id = None
     processor.tokenizer.pad_token = None
     assert processor.tokenizer.eos_token_id != 0
@@ -155,7 +155,7 @@ def test_every_form_of_a_row_scores_alike():
     for prompts in (messages, placeholders):
         assert reward(prompts, COMPLETIONS[:2], image=[picture, None]) == expected
     assert reward(questions, ["a bird " * 4, "a bird " * 3], images=[[picture], None]) == expected
-    # As the trainers hand them over: the medium in the message, and its column
+    # The trainers' format: the medium in the message, and its column
     assert reward(PROMPTS[:2], COMPLETIONS[:2], image=[picture, None]) == expected
 
 
@@ -246,7 +246,7 @@ def test_media_that_cannot_be_taken_raise():
     for reward, prompts, error in (
         ((model, processor), [PROMPTS[1], clip], f"row 1, .*'{name}' with its Gemma3Processor takes no audio; use a"),
         ((model, processor.tokenizer), PROMPTS, "row 0, .*takes no image; use a model that does, with its processor"),
-        # It would take the pixels among its keyword arguments, and leave them alone
+        # Its keyword arguments would accept the pixels, and ignore them
         ((reader, processor), PROMPTS, "row 0, .*'my-Gemma3TextForSequenceClassification' .*takes no image"),
         ((Head(qwen), qwen_processor), PROMPTS, "row 0, .*Qwen2AudioProcessor takes no image"),
         ((model, blind), PROMPTS, "row 0, column 'prompt.0..content.0.': .*one placeholder for each"),
@@ -271,7 +271,7 @@ def given(family: str, reward_processing_class) -> dict:
 
 
 def expected_rewards(trainer, rows: list[dict], batch: dict, end: str = "") -> list[float]:
-    """The scores of a trainer's completions by plain forwards, by a template with this end."""
+    """Computes the scores of a trainer's completions with plain forward passes and a template with this end."""
     model, processor = classifier()
     processor.chat_template += end
     scores = []
@@ -334,7 +334,7 @@ def test_rloo_is_rewarded_by_a_model():
 
 
 def test_text_is_rewarded_as_in_trl():
-    """By a reader of text, on TRL's own path, and by a model with a processor, on ours."""
+    """A text-only classifier uses TRL's path, and a model with a processor uses this package's."""
     for model_class in (hf.Gemma3TextForSequenceClassification, hf.Gemma3ForSequenceClassification):
         path = str(saved(model_class))
         theirs, ours = (run(t, "qwen2_5_vl", text_rows(), reward=path) for t in (InjectedTRL, InjectedOurs))
@@ -353,7 +353,7 @@ def test_a_reader_of_text_refuses_media(model_class):
 
 
 class Talking(Scripted):
-    turns = (0, 1)  # every other completion is shown an image
+    turns = (0, 1)  # every other completion gets an image
 
 
 class RecordedGRPO(Recording, MultimodalGRPOTrainer):

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Recipes of rewards: each function gets its rows alone, weighted, alone and in a trainer."""
+"""Reward recipes: each function gets only its rows, with its weight, directly and in a trainer."""
 
 import asyncio
 import math
@@ -150,7 +150,7 @@ def test_a_trainer_rewards_by_label():
     recipe = {"count": [("rule", "length", 0.5)], "describe": [("rule", "length", 2.0), ("rule", "modulo", -1.0)]}
     rows = labelled_rows()
     functions = apply_recipe({"length": length, "modulo": modulo}, recipe, label_column="task")
-    # One group of four completions of each prompt
+    # One group of four completions per prompt
     trainer = run(Recorded, "qwen2_5_vl", rows, reward=functions, max_steps=1).trainer
     (draw,) = trainer.draws
     expected = []
@@ -181,7 +181,7 @@ def test_a_trainer_logs_extra_columns_of_some_rows(tmp_path):
 
     recipe = {"count": [("rule", "logs", 1.0)], "describe": [("rule", "length", 1.0)]}
     functions = apply_recipe({"logs": logs, "length": length}, recipe, label_column="task")
-    # Groups of one prompt a step, so that every other step has no row for `logs`
+    # Each step has groups of one prompt, so that every other step has no row for `logs`
     options = {"per_device_train_batch_size": 4, "max_steps": 4, "log_completions": True}
 
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", labelled_rows(), tmp_path, reward=functions, **options)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rewards of answers: what counts as the answer, when two answers are equal, and what a completion must look like."""
+"""Answer rewards: extraction of the answer, equality of two answers, and the format of a completion."""
 
 import asyncio
 import os
@@ -26,12 +26,12 @@ def accuracy(completion, solution, **columns):
     [
         ("<answer>seven</answer>", "seven", 1.0),
         ("I hear <answer> seven </answer> here", "seven", 1.0),
-        ("seven", "seven", 1.0),  # no tag: the whole text is the answer
+        ("seven", "seven", 1.0),  # without a tag, the whole text is the answer
         ("I hear seven", "seven", 0.0),
         ("seven <answer>eight</answer>", "seven", 0.0),
-        ("<answer>eight</answer><answer>seven</answer>", "seven", 0.0),  # the first tag answers
+        ("<answer>eight</answer><answer>seven</answer>", "seven", 0.0),  # the first tag counts
         ("<answer>line one\nline two</answer>", "line one line two", 1.0),
-        ("<answer>seven", "seven", 0.0),  # cut off before the tag closed
+        ("<answer>seven", "seven", 0.0),  # truncated before the closing tag
         ("<answer></answer> seven", "seven", 0.0),
         ("", "seven", 0.0),
         ("seven", "<answer>seven</answer>", 1.0),  # R1-AQA stores its references in tags
@@ -87,8 +87,8 @@ def test_expressions_are_compared_symbolically(answer, solution, reward):
 @pytest.mark.parametrize(
     ("completion", "solution"),
     [
-        ("I count 3 dogs", "3"),  # a number in free text, with no tag
-        ("It is $3$. <answer>4</answer>", "3"),  # a number in free text, against the tag
+        ("I count 3 dogs", "3"),  # a number in untagged text
+        ("It is $3$. <answer>4</answer>", "3"),  # a number in untagged text, against the tag
         ("\\boxed{3} <answer>4</answer>", "3"),
         ("<answer>act</answer>", "cat"),  # c * a * t commutes
         ("<answer>2 cats and a dog</answer>", "2 dogs and a cat"),
@@ -118,7 +118,7 @@ def test_conversational_completions_are_read_from_their_last_message():
     completions = [[{"role": "assistant", "content": "Seven"}], called]
     assert accuracy_reward(completions=completions, solution=["seven", "seven"]) == [1.0, 1.0]
     assert format_reward(completions=completions) == [0.0, 1.0]
-    # What a tool says is no answer, and may be a picture
+    # The output of a tool is no answer, and may be a picture
     unanswered = [
         [called[0], {"role": "tool", "content": content}]
         for content in ("<answer>seven</answer>", [{"type": "image", "image": None}])
@@ -147,14 +147,14 @@ def test_conversational_completions_are_read_from_their_last_message():
         (r"\boxed{7}? No: \boxed{8}", "7", 0.0),
         (r"\boxed{\frac{1}{\sqrt{4}}} it is", "0.5", 1.0),
         (r"\boxed{\text{a dog}}", "A dog.", 1.0),
-        (r"\boxed{7} and \boxed{8", "7", 1.0),  # cut off
+        (r"\boxed{7} and \boxed{8", "7", 1.0),  # truncated
         (r"\boxed{\boxed{7}}", "7", 1.0),
         (r"\boxed{7 \text{ thousand}}", "7", 0.0),
         (r"\boxed{7 \text{ cm}}", "7 km", 0.0),
         (r"\boxed{7} <answer>8</answer>", "7", 0.0),
         (r"The answer is 7 <answer>8", "7", 0.0),
         (r"<answer>3 + 4, so \boxed{7}</answer>", "7", 1.0),
-        ("<answer>The answer is 7</answer>", "7", 0.0),  # tags hold the answer alone
+        ("<answer>The answer is 7</answer>", "7", 0.0),  # tags hold only the answer
         ("B", "B. dog", 1.0),
         ("(B)", "B. dog", 1.0),
         ("(b).", "(B) dog", 1.0),
@@ -182,7 +182,7 @@ def test_answers_without_tags(completion, solution, reward):
     assert time.monotonic() - started < 10
 
 
-# Where TRL reads an answer and a reference. It joins several boxes, and takes mixed numbers for sums.
+# How TRL parses an answer and a reference. It joins several boxes, and parses mixed numbers as sums
 WITH_TRL = [
     (r"\boxed{7}", "7"),
     (r"\boxed{8}", "7"),
@@ -258,7 +258,7 @@ HOSTILE = [("9^{9^{9^9}}", "7!"), ("(" * 3000 + "x" + ")" * 3000, "x+1")]
 
 
 def test_expressions_are_compared_within_a_time_in_any_thread():
-    """Those that take too long are wrong, others are compared as ever, also beside them and after them."""
+    """Slow comparisons count as wrong. Others work as before, also concurrently and afterwards."""
     pairs = [each for pair in HOSTILE for each in (pair, ("0.5", "1/2"))]
     answers_, solutions = map(list, zip(*pairs, strict=True))
     with ThreadPoolExecutor(2) as pool:
@@ -274,11 +274,11 @@ def test_expressions_are_compared_within_a_time_in_any_thread():
 
 
 def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
-    """That of a script without a guard, which doesn't run twice."""
+    """Its owner is a script without a main guard, which doesn't run twice."""
     code = (
         "from trl_multimodal_rft.rewards import accuracy_reward, expressions\n"
         "assert accuracy_reward(['7', 'a cat'], solution=['7', 'a dog']) == [1, 0]\n"
-        "assert expressions._comparer.cache_info().currsize == 0\n"  # which no expression needed
+        "assert expressions._comparer.cache_info().currsize == 0\n"  # no expression needed it
         "for _ in range(2):\n"
         "    assert accuracy_reward(['0.5'], solution=['1/2']) == [1]\n"
         "    print(expressions._comparer(expressions.os.getpid())._process.pid)\n"

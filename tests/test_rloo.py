@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""On images, [`MultimodalRLOOTrainer`] makes the updates and metrics of TRL's RLOO; it trains on sound, too."""
+"""On images, [`MultimodalRLOOTrainer`] makes the updates and metrics of TRL's RLOO. It also trains on sound."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ FAMILY = "qwen2_5_vl"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
 
 
-# Two updates on one generation batch, each from two of its four micro-batches, and the first of them again
+# Two updates on one generation batch, each from two of its four micro-batches, and the first one again
 REUSED = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -44,7 +44,7 @@ REUSED = {
     "learning_rate": 0.01,
     "beta": 0.0,
 }
-# A new generation batch every two updates, so that the policy has left the reference where they are rewarded
+# A generation batch lasts two updates, so the policy has left the reference when the divergence enters the rewards
 RENEWED = {**REUSED, "num_iterations": 1}
 OPTIONS = {
     "one update": {"beta": 0.0},
@@ -75,7 +75,7 @@ def trl_run(name):
 
 
 def our_run(rows=None, **options):
-    """With TRL's shuffle, which puts the same completions into a micro-batch."""
+    """Uses TRL's shuffle, which puts the same completions into a micro-batch."""
     options = {"self_check": False, "keep_groups_together": False, **options}
     return run(InjectedOurs, FAMILY, rows or dataset(), **options)
 
@@ -93,7 +93,7 @@ def test_packed_equals_trl(name):
 
 
 def test_every_option_makes_another_update():
-    """An option without effect on these data would prove nothing above."""
+    """The comparison above would prove nothing for an option without effect."""
     names = [name for name in OPTIONS if name != "adapter"]
     for one, other in itertools.combinations(names, 2):
         assert relative_difference(trl_run(one).update, trl_run(other).update) > 1e-4, (one, other)
@@ -108,7 +108,7 @@ def test_padded_equals_trl():
 
 
 def test_groups_together_equal_trl():
-    """Completions change places within an update, not between updates; metrics that average micro-batches may move."""
+    """Completions move within an update, not between updates. Metrics that average micro-batches may change."""
     options = {"beta": 0.05, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
     theirs = run(InjectedTRL, FAMILY, dataset(), **options)
     ours = our_run(**options, keep_groups_together=True)
@@ -132,7 +132,7 @@ def test_other_rows_equal_trl(rows):
 
 
 def test_evaluation_equals_trl():
-    """Evaluation between updates on one generation batch leaves the batch alone."""
+    """Evaluation between updates on one generation batch doesn't change the batch."""
     options = {**OPTIONS["kl"], **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
     theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
     assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
@@ -148,9 +148,9 @@ def test_evaluation_equals_trl():
     ids=["processed logits", "adapter, kl, evaluation"],
 )
 def test_sampling_equals_trl(options):
-    """Sampled from one prefill of each prompt, the completions are TRL's, and so is everything that follows."""
+    """Sampling from one prefill per prompt gives TRL's completions, and TRL's results afterwards."""
     processor = load(FAMILY)[1]
-    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL leaves out the second
+    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL omits the second
     options = {
         "max_steps": 3,
         "learning_rate": 0.03,
@@ -162,7 +162,7 @@ def test_sampling_equals_trl(options):
     assert_equal(theirs, ours)
 
 
-# Media that TRL doesn't take
+# Media that TRL doesn't support
 
 
 @functools.cache

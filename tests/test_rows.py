@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows are read once, ahead of need, with the same results; and one that can't be read doesn't end a run."""
+"""The trainer reads rows once, ahead of need, with the same results. An unreadable row doesn't end a run."""
 
 import errno
 import json
@@ -64,7 +64,7 @@ def trained(rows, folder, family="qwen2_audio", **options):
 
 
 def noisy_rows(n: int = 6) -> Dataset:
-    """Sounds that are another each time a row is read."""
+    """Returns sounds that differ on each read."""
     noise = np.random.default_rng()
 
     def read(batch):
@@ -128,8 +128,8 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stream, "PrefetchPool", Watched)
     trainer.train()
-    assert late == [False] * 4  # two prompts in each batch but the first, which is read at once
-    rows = with_media(text_rows(8), "audio", [None] * 8)  # of text alone no process reads
+    assert late == [False] * 4  # two prompts in each batch but the first, which the trainer reads at once
+    rows = with_media(text_rows(8), "audio", [None] * 8)  # no process reads text-only rows
     trainer = make_trainer(Recorded, "qwen2_audio", rows, tmp_path, max_steps=3)
     monkeypatch.setattr(PrefetchPool, "_submit", None)
     trainer.train()
@@ -139,7 +139,7 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["dataset", "stream"])
 def test_loader_gives_the_rows_of_trls(algorithm, streamed, tmp_path):
-    """Micro-batch by micro-batch, in two epochs, and from the middle of the second one."""
+    """Compares micro-batch by micro-batch, in two epochs, and from the middle of the second one."""
     trl, ours = {
         "grpo": (GRPOTrainer, MultimodalGRPOTrainer),
         "rloo": (RLOOTrainer, MultimodalRLOOTrainer),
@@ -224,7 +224,7 @@ def test_ranks_read_their_own_shards_of_a_stream():
 
 
 def test_no_row_is_read_ahead_that_the_run_does_not_use():
-    """Steps are counted as `Trainer` does: an epoch ends with a step of the micro-batches that are left."""
+    """Steps count as in `Trainer`: an epoch ends with a step of the remaining micro-batches."""
     batches = EpochBatches(10, BatchShape(2, repeats=3), None, partial(seeded_order, seed=0))  # 15 micro-batches
     used = []
     for epoch in range(2):
@@ -255,7 +255,7 @@ def test_a_process_that_dies_costs_one_row():
     found = [ahead.take(row) for row in (0, 1, 3, 4)]
     assert [value for value, _ in found] == [0, 10, 30, 40]
     assert all(process != parent for _, process in found)
-    with pytest.raises(MediaError, match="row 2"):  # not asked for before
+    with pytest.raises(MediaError, match="row 2"):  # not requested before
         ahead.take(2)
     ahead.close()
 
@@ -263,7 +263,7 @@ def test_a_process_that_dies_costs_one_row():
 def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_here():
     ahead = PrefetchPool(lambda row: (row, os.getpid(), os.getpgid(0)))
     row, pid, group = ahead.take(1)
-    assert group == pid != os.getpid()  # what is sent to the group of this process isn't for it
+    assert group == pid != os.getpid()  # signals to this process's group don't reach it
     os.kill(pid, signal.SIGTERM)
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)
@@ -290,7 +290,7 @@ def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, 
 
 
 def test_batches_are_read_when_they_are_accessed(tmp_path):
-    """Once, however many micro-batches use them."""
+    """The trainer reads them once, however many micro-batches use them."""
     read = []
 
     def transform(batch):
@@ -300,7 +300,7 @@ def test_batches_are_read_when_they_are_accessed(tmp_path):
     rows = text_rows(4).add_column("index", range(4)).with_transform(transform)
     options = {"steps_per_generation": 2, "shuffle_dataset": False}
     loader = make_trainer(Recorded, "qwen2_5_vl", rows, tmp_path, **options).get_train_dataloader()
-    read.clear()  # the constructor looks at the columns
+    read.clear()  # the constructor inspects the columns
     first, second, *_ = list(loader)
     assert first is second and len(first) == 16 and "labels" not in first and read == []
     assert [each.number for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
@@ -316,7 +316,7 @@ def test_resuming_reads_no_row_whose_completions_were_saved(tmp_path):
         return {**batch, "audio": [sounds[i]["audio"] for i in batch["index"]]}
 
     rows = text_rows(5).add_column("index", range(5)).with_transform(transform)
-    options = {**REUSED, "self_check": False, "media_prefetch": 0}  # a generation batch is for four steps
+    options = {**REUSED, "self_check": False, "media_prefetch": 0}  # a generation batch lasts four steps
     make_trainer(Recorded, "qwen2_audio", rows, tmp_path, **{**options, "max_steps": 1}).train()
     resumed = make_trainer(Recorded, "qwen2_audio", rows, tmp_path, **{**options, "max_steps": 5})
     for step, expected in ((4, 0), (5, 4)):
@@ -346,11 +346,11 @@ def test_no_worker_outlives_a_run(fails, tmp_path):
         time.sleep(0.01)
 
 
-# Rows that can't be read
+# Unreadable rows
 
 
 def damaged_rows(bad: dict[int, str], n: int = 12) -> Dataset:
-    """Sounds, some of which are of files that aren't there."""
+    """Returns sounds, some of which have missing files."""
     sounds = [bad.get(i, sound(0.2 + 0.02 * i, seed=i)) for i in range(n)]
     return with_media(text_rows(n), "audio", sounds)
 
@@ -364,7 +364,7 @@ def skipped_rows(folder) -> list[dict]:
 
 
 def numbers_of(trainer) -> list[list[int]]:
-    """The numbers at the end of the prompts that were trained on, of each micro-batch."""
+    """Returns the numbers at the end of the trained prompts, for each micro-batch."""
     decode = trainer.processing_class.tokenizer.decode
     return [[int(re.findall(r"(\d+)<", decode(ids))[-1]) for ids in prompts] for prompts, _ in trainer.trained_on]
 
@@ -394,7 +394,7 @@ def test_bad_rows_are_skipped(tmp_path):
 
 @pytest.mark.slow
 def test_rows_that_were_skipped_stay_so_after_resuming(tmp_path):
-    """Though they can be read again."""
+    """The rows are readable again."""
     straight = trained(damaged_rows(BAD), tmp_path / "straight", **SKIP, save_strategy="steps", save_steps=1)
     resumed = make_trainer(Recorded, "qwen2_audio", damaged_rows({}), tmp_path / "resumed", **SKIP)
     entries = skipped_rows(tmp_path / "straight")
@@ -414,8 +414,8 @@ def test_stream_goes_on_with_the_row_before(tmp_path):
     assert [sorted(set(batch)) for batch in numbers_of(run)] == [[0], [2, 3], [5], [6, 7], [8]]
     last = run._stream._last_row
     run.evaluate(audio_rows(2))
-    assert run._stream._last_row is last  # none of the rows to evaluate
-    run.num_generations = 3  # of 8 completions of a process: a group straddles
+    assert run._stream._last_row is last  # not a row of the evaluation
+    run.num_generations = 3  # of 8 completions of a rank: a group straddles
     with pytest.raises(ValueError, match="whole groups"):
         run.get_train_dataloader()
 
@@ -431,7 +431,7 @@ def test_stream_of_less_than_a_batch_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="fewer than a batch of 2"):
         make(image_rows(1)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     trainer = make(image_rows(3))
-    trainer.train(resume_from_checkpoint=True)  # which has nothing left to do
+    trainer.train(resume_from_checkpoint=True)  # no step remains
     assert trainer.state.global_step == 2
 
 
@@ -468,7 +468,7 @@ EVALUATED |= {"num_generations_eval": 2, "per_device_eval_batch_size": 6}
 
 
 def evaluated(trainer, rows) -> dict[str, float]:
-    trainer.model.train()  # as between steps
+    trainer.model.train()  # the mode between steps
     durations = ("time", "per_second")
     return {name: n for name, n in trainer.evaluate(rows).items() if not any(part in name for part in durations)}
 
@@ -500,6 +500,6 @@ def test_evaluation_of_a_trainer_is_that_of_the_rows_that_can_be_read(tmp_path):
     sounds = [BAD.get(i, sound(0.2 + 0.02 * i, seed=i)) for i in range(12)]
     rows = with_media(text_rows(12), "audio", sounds)
     evaluated(trainer, rows)
-    sounds[5] = "/nowhere/lost.wav"  # a row that can no longer be read
+    sounds[5] = "/nowhere/lost.wav"  # a row that became unreadable
     with pytest.raises(MediaError, match="row 5, column 'audio'"):
         evaluated(trainer, rows)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scripts: how their arguments are read, and the prompts that they make."""
+"""Scripts: parsing of their arguments, and their prompts."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_config_file_is_read_as_the_command_line_would_be(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo, sft, evaluate, filter])
 def test_command_line_is_read_as_by_trl(script):
-    """Each option with a value, and each switch off."""
+    """Covers each option with a value, and each switch off."""
     words = []
     for option in options(script.ARGUMENTS):
         name, kind = option["name"], option["type"]
@@ -160,7 +160,7 @@ def test_prompts_are_filled_in(kind):
     assert [row["completion"] for row in read(made)] == ["3!", "4!"]
     assert [row["prompt"] for row in read(made)] == texts
     assert made.features == {**FEATURES, "prompt": Value("string"), "completion": Value("string")}
-    # Nothing was decoded, which of these bytes nothing can be
+    # The trainer decoded nothing, because no decoder accepts these bytes
     assert [row["audio"].value["bytes"] for row in read(made)] == [b"no sound", b"none either"]
     assert all(isinstance(row["audio"], Encoded) for row in read(made))
 
@@ -209,7 +209,7 @@ def test_prompts_that_cant_be_made(kind):
 
 
 def test_mixture(tmp_path):
-    """As TRL loads several datasets; and the same rows are held out whenever and wherever they are."""
+    """Datasets combine as in TRL, and the held-out rows are always the same."""
     for name, rows in (("few", 6), ("many", 30)):
         columns = {"question": [f"{name} {i}" for i in range(rows)], "unused": [0] * rows}
         Dataset.from_dict(columns).to_parquet(tmp_path / name / "train.parquet")

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Each rule of the self-check is broken once, and seen; what it finds falls back and is measured again, or training
-stops. Most of it needs a policy and prompts alone; what a trainer does with the results is at the end.
+Breaks each rule of the self-check once. The check detects it, falls back and measures again, or training stops. Most
+tests need only a policy and prompts; those at the end cover the trainer's use of the results.
 """
 
 import functools
@@ -40,7 +40,7 @@ from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
 def asking(prompts, **columns):
-    """Rows of questions, with media."""
+    """Returns rows of questions with media."""
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
     for column, media in columns.items():
         rows = with_media(rows, column, media)
@@ -60,7 +60,7 @@ def test_a_sound_model_passes(family, rows):
     assert min(check.media.values()) > 1e-2
     assert check.fallbacks == Fallbacks(packing=True, isolate=None)
     assert check.changes == ("suppressed placeholders",) and check.changed > 0 and check.training == 0
-    assert sound_model.policy.fallbacks is not check.fallbacks  # which who asked is to apply
+    assert sound_model.policy.fallbacks is not check.fallbacks  # the caller must apply them
 
 
 # Log-probabilities against the model's logits
@@ -69,7 +69,7 @@ def test_a_sound_model_passes(family, rows):
 def test_model_logits_where_the_fused_head_is_wrong(caplog):
     wrong = subject("llava", image_rows(2), temperature=0.7)
     assert not wrong.policy.fallbacks.logits_from_model
-    # Nothing that could be measured before
+    # The check had nothing to measure before
     wrong.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
     check = wrong.check()
     assert "llava: TRL's fused head gives log-probabilities that differ by" in caplog.text
@@ -84,7 +84,7 @@ def test_positions_that_are_wrong_raise(monkeypatch):
         return {**batch, "position_ids": batch["position_ids"] * 3}
 
     left_pad = forward.left_pad
-    monkeypatch.setattr(forward, "left_pad", shifted)  # of the scores; sampling has its own
+    monkeypatch.setattr(forward, "left_pad", shifted)  # affects scores; sampling pads separately
     with pytest.raises(
         RuntimeError, match="qwen2_5_vl can't be trained exactly: log-probabilities in a batch differ by"
     ):
@@ -134,11 +134,11 @@ def test_an_ignored_audio_cannot_hide_behind_an_image():
     torch.nn.init.zeros_(projection.bias)
     with pytest.raises(RuntimeError, match="answers the same with another audio"):
         whole.check()
-    assert whole.check(audio=0.5).media.keys() == {"image", "audio"}  # which was measured before
+    assert whole.check(audio=0.5).media.keys() == {"image", "audio"}  # the check measured these before
 
 
 def test_a_model_that_hears_only_that_there_is_a_sound_raises():
-    """Without the features it answers differently, but every sound is the same to it."""
+    """It answers differently without the features, but doesn't distinguish sounds."""
     deaf = subject("qwen2_audio", audio_rows(2))
     torch.nn.init.zeros_(deaf.model.model.multi_modal_projector.linear.weight)
     torch.nn.init.constant_(deaf.model.model.multi_modal_projector.linear.bias, 0.5)
@@ -152,7 +152,7 @@ def test_one_sound_in_all_rows_passes(rows):
     assert subject("qwen2_audio", dataset).check().media["audio"] > 1e-2
 
 
-# Prompts in one forward
+# Prompts in one forward pass
 
 
 def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
@@ -164,7 +164,7 @@ def test_rows_that_disturb_each_other_are_isolated(monkeypatch, caplog):
 
 
 def test_a_text_prompt_does_not_hide_what_clips_do_to_each_other(monkeypatch):
-    """Text beside a clip changes nothing in an encoder without a mask for padding; a clip of another length does."""
+    """Text next to a clip changes nothing in an encoder without a padding mask; a clip of another length does."""
     forget_isolation(monkeypatch)
     prompts = ["What do you hear in the audio? Is there a cat?", "Is there a bird?", "What do you hear?"]
     rows = asking(prompts, audio=[sound(0.9, seed=1), None, sound(0.7, seed=2)])
@@ -186,7 +186,7 @@ def test_rows_of_equal_shape_that_disturb_each_other_are_isolated(monkeypatch):
 
 
 def test_rows_that_padding_changes_are_isolated(monkeypatch):
-    """Seen with the shortest prompt, where others are as long as the longest."""
+    """The check detects it with the shortest prompt, next to others as long as the longest."""
 
     def from_the_edge(prompts, pad_token_id):
         batch = left_pad(prompts, pad_token_id)
@@ -228,7 +228,7 @@ def test_packing_that_is_wrong_falls_back_to_padded(monkeypatch, caplog):
 
 
 def test_packing_is_measured_on_the_longest_prompt(monkeypatch):
-    """A window that only the longest prompt exceeds."""
+    """Only the longest prompt exceeds the window."""
     narrow = subject("llava", asking(["Is there a bird?", "Is there a cat? " * 12], image=[picture()] * 2))
     window = 48
 
@@ -260,7 +260,7 @@ def test_packing_that_fails_falls_back_to_padded(error, monkeypatch, caplog):
 
 
 def test_sampling_from_a_wrong_cache_falls_back_to_separate_prefills(monkeypatch):
-    # The last token of a bidirectional prefix is seen by all others, so it can't be left out of the prefill
+    # All other tokens attend to the last token of a bidirectional prefix, so the prefill must include it
     monkeypatch.setattr(generation, "_cacheable_tokens", lambda model, prompts: -1)
     check = subject("paligemma", image_rows(2)).check()
     assert not check.fallbacks.shared_prefill and "separate prefills" in str(check)
@@ -286,7 +286,7 @@ def test_sampling_from_another_distribution_raises():
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_generate_that_filters_raises(top_p):
-    """Unless the user changes the distribution anyway, which is named."""
+    """The user may still change the distribution explicitly, and the message names the option."""
     changes = [] if top_p == 1.0 else ["top_p"]
     filters = subject("llava", image_rows(2), top_p=top_p, changes=changes)
     filters.model.generate = functools.partial(
@@ -333,7 +333,7 @@ def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows):
 
 
 def test_a_checkpoint_without_a_cache_shares_its_prefill():
-    """Checkpoints of Idefics and SmolVLM may say `use_cache: false`, which isn't used."""
+    """Checkpoints of Idefics and SmolVLM may set `use_cache: false`, which the trainer ignores."""
     uncached = subject("idefics3", image_rows(2))
     uncached.model.generation_config.use_cache = False
     check = uncached.check()
@@ -347,11 +347,11 @@ def test_nothing_is_sampled_where_an_engine_does():
     assert re.search("sampled vs. full distribution +not measured +suppressed placeholders", str(check))
 
 
-# What is chosen, and what is left as it was
+# Choices of the check, and state that it restores
 
 
 def test_partners_are_prompts_with_other_grids():
-    """Patches of all images have one shape; their grids tell them apart."""
+    """Patches of all images have one shape; their grids distinguish them."""
     grids = []
 
     class Remembering(PolicyForward):
@@ -451,7 +451,7 @@ self-check: largest differences of log-probs (tolerance 7e-04)
     assert "full distribution" not in str(replace(check, changes=(), changed=0.0))
 
 
-# What trainers do with it
+# Use of the results in trainers
 
 
 def train(family, rows, output_dir, trainer_class=MultimodalGRPOTrainer, **options):
@@ -477,7 +477,7 @@ def test_trainer_compares_with_the_processor_as_it_is_loaded(tmp_path):
     objects = {"model": str(saved("qwen2_audio"))}
     options = {"objects": objects, "max_steps": 1, "self_check": True}
     run = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options)
-    # As if loading had passed the side of the tokenizer on to the extractor
+    # As if loading had passed the tokenizer's side on to the extractor
     run.processing_class.feature_extractor.padding_side = "left"
     with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
         run.train()
@@ -529,7 +529,7 @@ def test_a_generate_that_returns_ids_alone_is_not_measured(trainer_class, tmp_pa
 
 @pytest.mark.parametrize("option", [None, False])
 def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
-    """Granite Speech has dropout and batch norms in its encoder; its scores are those of its evaluation mode."""
+    """Granite Speech has dropout and batch norms in its encoder. Its scores are those of its evaluation mode."""
     steps = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.0, "disable_dropout": option}
     model, processor = ALL_FAMILIES["granite_speech"].build()
     encoder = model.model.encoder
@@ -563,7 +563,7 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
 
 
 def test_the_language_model_keeps_its_dropout(tmp_path, capsys):
-    """As in TRL, where `disable_dropout` isn't set."""
+    """As in TRL, unless `disable_dropout` is set."""
     model, processor = load("llava")
     layers = model.model.language_model.layers
     for layer in layers:

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supervised training with media: the loss is the model's own, TRL's where TRL trains the same rows, and rows in one
-forward don't see each other."""
+"""
+Supervised training with media: the loss equals the model's, and TRL's where TRL supports the rows. Rows in one forward
+pass don't affect each other.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sing
 SIZES = [(84, 56), (56, 56), (112, 84), (56, 112)]
 PAIRS = {**PLAIN, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 IN_ORDER = {"train_sampling_strategy": "sequential"}
-# What TRL needs to know which words are the assistant's
+# TRL needs this to find the assistant's tokens
 GENERATION = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{% for block in message.content %}{{ block.text }}"
@@ -55,7 +57,7 @@ def picture_rows(n=8, form="messages"):
 
 
 def album_rows(n=8):
-    """Conversations of two turns, each with its picture."""
+    """Returns conversations of two turns, each with a picture."""
     rows = []
     for i in range(n):
         chat = [
@@ -120,7 +122,7 @@ def load_start(weights):
     raise AssertionError("no family has these weights")
 
 
-# As TRL
+# Comparison with TRL
 
 
 TRL_ROWS = {
@@ -141,7 +143,9 @@ DEFAULT_ROWS = ("chat", "completions about images", "albums")
     "name", [pytest.param(name, marks=[] if name in DEFAULT_ROWS else [pytest.mark.slow]) for name in TRL_ROWS]
 )
 def test_equals_trl(name, tmp_path):
-    """Rows in TRL's order, TRL's loss over the tokens of an update, its metrics and its weights after two updates."""
+    """
+    Rows in TRL's order give TRL's loss over the tokens of an update, its metrics and its weights after two updates.
+    """
     rows, options = TRL_ROWS[name]
     model, processor = load("qwen2_5_vl")
     processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
@@ -151,16 +155,19 @@ def test_equals_trl(name, tmp_path):
         train_dataset=rows(),
         processing_class=processor,
     )
-    theirs.model_accepts_loss_kwargs = True  # else this model's loss is a mean over micro-batches of any length
+    theirs.model_accepts_loss_kwargs = True  # otherwise this model's loss is a mean over micro-batches of any length
     ours = make("qwen2_5_vl", rows(), tmp_path / "ours", processor.chat_template, **options)
     assert_same(trained(theirs), trained(ours))
 
 
-# As the model itself
+# Comparison with the model
 
 
 def own_gradients(family, chats, masks):
-    """Loss over all learned tokens and its gradient, of the model's plain forward on the processor's plain output."""
+    """
+    Computes the loss over all target tokens and its gradient, from the model's plain forward pass on the processor's
+    output.
+    """
     model, processor = load(family)
     total, n = 0.0, sum(int(mask[1:].sum()) for mask in masks)
     for chat, mask in zip(chats, masks, strict=True):
@@ -177,7 +184,9 @@ def flat(gradients, names):
 
 
 def mixed_rows():
-    """Conversations with an image, a sound, a video, several of them, and none, as processors take them."""
+    """
+    Returns conversations with an image, a sound, a video, several of them, and none, in the format of processors.
+    """
     chats = [
         [*prompt, {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i % 4]}]}]
         for i, prompt in enumerate(ALL_FAMILIES["qwen2_5_omni"].prompts())
@@ -196,7 +205,7 @@ def inline(chat):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
-    """Of rows with all kinds of media, several in a forward, against one row at a time as transformers has it."""
+    """Compares several rows with all kinds of media in a forward pass with transformers' loss of one row at a time."""
     chats = mixed_rows()
     rows = [{"messages": inline(chat)} for chat in chats]
     dataset = Dataset.from_dict({"n": range(len(rows))}).with_transform(
@@ -236,7 +245,9 @@ def test_parts_of_a_token_budget_make_the_same_updates(tmp_path):
 
 
 def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
-    """In the middle of the second epoch, with rows read ahead, an optimizer with a state, dropout, and evaluation."""
+    """
+    Resumes in the middle of the second epoch, with rows read ahead, a stateful optimizer, dropout, and evaluation.
+    """
     options = {
         "max_steps": 5,
         "optim": "adamw_torch",
@@ -259,7 +270,10 @@ def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
 
 
 def test_by_name_into_grpo_and_ppo(tmp_path):
-    """A folder's name, no processor; its checkpoint and card; a step of each trainer for what was learned."""
+    """
+    Uses a folder's name without a processor, checks its checkpoint and card, and runs a step of each trainer on the
+    trained model.
+    """
     rows = picture_rows(4, form="prompt")
     args = MultimodalSFTConfig(str(tmp_path / "sft"), **PAIRS, packing=True)
     trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, rows)
@@ -288,7 +302,7 @@ def test_by_name_into_grpo_and_ppo(tmp_path):
 
 
 def test_streams_and_evaluation(tmp_path):
-    """A stream gives the same updates as its rows; the loss of an evaluation is the model's on its batches."""
+    """A stream gives the same updates as its rows. The evaluation loss is the model's on its batches."""
     rows = text_rows(8)
     objects = {"eval_dataset": text_rows(4)}
     options = {**IN_ORDER, "eval_strategy": "steps", "eval_steps": 1}
@@ -405,7 +419,7 @@ def test_options_without_effect_are_refused(option, tmp_path):
 
 
 def test_prefix_models_learn_completions_only(tmp_path):
-    """What such a model reads in both directions would show it the answer."""
+    """Such a model's bidirectional attention would reveal the answer."""
     model, processor = load("paligemma")
     row = {"prompt": [say("user", "What is it?")], "completion": [say("assistant", "A cat.")]}
     row["image"] = image(56, 56)["image"]

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Signals end a run, and what it still does then. `distributed/test_killed.py` resumes such runs bit for bit, from any
-moment and on several processes.
+Signals end a run, which first completes its remaining work. `distributed/test_killed.py` resumes such runs bit for
+bit, from any moment and on several processes.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 class Interrupted(MultimodalGRPOTrainer):
-    """Gets a signal before the update of a step."""
+    """Receives a signal before the update of a step."""
 
     step, number = -1, signal.SIGTERM
 
@@ -51,7 +51,7 @@ class Unhandled(Exception):
 
 @pytest.fixture(autouse=True)
 def outside():
-    """Handlers of the program around a run, which has to leave them as they were."""
+    """Handlers of the surrounding program, which a run must restore."""
 
     def raise_error(number, frame):
         raise Unhandled(number)
@@ -101,7 +101,7 @@ def same_for_all(completions, **kwargs) -> list[float]:
 
 
 def test_it_is_saved_without_being_the_best(tmp_path):
-    """Here the evaluation decides on saving."""
+    """Evaluation decides on saving here."""
     options = {**EVALUATED, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
     options |= {"metric_for_best_model": "reward", "greater_is_better": True, "reward": same_for_all}
     trainer = make(tmp_path, 3, objects={"eval_dataset": image_rows(3)}, **options)
@@ -127,7 +127,7 @@ make(Path(sys.argv[1]), max_steps=10**6).train()
 
 @pytest.mark.slow
 def test_it_saves_when_its_terminal_is_closed(tmp_path):
-    """What it prints has nowhere to go then."""
+    """Its output then fails."""
     terminal, its_end = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
 
@@ -166,7 +166,7 @@ def test_an_interactive_session_is_interrupted_at_once(tmp_path, monkeypatch):
 
 
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
-    """As those of the terminal are with `nohup`."""
+    """`nohup` ignores the terminal's signals, too."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     trainer = make(tmp_path, 2, signal.SIGINT, max_steps=3)
     trainer.train()
@@ -214,4 +214,4 @@ def test_it_ends_with_its_launcher_but_not_with_a_shell(tmp_path):
         with process:
             assert process.stdout.readline() == "trains\n"
             process.kill()
-            assert process.stderr.read().splitlines()[-1] == end  # ends with the process that it left behind
+            assert process.stderr.read().splitlines()[-1] == end  # the output ends with the orphaned process

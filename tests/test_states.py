@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Layers that carry a state along the row start each completion from the state behind its prompt, differentiably."""
+"""Stateful layers start each completion from the state after its prompt, with gradients."""
 
 import copy
 
@@ -28,12 +28,12 @@ every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 
 
 def build(name):
-    """Completions of prompts with media of several kinds and sizes, of text, and of a single token."""
+    """Returns completions of prompts with media of several kinds and sizes, of text, and of a single token."""
     model, processor = SPECIAL[name].build()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     prompts = [*encode_chats(model, processor, SPECIAL[name].prompts()), *text_prompts([1])]
     ids, mask = random_completions(len(prompts) * G)
-    mask[1] = mask[3:6] = 0  # one completion is masked, and all of the second prompt
+    mask[1] = mask[3:6] = 0  # masks one completion, and all of the second prompt
     mask[2], mask[6] = torch.arange(7) < 1, torch.arange(7) < 2
     return model, [prompt for prompt in prompts for _ in range(G)], ids * mask, mask
 
@@ -50,7 +50,7 @@ def gradients(model, logps):
 
 
 def own_logps(model, prompts, ids, mask):
-    """By the model's plain forward of each completion, alone, at the model's own positions."""
+    """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
     logps = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
         if length:
@@ -72,7 +72,7 @@ def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
     expected_gradients = gradients(model, expected)
     assert sharing_obstacle(model) is None
     install_prefix_attention(model)
-    assert torch.equal(own_logps(model, prompts, ids, mask), expected)  # as nothing has a layout
+    assert torch.equal(own_logps(model, prompts, ids, mask), expected)  # there is no layout
     if mode == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -81,12 +81,12 @@ def test_packed_equals_the_plain_forward_of_each_completion(name, mode):
     assert relative_difference(expected_gradients, gradients(model, logps)) <= 1e-5
     with torch.no_grad():
         padded = completion_scores(model, model, prompts, ids, mask, packed=False).logps
-    assert (logps - padded).abs().max() <= 1e-4  # padding on the left alone moves it
+    assert (logps - padded).abs().max() <= 1e-4  # padding on the left alone changes it
 
 
 @every_hybrid
 def test_long_completions_are_no_further_off_than_padded_rows(name):
-    """Kernels go through a row in chunks, which padding on the left moves, and rounding grows with the length."""
+    """Kernels process a row in chunks, which padding on the left shifts, and rounding grows with the length."""
     model, prompts, _, _ = build(name)
     prompts = prompts[:-G]
     install_prefix_attention(model)
@@ -140,7 +140,7 @@ def test_a_copy_runs_its_own_weights(name):
     ("sizes", "lengths"), [([4, 1, 3], [2, 0, 5, 0, 0, 1, 1, 2, 3]), ([1], [1, 0, 1]), ([3, 3], [0] * 6)]
 )
 def test_continued_by_definition(sizes, lengths):
-    """Two batches hold each token, a prompt's last one in what follows, and no state sees padding."""
+    """Two batches hold each token, a prompt's last one with its completions, and no state covers padding."""
     unique = text_prompts(sizes)
     prompts = [prompt for prompt in unique for _ in range(3)]
     mask = (torch.arange(max(1, *lengths)) < torch.tensor(lengths)[:, None]).long()
@@ -155,7 +155,7 @@ def test_continued_by_definition(sizes, lengths):
     assert layout.branch_index.size(1) >= 2
     owned = layout.owner.tolist()
     assert owned == sorted(owned) and set(owned) == set(range(len(sizes)))
-    # What stands at each place of both batches is what the row holds there
+    # Each position of both batches has the row's contents there
     tokens = row.input_ids[0]
     both = torch.cat([tokens[layout.head_index].flatten(), tokens[layout.branch_index].flatten()])
     assert torch.equal(both[layout.restore_index], tokens)
@@ -202,7 +202,7 @@ def test_mamba_1_forgets_its_state():
     [*((name, MultimodalGRPOTrainer) for name in HYBRIDS), ("qwen3_5_deep", MultimodalPPOTrainer)],
 )
 def test_trains_packed(name, trainer_class):
-    """With sampling and the self-check, which finds nothing wrong."""
+    """Covers sampling and the self-check, which must pass."""
     result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8, self_check=True)
     check, trainer = result.trainer.checks.self_check, result.trainer
     assert max(check.packed, check.sampled, check.rows) <= 1e-4
@@ -213,7 +213,7 @@ def test_trains_packed(name, trainer_class):
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, image_rows) for name in HYBRIDS), ("qwen3_5_deep", text_rows)])
 def test_trainer_updates_as_padded(name, rows):
-    """With LoRA on the mixers, checkpointing, a reference and parts of a token budget."""
+    """Covers LoRA on the mixers, checkpointing, a reference and parts of a token budget."""
     options = {
         "objects": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)},
         "gradient_checkpointing": True,
@@ -225,7 +225,7 @@ def test_trainer_updates_as_padded(name, rows):
     }
     updates = []
     for packing in ("prefix", "padded"):
-        torch.manual_seed(0)  # of the adapter
+        torch.manual_seed(0)  # for the adapter
         result = run(InjectedOurs, name, rows(), packing=packing, **copy.deepcopy(options))
         assert set(result.trainer.scored_packed) == {packing == "prefix"}
         updates.append({key: value for key, value in result.update.items() if value.any()})

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The supervised loss beside the policy's: what is learned, of which rows, and how much it moves the weights."""
+"""The supervised loss next to the policy's: its tokens, its rows, and its effect on the weights."""
 
 from unittest import mock
 
@@ -37,7 +37,7 @@ def picture(i: int):
 
 
 def rows_of(kind: str) -> list[dict]:
-    """Three rows with a medium in a column of its own, or none."""
+    """Returns three rows with a medium in a separate column, or without media."""
     media = [{"audio": {"audio": sound(i)}, "image": {"image": picture(i)}, "text": {}}[kind] for i in range(3)]
     questions = ["What is it?", "What is it? Is there a cat?", "How many?"]
     return [
@@ -56,7 +56,7 @@ def completions(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def whole_chat(row: dict, answer: str, kind: str) -> dict:
-    """What the processor makes of prompt and answer at once, with the medium inline."""
+    """Returns the processor's encoding of prompt and answer at once, with the medium inline."""
     _, processor = load(FAMILY[kind])
     block = {"audio": lambda: {"audio": row["audio"]["array"]}, "image": lambda: {"image": row["image"]}}
     media = [{"type": kind, **block[kind]()}] if kind in block else []
@@ -67,7 +67,7 @@ def whole_chat(row: dict, answer: str, kind: str) -> dict:
     return processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
 
 
-# What is learned
+# Target tokens
 
 
 @pytest.mark.parametrize("kind", FAMILY)
@@ -83,13 +83,13 @@ def test_completion_is_that_of_the_chat_template_up_to_its_end(kind, form):
         whole = whole_chat(row, answer, kind)["input_ids"][0].tolist()
         n = len(prompt)
         assert prompt.input_ids.tolist() == whole[:n]
-        assert completion == whole[n : whole.index(end, n) + 1]  # the user's turn has ended, too
+        assert completion == whole[n : whole.index(end, n) + 1]  # includes the end of the user's turn
         assert processor.tokenizer.decode(completion[:-1]) == answer
         assert (prompt.modalities == {kind}) == (kind != "text")
 
 
 def reshape(row: dict, form: str, kind: str) -> dict:
-    """The same row in another of the accepted forms."""
+    """Returns the same row in another accepted form."""
     question, answer = row["prompt"], row["completion"]
     media = {key: value for key, value in row.items() if key in ("audio", "image")}
     if form == "text":
@@ -98,7 +98,7 @@ def reshape(row: dict, form: str, kind: str) -> dict:
         return {"prompt": question, "completion": [{"role": "assistant", "content": answer}], **media}
     if form == "messages":
         return {"messages": [*question, {"role": "assistant", "content": answer}], **media}
-    block = {"type": "text", "text": answer, "image": None}  # as Arrow fills what other blocks have
+    block = {"type": "text", "text": answer, "image": None}  # Arrow adds the keys of other blocks
     placeholder = [{"type": kind}] if media else []
     asked = {"type": "text", "text": question[0]["content"]}
     if form == "inline":
@@ -115,7 +115,7 @@ def test_texts_without_media_are_taken_as_they_are():
     for row, prompt, completion in zip(rows, prompts, completions(ids, mask), strict=True):
         assert prompt.input_ids.tolist() == tokenizer(row["prompt"])["input_ids"]
         assert completion == [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-    # No completion could be sampled that begins within a token, so the answer's tokens are its own
+    # A sampled completion can't begin within a token, so the answer is tokenized separately
     _, processor = load("qwen2_5_vl")
     tokenizer = processor.tokenizer
     before, answer = "ca", "t"
@@ -126,7 +126,7 @@ def test_texts_without_media_are_taken_as_they_are():
 
 
 def test_rows_do_not_depend_on_those_beside_them():
-    """A plain text stays one where another row has an image, whose text is written by the chat template."""
+    """A plain text stays unchanged where another row has an image, whose text comes from the chat template."""
     plain = {"prompt": "Is there a cat?", "completion": " No", "image": None}
     seen = {"prompt": "Is there a cat?", "completion": "No", "image": picture(0)}
     together, ids, mask = encoded([plain, seen], "qwen2_5_vl")
@@ -165,7 +165,7 @@ def test_several_messages_before_the_answer():
 
 
 def test_tokenizer_that_marks_the_start_of_a_text():
-    """Of a tokenizer like Llama's, the tokens of an answer aren't those that it has as a text of its own."""
+    """For a tokenizer like Llama's, the tokens of an answer differ from those of the same text alone."""
     words = ["<s>", "</s>", "▁Q", "▁A", ":", "▁Yes", "▁", "Yes"]
     bpe = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -190,7 +190,7 @@ def test_tokenizer_that_marks_the_start_of_a_text():
 
 @pytest.mark.parametrize("family", every_family(name for name in FAMILIES if name not in ("voxtral", "paligemma")))
 def test_every_family_that_has_a_chat_template(family):
-    """Prompt and completion are together what the processor makes of both."""
+    """Prompt and completion together equal the processor's encoding of both."""
     model, processor = FAMILIES[family].build()
     end = processor.tokenizer.eos_token_id
     for chat in FAMILIES[family].prompts()[:2]:
@@ -206,11 +206,13 @@ def test_every_family_that_has_a_chat_template(family):
         assert [*prompt.input_ids.tolist(), *ids[0].tolist()] == whole[: whole.index(end, len(prompt)) + 1]
 
 
-# How much it costs
+# The loss
 
 
 def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> torch.Tensor:
-    """Mean over the tokens of an answer, by transformers' own loss on labels, with everything before them masked."""
+    """
+    Returns transformers' loss with labels, the mean over the tokens of an answer, with all earlier tokens masked.
+    """
     inputs = whole_chat(row, answer, kind)
     _, processor = load(FAMILY[kind])
     end = inputs["input_ids"][0].tolist().index(processor.tokenizer.eos_token_id, n_prompt) + 1
@@ -262,7 +264,7 @@ def test_media_change_the_loss(kind):
     assert abs(losses[0] - losses[1]) > 0.01
 
 
-# Rows that can't be learned
+# Invalid rows
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_processor_without_a_template():
         encode_supervised([row], processor, model, [processor.tokenizer.eos_token_id])
 
 
-# Which rows
+# Selection of rows
 
 
 def numbers(n: int) -> Dataset:
@@ -350,7 +352,7 @@ def test_each_row_once_in_an_epoch_in_another_order_each_time(size):
 
 
 class Supervised(Injected, MultimodalPPOTrainer):
-    """Remembers the supervised rows of each micro-batch: their completions, and which media they hold."""
+    """Records the supervised rows of each micro-batch: their completions, and their media kinds."""
 
     def __init__(self, *args, **kwargs):
         self.rows, self.modalities = [], []
@@ -366,7 +368,7 @@ class Supervised(Injected, MultimodalPPOTrainer):
 
 
 def supervised(kind: str, n: int = 5) -> Dataset:
-    """Rows whose completions tell them apart."""
+    """Returns rows with distinct completions."""
     rows = [{**rows_of(kind)[i % 3], "completion": f"number {i}"} for i in range(n)]
     return Dataset.from_list(rows)
 
@@ -382,7 +384,7 @@ OPTIONS = {
 
 
 def test_rows_of_a_run(monkeypatch):
-    """Two for each micro-batch, in the order of the seed, which is made once an epoch; of evaluations none."""
+    """Each micro-batch has two, in an order that the seed determines once per epoch. Evaluations have none."""
     shuffled = mock.Mock(wraps=torch.randperm)
     monkeypatch.setattr(torch, "randperm", shuffled)
     data = supervised("text")
@@ -391,7 +393,7 @@ def test_rows_of_a_run(monkeypatch):
     options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     result = run(Supervised, "qwen2_5_vl", text_rows(), objects=objects, **options)
     assert [call.args[0] for call in shuffled.call_args_list].count(len(data)) == 4
-    # A run that goes on from a checkpoint relies on this order
+    # A resumed run relies on this order
     places = [torch.randperm(5, generator=torch.Generator().manual_seed(7 + epoch)).tolist() for epoch in range(4)]
     _, ids, mask = encoded([data[place] for epoch in places for place in epoch], "qwen2_5_vl")
     drawn = completions(ids, mask)
@@ -417,7 +419,7 @@ def test_rows_of_a_run(monkeypatch):
     ids=["audio", "image", "text", "shared trunk", "without a critic", "padded", "adapter"],
 )
 def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, tmp_path):
-    """One step of gradient descent: both gradients add up."""
+    """In one step of gradient descent, both gradients add up."""
     options = {**OPTIONS, **options, "max_steps": 1, "learning_rate": 0.1}
     own = dict(options.pop("objects", {}))
     data, family = supervised(kind), FAMILY[kind]
@@ -450,7 +452,7 @@ def test_frozen_policy_learns_nothing():
     result = run(Supervised, "qwen2_5_vl", text_rows(), objects={"ptx_dataset": supervised("text")}, **options)
     moved = {name for name, change in result.update.items() if change.any()}
     assert moved and all(name.startswith("critic.") for name in moved)
-    assert result.history[0]["ptx_loss"] > 1  # and says what it would cost
+    assert result.history[0]["ptx_loss"] > 1  # the loss is still logged
 
 
 def test_supervised_loss_falls():
@@ -465,7 +467,7 @@ def test_supervised_loss_falls():
 
 
 def test_media_of_datasets():
-    """Encoded files of `Audio` and `Image` columns are decoded, like those given as arrays."""
+    """Files in `Audio` and `Image` columns are decoded to the same media as arrays."""
     files = [{"bytes": sound_file(sound(i)["array"], subtype="FLOAT"), "path": None} for i in range(3)]
     chats = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows_of("text")]
     heard = Dataset.from_list([{**chat, "audio": file} for chat, file in zip(chats, files, strict=True)])
@@ -483,7 +485,7 @@ def test_media_of_datasets():
             assert a.media.keys() == b.media.keys()
             assert a.input_ids.tolist() == b.input_ids.tolist()
             assert all((a.media[n].float() - b.media[n].float()).abs().max() <= 1e-5 for n in a.media)
-    # Arrow gives arrays back as lists, and fills the keys that other blocks have
+    # Arrow returns arrays as lists, and adds the keys of other blocks
     rows = []
     for i in range(3):
         blocks = [{"type": "audio", "audio": sound(i)}, {"type": "text", "text": "What?"}]
@@ -499,7 +501,7 @@ def test_media_of_datasets():
 
 @pytest.mark.parametrize("kind", ["audio", "image"])
 def test_media_columns_reach_the_trainer(kind):
-    """Which removes the columns that its own rows don't need."""
+    """The trainer removes columns that its rows don't need."""
     data = supervised(kind)
     options = {**OPTIONS, "max_steps": 1, "per_device_ptx_batch_size": 2}
     trainer = run(Supervised, FAMILY[kind], POLICY_ROWS[kind](), objects={"ptx_dataset": data}, **options).trainer

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The example tasks and the small models that learn them."""
+"""The example tasks and the small models that train on them."""
 
 from collections import Counter
 
@@ -31,7 +31,7 @@ from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 
-pytestmark = pytest.mark.slow  # as the examples, which alone use them
+pytestmark = pytest.mark.slow  # only the examples use them
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_recordings_are_short_audible_and_of_other_voices_in_the_test(speech):
         for row in split:
             samples, rate = soundfile.read(row["audio"]["path"])
             assert rate == 16000 and samples.ndim == 1
-            assert 0.15 < len(samples) / rate < 1.0  # the small model listens to one second
+            assert 0.15 < len(samples) / rate < 1.0  # the small model processes one second
             assert np.abs(samples).max() > 0.05
 
 
@@ -118,7 +118,7 @@ def test_handwritten_digits_are_distinct_real_images(images):
     pixels = {name: {np.asarray(image).tobytes() for image in split["image"]} for name, split in images.items()}
     assert not pixels["train"] & pixels["test"]
     assert np.asarray(images["test"][0]["image"]).shape == (28, 28)
-    # The mean image of "one" is a narrow stroke, that of "zero" a ring: labels and images belong together
+    # The mean image of "one" is a narrow stroke, that of "zero" a ring: labels and images match
     zero, one = (
         np.mean([np.asarray(row["image"]) for row in images["test"] if row["solution"] == word], axis=0)
         for word in ("zero", "one")
@@ -142,7 +142,7 @@ def test_hidden_digits_are_seen_from_near_alone(images):
         assert np.corrcoef(np.asarray(block["image"]).reshape(-1), digit.reshape(-1))[0, 1] > 0.999
         (block,) = magnifier.zoom(1 - x, y)
         assert not np.asarray(block["image"]).any()
-    # Four pixels of each quarter do tell digits apart
+    # Four pixels of each quarter distinguish digits
     assert best_without_tool(with_thumbnails(rows.select(range(200)), 4)) > 0.5
 
 
@@ -171,7 +171,7 @@ def test_long_recordings_are_told_by_their_parts_alone(tmp_path):
 
 
 def test_a_single_frame_does_not_tell_the_direction():
-    """From every start, each frame is the same collection of pictures whichever way the digit moves."""
+    """From every start, each frame is the same collection of pictures, whichever way the digit moves."""
     picture = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
     starts = [(row, column) for row in range(5) for column in range(5)]
     options = {"frames": 4, "size": 5, "step": 2}
@@ -179,7 +179,7 @@ def test_a_single_frame_does_not_tell_the_direction():
     for time in range(4):
         collections = [Counter(video[time].tobytes() for video in videos) for videos in seen]
         assert all(collection == collections[0] for collection in collections)
-    # but two frames do, without exception
+    # but two frames always do
     pairs = [{video[:2].tobytes() for video in videos} for videos in seen]
     assert sum(map(len, pairs)) == len(set.union(*pairs))
 

@@ -16,7 +16,7 @@ from helpers.trainer_utils import (
 )
 
 
-# By their number GRPO divides in the loss, and RLOO after it
+# GRPO divides by their number within the loss, RLOO after it
 ACCUMULATED = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 4}
 
 
@@ -45,13 +45,13 @@ def test_loss_types(loss_type):
     options = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, **ACCUMULATED}
     if loss_type == "cispo":
         options["epsilon_high"] = 5.0
-    if loss_type == "vespo":  # whose small gradient the rounding of the weights would show in
+    if loss_type == "vespo":  # its gradient is small, so the rounding of the weights would show
         options["learning_rate"] = 0.1
     compare(InjectedOurs, "qwen2_5_vl", image_rows(8), loss_type=loss_type, **options)
 
 
 def test_a_budget_that_is_never_reached():
-    """The only part has all rows, the longest first."""
+    """A single part has all rows, the longest first."""
     options = {"per_device_train_batch_size": 16, "num_iterations": 2}
     whole = run(InjectedOurs, "qwen2_5_vl", image_rows(8), **options)
     within = run(InjectedOurs, "qwen2_5_vl", image_rows(8), max_tokens_per_microbatch=1000, **options)
@@ -63,7 +63,7 @@ def test_a_budget_that_is_never_reached():
     ("packing", "rows"), [("prefix", image_rows), pytest.param("padded", image_rows, marks=pytest.mark.slow)]
 )
 def test_balancing_loss(packing, rows):
-    """One loss of the whole micro-batch, whatever part its tokens are in."""
+    """The loss covers the whole micro-batch, whichever part its tokens are in."""
     options = {"packing": packing, "router_aux_loss_coef": 1.0, "learning_rate": 0.1, **ACCUMULATED}
     compare(InjectedOurs, "qwen3_vl_moe", rows(8), **options)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What TRL's GRPO trainer promises of tools and environments, for our trainers, with the self-check on.
+TRL's guarantees for tools and environments in its GRPO trainer, for this package's trainers, with the self-check on.
 
 | scenario | test |
 |---|---|
@@ -15,7 +15,7 @@ What TRL's GRPO trainer promises of tools and environments, for our trainers, wi
 | environments give the reward, plain and async, and say nothing of others | `test_environments` |
 | an environment has the data, and there is no dataset | `test_environments_without_a_dataset` |
 
-Results that are too long, a limit of turns, templates without tools and `rollout_func` are in `test_tools.py`.
+`test_tools.py` covers results that are too long, a limit of turns, templates without tools and `rollout_func`.
 """
 
 import functools
@@ -36,7 +36,7 @@ def call(name: str, **arguments) -> str:
 
 
 class Saying(Wrapped):
-    """Says at each turn what the script has for each completion, and then that it is done."""
+    """Returns the script's text for each completion at each turn, and then a final answer."""
 
     def __init__(self, trainer, script: dict[int, list[str]]):
         super().__init__(trainer)
@@ -48,7 +48,7 @@ class Saying(Wrapped):
             self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
         else:
             self.turn, places = self.turn + 1, [place for place, _ in branches.asked]
-            # Those that called are asked again
+            # Only those that called a tool continue
             assert places == [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
         self.calling = places
         return [self.encoded(self.text(i, self.turn)) for i in places], None
@@ -189,7 +189,7 @@ class Room:
 def test_environments(trainer):
     turns = {1: 1, 2: 2, 3: 3, 4: 1, 6: 2}
     script = {i: [call("turn") if i < 4 else call("increase", by=i)] * n for i, n in turns.items()}
-    script[0] = [call("increase", by=1)]  # which its environment doesn't have
+    script[0] = [call("increase", by=1)]  # its environment doesn't have it
     script[5] = [call("multiply", a=5, b=5)]
     sampler = functools.partial(Saying, script=script)
     question = [{"role": "user", "content": "Go on."}]

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Tools that see, hear and show: what is sampled is scored, as the model's own forward scores the conversation."""
+"""
+Tools that see, hear and show: the trainer's scores of samples equal the model's forward pass of the conversation.
+"""
 
 import functools
 from dataclasses import replace
@@ -90,7 +92,7 @@ def train(family, rows, shown, seed=0, packing="prefix"):
 
 
 def forward(model, processor, conversation, prompt, completion):
-    """Log-probabilities of a completion by the processor and the model, which write and read it as it was sampled."""
+    """Returns log-probabilities of a completion from the processor and the model, which encode it as sampled."""
     inputs = encode(processor, conversation)
     start, end = len(prompt), len(prompt) + len(completion)
     assert inputs["input_ids"][0, :end].tolist() == [*prompt.input_ids.tolist(), *completion.tolist()]
@@ -100,7 +102,7 @@ def forward(model, processor, conversation, prompt, completion):
 
 @pytest.mark.parametrize(("family", "rows", "shown"), CASES)
 def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
-    """Of 0 to 4 turns in one batch, packed and padded."""
+    """Covers 0 to 4 turns in one batch, packed and padded."""
     packed, padded = (train(family, rows, shown, packing=packing) for packing in ("prefix", "padded"))
     draw = packed.trainer.draws[0]
     batch = draw.batch
@@ -137,7 +139,7 @@ def test_other_media_move_what_comes_after_them_alone():
 
 
 def test_rloo_trains_on_what_was_sampled_alone():
-    """Its update is that of its formula on the model's own forward of each conversation."""
+    """Its update equals its formula on the model's forward pass of each conversation."""
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
     result = run(RLOO, "qwen3_vl", image_rows(), objects=objects, sampler=Scripted, beta=0.0, **LONG)
     inputs, rows = result.trainer.inputs, image_rows()
@@ -162,7 +164,7 @@ def test_rloo_trains_on_what_was_sampled_alone():
 
 
 class Answering(Scripted):
-    """First turns are scripted, the others sampled."""
+    """Scripts first turns, and samples the others."""
 
     turns = (0, 1, 1, 1, 0, 1, 1, 1)
 
@@ -174,7 +176,7 @@ class Answering(Scripted):
 
 
 def test_generation_continues_as_the_model_would():
-    """And what it samples is what is scored."""
+    """The trainer scores the policy that it samples from."""
     media, options = everything(), {"max_new_tokens": 6, "do_sample": False}
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*media)]}
     trainer = run(
@@ -197,8 +199,8 @@ def test_generation_continues_as_the_model_would():
 
 @pytest.mark.slow
 def test_generation_continues_from_its_cache(monkeypatch, caplog):
-    """What is sampled and how the model moves is the same as when conversations are prefilled again."""
-    # The model samples calls, since the longer a part of one is there, the likelier is what follows
+    """Samples and updates are the same as when conversations prefill again."""
+    # The model samples calls: the longer the existing part of one, the more likely its continuation
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
     tokenizer = objects["processing_class"].tokenizer
     biases = [([tokenizer.eos_token_id], 5.0)]
@@ -226,7 +228,7 @@ def test_generation_continues_from_its_cache(monkeypatch, caplog):
 
 
 class Gallery:
-    """Each row's image, of which it shows quadrants; what goes wrong depends on the place in the batch."""
+    """Each row's image, of which it shows quadrants. The failure depends on the position in the batch."""
 
     made = 0
 
@@ -262,7 +264,7 @@ class Gallery:
 
 
 def seen(completions, environments, **kwargs) -> list[float]:
-    """A reward function, which sees what tools showed."""
+    """A reward function that reads the tools' media."""
     Gallery.seen = completions
     return [float(environment.place % 3) for environment in environments]
 
@@ -274,7 +276,8 @@ def test_environments_see_their_row_and_end_as_in_trl(trainer):
     options = {**LONG, "max_tool_calling_iterations": 3, "max_tool_media": 4, "ignored_media_columns": ["image"]}
     result = run(trainer, "qwen3_vl", image_rows(), reward=seen, objects=objects, sampler=Scripted, **options)
     (calls,), (failed,) = (logged(result, f"tools/{name}_frequency") for name in ("call", "failure"))
-    # The fourth call of the fifth completion isn't answered; that of the seventh and the eighth's second are too much
+    # The fourth call of the fifth completion gets no answer; that of the seventh and the eighth's second exceed the
+    # limit
     assert (calls, failed) == pytest.approx((12 / 8, 4 / 12))
     ended = {name: logged(result, f"tools/ended_by_{name}")[0] for name in ("length", "turns", "media")}
     assert ended == {"length": 1 / 8, "turns": 1 / 8, "media": 1 / 8}
@@ -286,12 +289,12 @@ def test_environments_see_their_row_and_end_as_in_trl(trainer):
     (block,) = Gallery.seen[3][1]["content"]
     assert isinstance(block["image"], PIL.Image.Image)
     prompts = result.trainer.inputs.prompts
-    assert {tuple(prompt.modalities) for prompt in prompts} == {("image",)}  # what `reset` shows
+    assert {tuple(prompt.modalities) for prompt in prompts} == {("image",)}  # media from `reset`
     assert [isinstance(prompt, Conversation) for prompt in prompts] == [n in (3, 4, 7) for n in range(8)]
 
 
 def whole(row, index, n_calls, media) -> list[dict]:
-    """A conversation with its media, what was sampled being the assistant's words."""
+    """Returns a conversation with its media, with the samples as the assistant's text."""
     own = [{"type": kind, kind: row[kind]} for kind in ("image", "video", "audio") if row.get(kind) is not None]
     messages = [{"role": "user", "content": [*own, {"type": "text", "text": row["prompt"][0]["content"]}]}]
     for n in range(n_calls):
@@ -302,14 +305,14 @@ def whole(row, index, n_calls, media) -> list[dict]:
 
 
 def plain(block: dict) -> dict:
-    """A block as processors take it."""
+    """Returns a block in the format of processors."""
     if block["type"] == "audio":
         return {"type": "audio", "audio": block["audio"]["array"]}
     return block
 
 
 def rollout(prompts, trainer):
-    """Sees the images, and answers with words of the user's between what was sampled."""
+    """Sees the images, and inserts user turns between sampled parts."""
     chats = [
         [{**message, "content": [plain(block) for block in message["content"]]} for message in p] for p in prompts
     ]
@@ -408,7 +411,7 @@ class Shown(Gallery):
 
 
 def test_evaluation_runs_environments(tmp_path, monkeypatch):
-    """First turns are scripted, what follows is what the model's own `generate` says to the whole conversation."""
+    """First turns are scripted. The rest equals the output of the model's `generate` on the whole conversation."""
     rows = image_rows(4)
     objects = talking("qwen3_vl")
     model, processor = objects.values()
@@ -418,7 +421,7 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         if tokenizer.decode(inputs["input_ids"].flatten()).count("<tool_call>") > 0:
             return generate(self, **inputs)
         end = tokenizer.eos_token_id
-        # The third doesn't call
+        # The third doesn't call a tool
         turns = [
             [*tokenizer(call(number=i) if i != 2 else "No")["input_ids"], end] for i in range(len(inputs["input_ids"]))
         ]
@@ -466,7 +469,7 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         answered, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
         assert len(text) > 3 and answered.startswith(text)
         assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(answered)
-    # Without the row's image, tools show what they did
+    # Without the row's image, the tools' media remain
     config = replace(config, ablate="image")
     blind = evaluate(model, processor, rows, first, config, environment_factory=Shown)
     assert [row["completions"] for row in blind.rows] == [row["completions"] for row in alone.rows]
@@ -475,7 +478,8 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
     for i in (0, 1, 3):
         grey = PIL.Image.new("RGB", rows[i]["image"].size, (128, 128, 128))
         (conversation,) = blind.rows[i]["completions_without"]
-        text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")  # a cut one
+        # a truncated character
+        text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")
         called, answer = conversation.split("tool: <image>Is there a cat?")
         assert answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in called
         changed += [conversation] != blind.rows[i]["completions"]

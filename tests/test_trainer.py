@@ -110,17 +110,17 @@ def test_packed_equals_padded(kind, options):
 
 @pytest.mark.parametrize(("kind", "packing"), [("image", "prefix"), ("audio", "padded")])
 def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing):
-    """Although groups change places after the old ones are computed."""
-    # Two groups in a micro-batch, so that they can be paired otherwise
+    """Groups move after the computation of the old ones."""
+    # Two groups in a micro-batch, so that their pairs can change
     options = {**SPLIT, "per_device_train_batch_size": 8}
     moments = run(Recorded, FAMILY[kind], ROWS[kind](), packing=packing, **options).trainer.micro_batches
     before_update = [moment for i, moment in enumerate(moments) if i % 4 < 2]
-    assert len(before_update) == 4  # two micro-batches of each of two generation batches
+    assert len(before_update) == 4  # two micro-batches in each of two generation batches
     assert max((each.logps - each.batch.old_per_token_logps).abs().max() for each in before_update) <= 5e-6
 
 
 def test_one_generation_batch_is_scored_in_one_way(tmp_path):
-    """Also in micro-batches that would gain nothing from packing, so that all log-probabilities agree."""
+    """Micro-batches that would gain nothing from packing use it, too, so that all log-probabilities agree."""
     options = {**SPLIT, "per_device_train_batch_size": 2, "keep_groups_together": False, "beta": 0.1}
     trainer = make_trainer(
         InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
@@ -133,7 +133,7 @@ def test_one_generation_batch_is_scored_in_one_way(tmp_path):
 
 
 def test_losses_in_trls_way_see_media():
-    """A subclass may compute the loss of a micro-batch from the scores that TRL's hook gives, as in TRL."""
+    """A subclass may compute the loss of a micro-batch from the scores of TRL's hook, as in TRL."""
 
     class InTRLsWay(InjectedRLOO):
         def _compute_loss(self, model, inputs):
@@ -176,7 +176,7 @@ def test_no_completion_left():
 
 
 def mixed_rows():
-    """Every kind of media, alone and together, and none."""
+    """Returns every kind of media, alone and together, and none."""
     rows = []
     for i in range(8):
         media = {
@@ -228,7 +228,7 @@ MIXED = {"shuffle_dataset": False, "per_device_train_batch_size": 16, "learning_
 
 @pytest.fixture(scope="module")
 def mixed_update():
-    """What every form of [`mixed_rows`] must give."""
+    """Returns the update that every form of [`mixed_rows`] must give."""
     result = run(InjectedOurs, "qwen2_5_omni", streamed(mixed_rows()), packing="padded", **MIXED)
     assert norm(result.update) > 0.01
     return result.update
@@ -260,7 +260,9 @@ def test_every_form_of_a_dataset_trains_alike(dataset, options, mixed_update):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("options", [{}, REUSED, SPLIT], ids=["one update", "reused", "split"])
 def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
-    """Each prompt's media, for all its completions, micro-batches and updates, also by other processes."""
+    """
+    This covers each prompt's media, for all its completions, micro-batches and updates, also in worker processes.
+    """
     fetched, processed = tmp_path / "fetched", tmp_path / "processed"
 
     class Counting(Qwen2AudioProcessor):
@@ -289,7 +291,7 @@ def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
     batches = math.ceil(args.max_steps * args.gradient_accumulation_steps / args.steps_per_generation)
     batches = math.ceil(batches / args.num_iterations)
     prompts = args.generation_batch_size // args.num_generations
-    assert len(processed.read_text()) == batches * prompts + 1  # which the self-check compares with
+    assert len(processed.read_text()) == batches * prompts + 1  # the self-check compares with it
     found = fetched.read_text().split()
     assert len(found) == len(set(found))
     ahead = 0 if prefetch else prompts  # the dataloader reads one batch ahead
@@ -376,7 +378,7 @@ def test_wrong_rewards_raise(returned, message, asynchronous):
 
 @pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer])
 def test_reward_functions_stay_what_was_passed(trainer_class, tmp_path):
-    """And are checked where they are called, whichever they are then."""
+    """The trainer checks the current function at each call."""
     given = [length_and_sum, functools.partial(length_and_sum)]
     trainer = make_trainer(trainer_class, "qwen2_audio", text_rows(), tmp_path, reward=given)
     assert all(one is other for one, other in zip(trainer.reward_funcs, given, strict=True))
@@ -424,7 +426,7 @@ def test_model_without_a_name_and_a_processor_raises(tmp_path):
 
 
 def test_tokenizer_for_media_raises(tmp_path):
-    """Text needs no processor, also where media columns are empty."""
+    """Text needs no processor, also with empty media columns."""
     model, processor = load("qwen2_5_vl")
     objects = {"model": model, "processing_class": processor.tokenizer}
     message = "is a tokenizer and can't encode {}; pass `processing_class=AutoProcessor"
@@ -471,7 +473,7 @@ def test_template_without_placeholder_raises(kind):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_placeholder_in_the_text_raises(kind):
-    """Without media, and with them."""
+    """Covers rows without media and with them."""
     mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}])
     with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):
@@ -483,7 +485,7 @@ def test_placeholder_in_the_text_raises(kind):
 
 @pytest.mark.parametrize("column", ["prompts", "completions"])
 def test_columns_that_shadow_arguments_of_rewards_raise(column):
-    """As keywords they would be given twice; reward models are called without columns."""
+    """The call would pass the keyword twice. Reward models get no columns."""
     rows = text_rows().add_column(column, ["?"] * 8)
     for each in (rows, rows.to_iterable_dataset()):
         for trainer in (InjectedOurs, MultimodalRLOOTrainer, MultimodalPPOTrainer):
@@ -493,7 +495,7 @@ def test_columns_that_shadow_arguments_of_rewards_raise(column):
 
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_processor_without_a_template_raises(rows):
-    """As PaliGemma's is published."""
+    """PaliGemma's published processor has none."""
     processor = load("paligemma")[1]
     processor.chat_template = processor.tokenizer.chat_template = None
     message = "PaliGemmaProcessor has no chat template that could write messages; set `processing_class.chat_template`"
@@ -528,7 +530,7 @@ def test_continuous_batching_raises():
 
 
 class CallingTRL(GRPOTrainer):
-    """As [`Calling`] says."""
+    """Calls tools like [`Calling`]."""
 
     continued = 0
 
@@ -560,7 +562,7 @@ def test_tools_work_as_in_trl():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
 def test_every_family_trains(name):
-    """With sampling and the self-check, which must find nothing wrong."""
+    """Samples and runs the self-check, which must pass."""
     model, processor = ALL_FAMILIES[name].build()
     chats = audio_prompts() if name == "voxtral" else ALL_FAMILIES[name].prompts()
     for block in (block for chat in chats for message in chat for block in message["content"]):
@@ -612,7 +614,7 @@ def test_completions_are_logged(tmp_path):
 
 
 def test_evaluation_leaves_training_alone():
-    """Although it comes between two updates on one generation batch."""
+    """Evaluation runs between two updates on one generation batch."""
 
     class Counting(TrainerCallback):
         steps = evaluations = 0
@@ -646,7 +648,7 @@ def test_evaluation_leaves_training_alone():
 
 def test_best_model_is_loaded_at_the_end(tmp_path):
     def falling(completion_ids, **kwargs):
-        """Highest at the second evaluation."""
+        """The reward is highest at the second evaluation."""
         step = trainer.state.global_step
         return [reward - abs(step - 2) for reward in length_and_sum(completion_ids)]
 
@@ -675,7 +677,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"])
 def test_saved_model_loads_again(name, tmp_path):
-    """Trained from a folder into a folder, as users do."""
+    """Trains from a folder into a folder, like users."""
     rows = mixed_rows()
     rows = [{key: row[key] for key in ("prompt", *FAMILIES[name].modalities)} for row in rows]
     objects = {"model": str(saved(name))}
@@ -706,7 +708,7 @@ def test_saved_adapter_loads_again(tmp_path):
 
 
 def tones(n=16):
-    """Low and high tones after one and the same question."""
+    """Returns low and high tones after the same question."""
     generator = np.random.default_rng(0)
     rows = []
     for i in range(n):
@@ -718,7 +720,7 @@ def tones(n=16):
 
 
 def test_model_learns_what_it_hears():
-    """The prompts differ in their audio only: a deaf model would get half of the rewards."""
+    """The prompts differ only in their audio: a model that ignores it would get half of the rewards."""
 
     def parity(completion_ids, high, **kwargs):
         return [float(ids[0] % 2 == answer) for ids, answer in zip(completion_ids, high, strict=True)]

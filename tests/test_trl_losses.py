@@ -31,7 +31,7 @@ TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vesp
 BATCH, LENGTH, ACCUMULATION, STEPS, LIMIT = 6, 5, 2, 4, 9
 EPSILON_LOW, EPSILON_HIGH, DELTA = 0.1, 0.2, 1.5
 COEF = 0.2  # of the entropy bonus
-# Not TRL's defaults
+# Differ from TRL's defaults
 SHAPES = {
     "sapo_temperature_pos": 0.9,
     "sapo_temperature_neg": 1.2,
@@ -47,7 +47,7 @@ def scores(self, *args, **kwargs):
 
 
 def trl_trainer(base, scores_of, loss_type="grpo", level="token", training=True, **options):
-    """A trainer of TRL's with what its loss reads, without its constructor, which needs a model."""
+    """Returns a TRL trainer with the attributes that its loss reads, without its constructor, which needs a model."""
     trainer = object.__new__(type("Trainer", (base,), {"_get_per_token_logps_and_entropies": scores}))
     read = {
         "delta": None,
@@ -90,7 +90,7 @@ def trl_trainer(base, scores_of, loss_type="grpo", level="token", training=True,
 
 
 def batch(by_token=False):
-    """Completions of different lengths, one of which doesn't count, with ratios on both sides of the clip range."""
+    """Returns completions of different lengths, one of them masked, with ratios on both sides of the clip range."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
@@ -129,7 +129,10 @@ def logged(metrics):
 
 
 def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
-    """One micro-batch in TRL's trainer and in our functions; `ours_as` is our name of the loss."""
+    """
+    Runs one micro-batch in TRL's trainer and in this package's functions; `ours_as` is this package's name of the
+    loss.
+    """
     values, case = batch(options.get("by_token", False)), (loss_type, level, options)
     if "on_policy" in options:
         del values["old_per_token_logps"]
@@ -187,7 +190,7 @@ def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
 
 
 def check_equal(theirs, ours, case):
-    """Loss, gradients by the leaves, and metrics."""
+    """Compares loss, gradients with respect to the leaves, and metrics."""
     for (loss, leaves, _), other in ((theirs, ours), (ours, theirs)):
         assert loss.item() == pytest.approx(other[0].item(), rel=1e-6, abs=1e-9), case
         assert leaves.keys() == other[1].keys()
@@ -221,7 +224,7 @@ MASKS = [
 OTHERS = [{}, {"delta": DELTA}, {"training": False}, {"by_token": True}, {"on_policy": True}]
 
 
-# Each pair of these, and most triples
+# Covers each pair of these, and most triples
 OPTIONS = [{**KL[i % 3], **BONUSES[i % 4], **MASKS[i // 3 % 4], **OTHERS[i % 5]} for i in range(30)]
 
 
@@ -252,7 +255,7 @@ def test_all_loss_types_of_trl_are_compared():
 
 @pytest.mark.parametrize("loss_type", TRL_LOSSES)
 def test_batch_shows_every_difference(loss_type):
-    """An option without effect on it would prove nothing above."""
+    """The comparison above would prove nothing for an option without effect."""
 
     def loss(**options):
         values = batch()
@@ -262,7 +265,7 @@ def test_batch_shows_every_difference(loss_type):
 
     options = [*KL[1:], BONUS, *MASKS[1:]]
     options += [{"delta": DELTA}] * (loss_type not in ("cispo", "sapo", "vespo"))
-    options += [{"level": "sequence"}] * (loss_type != "vespo")  # whose ratio is always that of a completion
+    options += [{"level": "sequence"}] * (loss_type != "vespo")  # its ratio is always that of a completion
     found = [loss(**each) for each in options]
     assert len({loss(), *found}) == 1 + len(options)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""On images, which TRL trains too, this package's trainer makes TRL's updates and logs TRL's metrics."""
+"""On images, which TRL supports, this package's trainer makes TRL's updates and logs TRL's metrics."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer
 FAMILY = "qwen2_5_vl"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
 
-# Two micro-batches make an update. The second update on a generation batch is off-policy: ratios differ from 1.
+# An update has two micro-batches. The second update on a generation batch is off-policy: ratios differ from 1
 REUSED = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -38,7 +38,7 @@ REUSED = {
 # Two updates on one generation batch, each from two of its four micro-batches
 SPLIT = {**REUSED, "num_iterations": 1, "steps_per_generation": 4, "max_steps": 4}
 
-# Of the losses one of each kind of average; all are compared in `test_trl_losses.py`
+# One loss of each kind of average; `test_trl_losses.py` compares all
 OPTIONS = {
     "loss grpo": {**REUSED, "loss_type": "grpo"},
     "loss bnpo": {**REUSED, "loss_type": "bnpo"},
@@ -66,7 +66,7 @@ OPTIONS = {
     "rewards scaled by batch": {"scale_rewards": "batch"},
     "rewards not scaled": {"scale_rewards": "none"},
 }
-# Equal to "one update" or "reference model" for TRL, too
+# TRL treats these as "one update" or "reference model", too
 EQUIVALENTS = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "gradient checkpointing with reference": {**REUSED, "beta": 0.1, "gradient_checkpointing": True},
@@ -86,7 +86,7 @@ def trl_run(name):
 
 
 def our_run(rows=None, **options):
-    """With TRL's shuffle, which puts the same completions into a micro-batch."""
+    """Uses TRL's shuffle, which puts the same completions into a micro-batch."""
     options = {"self_check": False, "keep_groups_together": False, **options}
     return run(InjectedOurs, FAMILY, rows or dataset(), **options)
 
@@ -99,7 +99,7 @@ def test_packed_equals_trl(name):
 
 
 def test_every_option_makes_another_update():
-    """An option without effect on these data would prove nothing above."""
+    """The comparison above would prove nothing for an option without effect."""
     for one, other in itertools.combinations(OPTIONS, 2):
         assert relative_difference(trl_run(one).update, trl_run(other).update) > 1e-4, (one, other)
 
@@ -113,7 +113,7 @@ def test_padded_equals_trl(name):
 
 @pytest.mark.parametrize("name", ["loss dapo", "reference model", "one update"])
 def test_groups_together_equal_trl(name):
-    """Completions change places within an update, not between updates; metrics that average micro-batches may move."""
+    """Completions move within an update, not between updates. Metrics that average micro-batches may change."""
     ours = our_run(**OPTIONS[name], keep_groups_together=True)
     assert all(ours.trainer.scored_packed)
     shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
@@ -135,7 +135,7 @@ def test_several_images_equal_trl(packing):
 
 
 class GivenImages(Qwen2_5_VLProcessor):
-    """TRL hands over `None` for a row without images in a batch with some, which its processor refuses."""
+    """TRL passes `None` for a row without images in a batch with some, which its processor refuses."""
 
     def __call__(self, images=None, text=None, **kwargs):
         return super().__call__(images=[i for i in images if i] if images else None, text=text, **kwargs)
@@ -147,7 +147,7 @@ def test_rows_without_image_equal_trl(packing):
     rows = Dataset.from_list(rows)
     model, _ = load(FAMILY)
     objects = {"model": model, "processing_class": GivenImages.from_pretrained(saved(FAMILY))}
-    # In order and in one micro-batch: TRL can't run one that has no image at all
+    # In order and in one micro-batch: TRL can't run one without images
     options = {"num_iterations": 2, "beta": 0.1, "max_steps": 3, "shuffle_dataset": False}
     theirs = run(InjectedTRL, FAMILY, rows, objects=objects, **options)
     assert_equal(theirs, our_run(rows, packing=packing, **options))
@@ -164,7 +164,7 @@ def test_lora_equals_trl(checkpointing):
 
 
 def test_evaluation_equals_trl():
-    """Evaluation between updates on one generation batch leaves the batch alone."""
+    """Evaluation between updates on one generation batch doesn't change the batch."""
     options = {**SPLIT, "beta": 0.1, **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
     theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
     assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
@@ -182,9 +182,9 @@ def test_evaluation_equals_trl():
     ids=["plain", "processed logits", "lora, kl, checkpointing", "evaluation"],
 )
 def test_sampling_equals_trl(options):
-    """Sampled from one prefill of each prompt, the completions are TRL's, and so is everything that follows."""
+    """Sampling from one prefill per prompt gives TRL's completions, and TRL's results afterwards."""
     processor = load(FAMILY)[1]
-    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL leaves out the second
+    placeholders = [processor.image_token_id, processor.video_token_id]  # TRL omits the second
     options = {
         "max_steps": 3,
         "learning_rate": 0.03,

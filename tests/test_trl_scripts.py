@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scripts that TRL's users have, on text: with the classes of this package, they do what they do with TRL's."""
+"""Text scripts of TRL's users give the same results with this package's classes as with TRL's."""
 
 import functools
 import inspect
@@ -33,7 +33,9 @@ _MODELS = tempfile.TemporaryDirectory()
 
 @functools.cache
 def saved(model_class=hf.Qwen3ForCausalLM, **changes) -> str:
-    """Folder of a tiny model and its tokenizer, which pads on the right, as most tokenizers of text models do."""
+    """
+    Returns the folder of a tiny model and its tokenizer, which pads on the right, like most tokenizers of text models.
+    """
     words = tokenizer()
     words.padding_side, words.chat_template = "right", qwen3_chat_template
     config = model_class.config_class(**decoder(words, head_dim=16, **changes))
@@ -102,7 +104,7 @@ def never(completions, **kwargs):
     return [None] * len(completions)
 
 
-# Models that answer from a script, with ids alone
+# Models that answer from a script, with ids only
 
 
 class Scripted(hf.Qwen3ForCausalLM):
@@ -115,7 +117,7 @@ class Scripted(hf.Qwen3ForCausalLM):
 
 
 class OfOneSize(Scripted):
-    """Knows batches of 8 rows alone."""
+    """Supports only batches of 8 rows."""
 
     def answers(self, input_ids):
         assert len(input_ids) == 8
@@ -123,7 +125,7 @@ class OfOneSize(Scripted):
 
 
 class OfOneBatch(Scripted):
-    """Knows rows of several prompts alone, as they come in a run."""
+    """Supports only rows of several prompts, as they occur in a run."""
 
     def answers(self, input_ids):
         assert len(set(map(tuple, input_ids.tolist()))) > 1
@@ -131,7 +133,7 @@ class OfOneBatch(Scripted):
 
 
 class Calling(Scripted):
-    """Every other first turn of a batch calls a tool."""
+    """Calls a tool in every other first turn of a batch."""
 
     def answers(self, input_ids):
         answers = super().answers(input_ids)
@@ -144,7 +146,7 @@ class Calling(Scripted):
 
 
 class Library:
-    """An environment that gives rewards itself."""
+    """An environment that returns rewards itself."""
 
     def reset(self, **kwargs):
         self.asked = 0
@@ -197,7 +199,7 @@ class Remember(hf.TrainerCallback):
         )
 
 
-# What each script changes: arguments of the trainer and, all others, of the config. A function makes them afresh.
+# Changes of each script: arguments of the trainer and, all others, of the config. A function makes them afresh
 TEXT = {"model": saved, "reward": lambda: length, "dataset": standard}
 BOTH = {
     "by name": {},
@@ -287,7 +289,7 @@ GRPO = {
     "rollout": {"rollout_func": lambda: rollout, "reward": lambda: [length, bonus]},
 }
 RLOO = {"normalized": {"normalize_advantages": True, "reward_clip_range": (0.0, 2.0), "beta": 0.1}}
-# TRL's two trainers have most of their code twice
+# TRL's two trainers share most of their code by duplication
 SHARED = (
     "conversational",
     "weights of rewards",
@@ -307,7 +309,7 @@ ARGUMENTS = {name for trainers in TRAINERS.values() for name in inspect.signatur
 
 
 def run_script(trainer_class, script: dict):
-    """A run, and what reward functions and callbacks saw."""
+    """Returns a run, with the arguments of reward functions and callbacks."""
     settings = {name: value() if callable(value) else value for name, value in {**TEXT, **script}.items()}
     reward, dataset, seen = settings.pop("reward"), settings.pop("dataset"), []
 
@@ -322,13 +324,13 @@ def run_script(trainer_class, script: dict):
     objects = {name: settings.pop(name) for name in ARGUMENTS & settings.keys()}
     objects |= settings.pop("", {})
     if trainer_class not in (GRPOTrainer, RLOOTrainer):
-        settings["keep_groups_together"] = False  # to draw the random numbers that TRL's shuffle draws
+        settings["keep_groups_together"] = False  # to draw the same random numbers as TRL's shuffle
     options = {"learning_rate": 0.1, "max_completion_length": 6, **settings}
     result = run(trainer_class, "", dataset, reward=reward, objects=objects, **options)
     return result, seen + [callback.seen for callback in objects.get("callbacks", [])]
 
 
-# RLOO has the rollout of GRPO; its own scripts, and two that both have, are in the default run
+# RLOO has the rollout of GRPO; the default run has its specific scripts, and two that both share
 SHARED_SLOW = set(SHARED) - {*SHARED[:2]}
 
 
@@ -381,7 +383,7 @@ class NoReset:
     pass
 
 
-# As above, but wrong
+# The same with errors
 ERRORS = {
     "weights of rewards": {"reward": lambda: [length, spread], "reward_weights": [1.0]},
     "processing classes of rewards": {"reward": lambda: [length, spread], "reward_processing_classes": lambda: [None]},
@@ -531,7 +533,7 @@ UNPREPARED = {
 
 @pytest.mark.parametrize("name", UNPREPARED)
 def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path):
-    """TRL refuses them unprepared, or to train on a transform; here rows are encoded when they are read."""
+    """TRL refuses them unprepared, and refuses to train on a transform. Here the trainer encodes rows on reading."""
     prepared, rows, options = UNPREPARED[name]
     with pytest.raises(ValueError, match="with_transform|Add a 'labels' column"):
         run_sft(SFTTrainer, SFTConfig, tmp_path, {"dataset": rows, **options})
@@ -542,7 +544,10 @@ def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path):
 
 
 def test_evaluation_prepares_what_it_is_given(tmp_path):
-    """Plain text that isn't the trainer's own, as TRL's `evaluate` takes it; and a trainer of plain arguments."""
+    """
+    Covers plain text other than the trainer's dataset, which TRL's `evaluate` accepts, and a trainer with plain
+    arguments.
+    """
     results = []
     for trainer_class in (SFTTrainer, MultimodalSFTTrainer):
         args = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)

@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""No medium is left out without a word: columns and blocks that nothing reads, tags, prompts by other names."""
+"""
+The trainer never drops a medium silently: columns and blocks that nothing reads, tags, and other names for prompts.
+"""
 
 import base64
 from functools import partial
@@ -141,7 +143,7 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
     objects = {"ptx_dataset": supervised}
     with pytest.raises(MediaError, match=r"^`ptx_dataset`: no prompt gets .*'speech' \(feature Audio\)"):
         made(tmp_path, text_rows(), trainer_class=MultimodalPPOTrainer, objects=objects, ptx_coef=1.0)
-    # Both columns are read there
+    # The trainer reads both columns there
     chat = [
         {"role": "user", "content": [BLOCK]},
         {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
@@ -162,7 +164,7 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
     ],
 )
 def test_text_that_looks_like_a_file(column, value, remedy):
-    """It is an error for a model that takes such media, and a warning for another."""
+    """It is an error for a model that supports such media, and a warning for another."""
     kind = remedy.split("'")[1].rstrip("s")
     data, name = rows(**{column: value}), "`train_dataset`"
     with pytest.raises(MediaError) as error:
@@ -187,7 +189,7 @@ def test_rows_from_all_over_are_looked_at():
     listed = [{"prompt": "What?", "thumb": b"12", "image": None} for _ in range(41)]
     with pytest.raises(MediaError, match="there are no others"):
         check_columns(listed, "rows")
-    listed[1]["image"] = image_rows(1)[0]["image"]  # no row is left out
+    listed[1]["image"] = image_rows(1)[0]["image"]  # no row is missing
     assert "'thumb'" in check_columns(listed, "rows")
 
 
@@ -218,7 +220,7 @@ def test_stream_of_text_that_looks_like_files(known, folder, tmp_path):
     trainer = made(tmp_path, deaf, max_steps=1)
     with pytest.raises(MediaError, match="^`train_dataset`: no prompt gets .* text alone: 'audio_path'"):
         trainer.train()
-    # One of which the first rows have no sound, and others may
+    # The first rows of one dataset have no sound, and later ones may
     columns = {"audio": [None] * 8 + [str(folder / "tone.wav")], "reference": ["a.wav"] * 9}
     mixed = Dataset.from_dict({"prompt": ["What?"] * 9, **columns}).to_iterable_dataset()
     made(tmp_path, mixed, max_steps=1).train()
@@ -248,7 +250,7 @@ def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):
 
 
 def test_looking_decodes_nothing():
-    """What can't be decoded raises when it is used."""
+    """Undecodable media raise on use."""
     broken = rows(audio={"bytes": b"broken", "path": None}, solution="a cat").cast_column("audio", Audio())
     assert not check_columns(broken, "rows")
     with pytest.raises(MediaError, match="'speech'"):
@@ -328,7 +330,8 @@ def test_ignored_columns_from_the_command_line():
 )
 def test_prompt_by_another_name_is_named(column):
     wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
-    remedy = "rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"  # which isn't guessed
+    # the message doesn't guess it
+    remedy = "rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"
     with pytest.raises(ValueError, match=f"^`train_dataset` has no column 'prompt', only .*; {remedy}"):
         check_columns(wrong, "`train_dataset`")
 
@@ -529,7 +532,7 @@ def test_tags_are_places_of_their_media():
         [text("An <image>.")],
         [text("And "), {"type": "image", "image": "k"}, text("?")],
     ]
-    assert row["prompt"][1]["content"] == "<image>\nLike <image>? <audio>"  # the row is as it was
+    assert row["prompt"][1]["content"] == "<image>\nLike <image>? <audio>"  # the row is unchanged
     prompt = user({"type": "image"}, text("What does <image> do, what <audio>?"))
     (row,) = rows_to_messages([{"prompt": prompt, "image": "i.png"}])
     assert row["prompt"][0]["content"][1:] == prompt[0]["content"][1:]
@@ -553,7 +556,7 @@ def test_tags_are_encoded_as_blocks(family, folder):
 
 
 def test_tags_are_trained_on(folder):
-    """At their place, not as words beside an image at the start."""
+    """The model sees them at their position, instead of words next to an image at the start."""
     tagged = pictures(folder, "image").map(lambda row: {"prompt": "Is <image> red?"})
     blocks = user(text("Is "), {"type": "image"}, text(" red?"))
     placed = Dataset.from_list([{"prompt": blocks, "image": str(folder / "picture.png")}] * 8)
@@ -566,7 +569,7 @@ def test_tags_are_trained_on(folder):
 
 
 def test_plain_text_keeps_the_token_of_its_model(folder):
-    """Such a text may have its template applied; encoding says so, as of any placeholder in a text."""
+    """Such a text may have its template applied. Encoding raises as for any placeholder in a text."""
     dataset = pictures(folder, "image").map(lambda row: {"prompt": "USER: <image>\nWhat? ASSISTANT:"})
     with pytest.raises(MediaError, match=r"row \d, column 'image': the text of the prompt holds the placeholder '<im"):
         run(InjectedOurs, "llava", dataset)
@@ -587,7 +590,7 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
     assert prompt.modalities == frozenset()
 
 
-# Rows that once went wrong
+# Regression tests
 
 
 @pytest.mark.parametrize("more", [{}, {"label": 1}])

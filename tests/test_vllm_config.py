@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What an engine is started with, and what is refused before: the engine itself is a stand-in."""
+"""Arguments of the engine, and earlier refusals, with a stub engine."""
 
 import re
 import tomllib
@@ -32,7 +32,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Gives the arguments that an engine is started with, without TRL's."""
+    """Returns the arguments of a started engine, without TRL's."""
     monkeypatch.setattr(engine, "MultimodalVLLMGeneration", Started)
 
     def start(dataset, family="qwen2_5_vl", **options):
@@ -55,7 +55,7 @@ def test_limits_are_the_most_that_a_prompt_of_the_data_has(started):
 def test_no_limit_where_the_data_have_no_count(started):
     assert started(video_rows())["limit_mm_per_prompt"] == {}
     assert started(image_rows(), objects={"eval_dataset": video_rows()})["limit_mm_per_prompt"] == {}
-    rollout = {"rollout_func": lambda prompts, trainer: None}  # which may show what it likes
+    rollout = {"rollout_func": lambda prompts, trainer: None}  # it may pass arbitrary media
     assert started(text_rows(), objects=rollout)["limit_mm_per_prompt"] == {}
 
 

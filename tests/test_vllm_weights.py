@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Names and values of the weights that vLLM is given, for all families. No engine is needed."""
+"""Names and values of the weights that the trainer sends to vLLM, for all families, without an engine."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ with_adapters = pytest.mark.parametrize(
     "family",
     [*FAMILIES, *SPECIAL, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAMILIES)],
 )
-NO_ADAPTER = ("glm4v_moe",)  # PEFT adapts its experts along with its dense layer, which vLLM can't be given
-# Which families may have no layers for
+NO_ADAPTER = ("glm4v_moe",)  # PEFT adapts its experts along with its dense layer, which vLLM doesn't support
+# Layers that some families don't have
 no_such_layer = pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
 )
@@ -41,7 +41,7 @@ def load(family):
 
 
 def synced(model) -> dict[str, torch.Tensor]:
-    """What a sync gives, each weight once."""
+    """Returns the weights of a sync, each once."""
     generation = WithoutEngine(model=model, accelerator=Accelerator(cpu=True), processing_class=None)
     weights = {}
     for name, weight in generation._iter_named_params():
@@ -51,7 +51,7 @@ def synced(model) -> dict[str, torch.Tensor]:
 
 
 def assert_stored(weights, folder, buffers=()):
-    """All weights of the folder, but for those that no update changes."""
+    """Asserts that the sync has all weights of the folder, except those that no update changes."""
     stored = {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
     assert weights.keys() <= stored.keys(), weights.keys() - stored.keys()
     left = sum(stored[name].numel() for name in stored.keys() - weights.keys())
@@ -61,14 +61,14 @@ def assert_stored(weights, folder, buffers=()):
 
 
 def buffers(model) -> list[torch.Tensor]:
-    """What isn't trained, but saved."""
+    """Returns saved buffers, which don't train."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [value for name, value in model.state_dict().items() if name not in parameters]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_weights_are_those_of_the_checkpoint(family, tmp_path):
-    """As it is loaded from, and as it is saved to."""
+    """The names are those of loading and of saving."""
     model = load(family)
     weights = synced(model)
     assert_stored(weights, saved(family), buffers(model))
@@ -102,7 +102,7 @@ def test_weights_of_a_thinker_are_those_of_the_whole_model(family, tmp_path):
     assert all(torch.equal(weight, stored[name]) for name, weight in weights.items())
 
 
-# Adapters by themselves
+# Adapters alone
 
 
 def adapted(family, **settings):
@@ -116,7 +116,7 @@ def adapted(family, **settings):
 @with_adapters
 @no_such_layer
 def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
-    """For the layers of the same names, whatever scales and ranks they have."""
+    """Covers the layers of the same names, with any scales and ranks."""
     if family in NO_ADAPTER:
         with pytest.raises(ValueError, match="it has `target_parameters="):
             EngineAdapter(adapted(family), Accelerator(cpu=True))

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A checkpoint that isn't as it was saved is never trained on from unnoticed, and a disk that fills up says where."""
+"""Training never resumes silently from a damaged checkpoint, and a full disk gives an error with its path."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def make(folder: Path, trainer_class: type = MultimodalGRPOTrainer, **options):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run that never stopped."""
+    """An uninterrupted run."""
     trainer = make(tmp_path_factory.mktemp("straight"))
     trainer.train()
     return trainer
@@ -40,7 +40,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture
 def output(straight, tmp_path) -> Path:
-    """A copy of its folder, to damage."""
+    """Returns a copy of its folder to damage."""
     shutil.copytree(straight.args.output_dir, tmp_path / "output")
     return tmp_path / "output"
 
@@ -93,7 +93,7 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
 
 @contextmanager
 def as_nobody():
-    """Without the rights of root, for whom every file can be read."""
+    """Drops the rights of root, who can read every file."""
     if os.geteuid() != 0:
         yield
         return
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(output):
         nested = nested / "d"
         nested.mkdir()
     resume(r"checkpoint-2 isn't whole: it can't be read \(RecursionError\)")
-    os.removedirs(nested)  # which pytest couldn't either
+    os.removedirs(nested)  # pytest couldn't remove it, either
 
 
 def test_the_newest_whole_one_is_taken(straight, output, caplog):
@@ -229,7 +229,7 @@ def test_folders_below_count_and_what_is_added_does_not(tmp_path):
 
 
 class Touched(TrainerCallback):
-    """A clock that is set back, or a copy: the first checkpoint looks newer than those that follow."""
+    """Simulates a changed clock, or a copy: the first checkpoint looks newer than later ones."""
 
     def on_save(self, args, state, control, **kwargs):
         later = time.time() + 3600
@@ -241,14 +241,14 @@ def test_surplus_checkpoints_are_those_of_the_lowest_steps(tmp_path):
     trainer.add_callback(Touched())
     trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
-    # A new run in the folder: what it has just written stays, though an older run got further
+    # A new run in the folder: its checkpoints stay, although an older run got further
     trainer = make(tmp_path, save_total_limit=2, max_steps=2)
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 class Removed(MultimodalGRPOTrainer):
-    """Somebody removes its folder before a step is saved, or while it is."""
+    """Removes its folder before or while the trainer saves a step."""
 
     moment = ""
 
@@ -287,7 +287,7 @@ def test_a_folder_that_is_removed_is_named(tmp_path, caplog):
 
 
 class Paused(TrainerCallback):
-    """Stops the process in a step, until somebody kills it."""
+    """Pauses the process in a step until a kill."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -312,7 +312,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-    assert (tmp_path / "_run.lock").exists()  # which keeps nobody out
+    assert (tmp_path / "_run.lock").exists()  # which doesn't lock anyone out
     second.train()
     second.train(resume_from_checkpoint=True)
     make(tmp_path).train()
@@ -328,7 +328,7 @@ def test_a_folder_without_locks_is_logged_and_trained_in(tmp_path, caplog):
 
 
 class OnFullDisk(MultimodalGRPOTrainer):
-    """From the second checkpoint on, one of its files is written to a device that is full."""
+    """From the second checkpoint on, the trainer writes one of its files to a full device."""
 
     file: str
 
@@ -349,7 +349,7 @@ def test_full_disk_names_folder_and_checkpoint(file, straight, tmp_path):
     ) as caught:
         trainer.train()
     assert isinstance(caught.value.__cause__, (OSError, RuntimeError))
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]  # nothing half there
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]  # no partial checkpoint
     if file == "optimizer.pt":
         resumed = make(tmp_path)
         resumed.train(resume_from_checkpoint=True)
