@@ -57,9 +57,7 @@ def overrides(trainer: type) -> set[str]:
 
 
 def private_names(trainer: type) -> set[str]:
-    """
-    Returns names with an underscore that this package's trainers read or write, and that TRL's or transformers' set.
-    """
+    """Returns underscore names that this package's trainers use, and that TRL's or transformers' set."""
 
     def used(classes: list[type], pattern: str) -> set[str]:
         return {name for each in classes for name in re.findall(pattern, inspect.getsource(each))}

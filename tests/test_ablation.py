@@ -271,9 +271,7 @@ def test_others_take_duration_and_size():
 
 
 def by_hand(model, processor, row, ids, silent):
-    """
-    Returns log-probabilities of a completion from the model's forward pass on the processor's encoding of a tone.
-    """
+    """Returns log-probabilities of a completion from the model's forward pass on a tone."""
     sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
     blocks = [{"type": "audio", "audio": 0 * sound if silent else sound}]
     blocks.append({"type": "text", "text": row["prompt"][0]["content"]})

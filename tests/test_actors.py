@@ -295,10 +295,7 @@ def test_padding_after_short_responses():
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "paligemma"])
 def test_actions_that_are_prompt(name):
-    """
-    In rows that end together, as a replay buffer makes them, rows with fewer actions hold prompt tokens in their
-    columns.
-    """
+    """In rows that end together, rows with fewer actions hold prompt tokens in their columns."""
     model, _, prompts = bare(name)
     batch = make_batch(prompts[:3], [5, 2, 3])
     fields = {}
@@ -484,10 +481,7 @@ def test_placeholders_and_media_that_do_not_agree(name):
 
 
 def test_ids_of_the_reference_pages():
-    """
-    The examples pass media with ids 1, 2, 3, which no processor returned. Actors raise where the original dropped them
-    silently.
-    """
+    """The examples pass media with ids 1, 2, 3, which no processor returned. Actors raise on them."""
     pixels = bare("qwen2_5_vl")[2][0].media["pixel_values"]
     patches = {"pixel_values": pixels[:1].repeat(576, 1), "image_grid_thw": torch.tensor([[1, 24, 24]])}
     features = {"audio_values": bare("qwen2_audio")[2][0].media["input_features"]}
@@ -694,9 +688,7 @@ def test_generate_equals_that_of_transformers(name):
 
 
 def test_what_is_sampled_is_what_is_scored():
-    """
-    Greedy tokens are the most likely of the forward pass on the output of `generate`, and sampled tokens come from it.
-    """
+    """Greedy tokens are the most likely of the forward pass, and sampled tokens come from its distribution."""
     actor, batch = make_both("qwen2_5_vl")
     sequences, mask, actions = batch.generate(actor, max_new_tokens=8)
     n = actions.size(1)
@@ -800,7 +792,7 @@ COLD = transformers.GenerationConfig(do_sample=True, temperature=0.3)
     ],
 )
 def test_sampling_from_another_policy_warns(options, config, message, caplog, monkeypatch):
-    # Accelerate's logger raises without its state, which a user's script may lack
+    # Accelerate's logger raises without its state, which a user's script may not create
     monkeypatch.setattr(PartialState, "_shared_state", {})
     actor = text_actor()
     actor.model.generation_config.update(**config)
@@ -1083,8 +1075,7 @@ def test_lora_on_an_adapter():
     assert_close(batch.score(actor), expected)
 
 
-# Encoders of all families; where there is none, freezing raises
-# Encoders of all families; where there is none, freezing raises
+# Encoders of all families. Families without an encoder raise on freezing
 
 TOWERS = {
     "qwen2_audio": {"audio": "model.audio_tower"},

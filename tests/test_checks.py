@@ -54,7 +54,7 @@ def listener():
 def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     check, completions = engine_check(listener), completions_of(listener)
     mask, sampled = completions[2], sampled_by(listener, completions)
-    sampled[0, 0] = math.nan  # an engine may lack that of a token
+    sampled[0, 0] = math.nan  # an engine may not return a token's
     assert not check.run(listener.model, 0, completions, torch.zeros_like(mask), sampled)
     assert check.run(listener.model, 1, completions, mask, sampled)
     assert max(check.check.engine) < 1e-5 and check.check.engine_updated is None

@@ -122,9 +122,7 @@ def test_report_is_true(sounds, tmp_path, overlong, capsys):
 
 @pytest.mark.slow
 def test_entry_point_with_workers(sounds, tmp_path, capsys):
-    """
-    Runs the entry point with worker processes on one split of a dataset. The report equals the one without workers.
-    """
+    """Worker processes on one split of a dataset give the same report as no workers."""
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
     options = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--dataset_split"]
     command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]

@@ -155,7 +155,6 @@ def interrupting(completions, trainer_state, **kwargs):
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    """Returns the arguments of a run in a separate folder."""
     monkeypatch.chdir(tmp_path)
     rows = []
     for i in range(4):

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-The parts of TRL, transformers and torch that this package depends on. A failure names what a new release has changed.
-"""
+"""The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
 import importlib
 import inspect

@@ -1,8 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Texts of rows and tools neither end nor start turns, unless an option allows it. The tokenizer's ids are the ground
-truth.
-"""
+"""Texts of rows and tools neither end nor start turns by default. The tokenizer's ids are the ground truth."""
 
 import pytest
 from datasets import Dataset
@@ -42,9 +39,7 @@ def rows(*texts, media=True):
 
 
 def train(trainer_class, dataset, folder, template="", **options):
-    """
-    Runs an optimizer step on both rows with any trainer, or an evaluation. `template` precedes the model's template.
-    """
+    """Runs an optimizer step on both rows, or an evaluation. `template` precedes the model's template."""
     model, processor = load("qwen2_5_vl")
     processor.chat_template = template + processor.chat_template
     if trainer_class is evaluate:

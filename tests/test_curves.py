@@ -92,8 +92,7 @@ def test_what_is_drawn():
     figure = figure_of(history, "A title")
     assert figure.get_suptitle() == "A title"
     axes = panels(figure)
-    # with a single reward function, its panel is the reward
-    assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]
+    assert [*axes] == ["Reward", "Held-out accuracy", "Entropy"]  # a single reward function is the reward
     (line,) = axes["Reward"].lines
     assert points(line) == [(2, 0.5), (4, 0.75)]
     assert band(axes["Reward"]) == {2: (0.25, 0.75), 4: (0.625, 0.875)}

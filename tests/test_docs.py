@@ -455,8 +455,7 @@ def test_options_for_users_of_others_exist():
     launched = [command for command in commands if command.startswith("trl-multimodal-rft grpo")]
     options = {name for part in [*rows, *launched] for name in re.findall(r"--(\w+)", part)}
     known = {each.name for arguments in grpo.ARGUMENTS for each in fields(arguments)}
-    # the last is an option of `check`
-    launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}
+    launcher = {"accelerate_config", "num_processes", "num_machines", "max_prompt_length"}  # an option of `check`
     assert len(launched) == 2 and len(options) > 30 and options <= known | launcher
 
 

@@ -51,9 +51,7 @@ MIXINS = {
 
 
 def documented_in_full():
-    """
-    Returns names of modules on the reference pages, and full names of exports and of single entries on the pages.
-    """
+    """Returns modules on the reference pages, and full names of exports and of single entries on the pages."""
     pages = (Path(__file__).parents[1] / "docs" / "reference").glob("*.md")
     listed = {path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
     packages = [module for module in modules() if hasattr(module, "__path__")]

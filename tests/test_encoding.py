@@ -300,9 +300,7 @@ def test_media_of_no_size_are_named(name, row, message):
     "name", ["qwen2_audio", "qwen2_5_vl", "llava", "gemma3", "qwen2_5_omni", "paligemma", "internvl"]
 )
 def test_a_placeholder_too_many_raises(name):
-    """
-    For a literal placeholder next to a real one, the error names the row. Otherwise the model would get shifted media.
-    """
+    """The error names the row. Otherwise the model would get shifted media."""
     model, processor = FAMILIES[name].build()
     chat = next(c for c in FAMILIES[name].prompts() if any(b["type"] != "text" for b in c[0]["content"]))
     kind = next(b["type"] for b in chat[0]["content"] if b["type"] != "text")

@@ -671,8 +671,7 @@ def test_training_stops_early_and_loads_the_best(order, tmp_path):
     if order == "evaluate first":
         trainer.add_callback(early)
     trainer.train()
-    # the last is that of the best weights
-    assert [value for _, value in logged(trainer)] == [0.25, 0.75, 0.5, 0.5, 1.0]
+    assert [value for _, value in logged(trainer)] == [0.25, 0.75, 0.5, 0.5, 1.0]  # the last: best weights
     assert trainer.state.global_step == 4 and trainer.state.best_global_step == 2
     best = type(trainer.model).from_pretrained(tmp_path / "checkpoint-2").state_dict()
     last = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4").state_dict()

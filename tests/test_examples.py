@@ -154,9 +154,7 @@ def test_sft(tmp_path):
 
 
 def test_arguments(tmp_path):
-    """
-    The command line overrides a config file, which overrides the demo. A model by name uses none of the demo's values.
-    """
+    """The command line overrides a config file, which overrides the demo. A model by name ignores the demo."""
 
     def read(*args):
         demo = {"max_steps": 7, "learning_rate": 1e-3, "output_dir": "demo", "bf16": False}

@@ -145,7 +145,6 @@ def make(
 
 
 def made(prompts=TEXT, *, max_new_tokens=4, gamma=1.0, lambd=0.95, **options):
-    """Returns the experience of given completions."""
     maker = make(Injected, **options)
     return maker.make_experience_list(prompts, max_new_tokens=max_new_tokens, gamma=gamma, lambd=lambd)
 

@@ -207,9 +207,7 @@ def test_rewards_open_nothing_that_the_rules_forbid(folders, tmp_path):
 
 @pytest.mark.parametrize("lacks", [pytest.param("torchcodec", marks=pytest.mark.slow), "its FFmpeg"])
 def test_without_torchcodec(lacks, folders, tmp_path):
-    """
-    The other libraries train on media of features. For a user who decodes them, the error names the missing package.
-    """
+    """The other libraries train on media of features. The error of decoding names the missing package."""
     loaded(folders, "audio", "parquet")
     (tmp_path / "script.py").write_text(
         textwrap.dedent(

@@ -141,9 +141,7 @@ def appended(model, prompts, completions, turns):
 )
 @torch.no_grad()
 def test_continues_from_its_cache(name):
-    """
-    Generation continues after two turns, with some rows in another order, like the model's forward pass of the whole.
-    """
+    """After two turns, with some rows in another order, like the model's forward pass of the whole."""
     model, _, processor, prompts = build(name)
     tokenizer, branches = processor.tokenizer, Branches()
     ends = list(range(30, len(tokenizer), 5))  # so that completions have different lengths

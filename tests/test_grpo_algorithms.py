@@ -156,9 +156,7 @@ def test_equal_rewards_leave_the_model_alone(options):
 
 
 def check_losses(result, weights=None, moments=None):
-    """
-    Compares each micro-batch's loss, and its gradient with respect to the log-probabilities, with hand-computed ones.
-    """
+    """Compares each micro-batch's loss and its gradient by the log-probabilities with hand-computed ones."""
     moments = moments or result.trainer.micro_batches
     for moment, weight in zip(moments, weights or [None] * len(moments), strict=True):
         logps = moment.logps.clone().requires_grad_()
@@ -301,10 +299,7 @@ def test_kl_target_moves_the_coefficient(options, target):
 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_each_completion_adapts_the_coefficient_once(in_reward):
-    """
-    Two epochs of two updates each adapt it in the first. Far from the target, it changes by 20 % of 8 in 40
-    completions.
-    """
+    """In the first of two epochs. Far from the target, it changes by 20 % of 8 in 40 completions."""
     options = {**REUSED, "max_steps": 8, "kl_in_reward": in_reward}
     result = ours(beta=0.1, kl_target=1e-9, kl_horizon=40, objects=moved(FAMILY), **options)
     betas = [0.1, *logged(result, "kl_coef")]

@@ -189,9 +189,7 @@ def test_strategies(published):
 
 
 def test_checkpoint_stays_while_it_is_uploaded(published):
-    """
-    The first one becomes obsolete when the trainer writes the second, while only the upload of the first has begun.
-    """
+    """The first one becomes obsolete when the trainer writes the second, while its upload runs."""
     result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
     assert messages(repo) == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
     checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | STATE, "checkpoint-1")

@@ -119,9 +119,7 @@ def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
 
 
 def test_policy_drift_gradient():
-    """
-    Equals the ratio minus 1, clamped above only. Without the clamp, it is on average that of KL(old policy, policy).
-    """
+    """Equals the ratio minus 1, clamped above only. Without the clamp, its mean is that of KL(old policy, policy)."""
     old_logps = tensor([[-3, -2, -1, -4]])
     ratio = tensor([[0.1, 0.9, 1.5, 40]])
     grad = gradient(lambda x: policy_drift(x, old_logps, clamp=2.0).sum(), old_logps + ratio.log())[1]
@@ -193,10 +191,7 @@ def test_losses_are_listed_with_their_papers():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_average_is_that_of_the_definition(name):
-    """
-    Averages over the completions, the limit of their length, or the tokens, of the micro-batch or of the optimizer
-    step.
-    """
+    """Covers completions, their length limit, and tokens of the micro-batch or of the optimizer step."""
     values, mask = random_losses(0)
     normalizer = Normalizer(accumulation=3, length_limit=10, batch_tokens=77.0)
     lengths, sums = mask.sum(1).clamp(min=1), (values * mask).sum(1)
@@ -321,10 +316,7 @@ LOGITS, REF_LOGPS = tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1]), tensor([1.0, 0.2, 
 
 
 def on_policy_gradient(objective):
-    """
-    Differentiates the expectation of an objective of (log-probability, reference's) over tokens sampled from the
-    policy.
-    """
+    """Differentiates the expected objective over tokens sampled from the policy."""
 
     def expectation(logits):
         logps = logits.log_softmax(0)

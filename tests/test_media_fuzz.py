@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Thousands of damaged files: each gives a medium or a named error within time and memory limits, and opens nothing else.
-"""
+"""Thousands of damaged files: each gives a medium or a named error within limits, and opens nothing else."""
 
 import re
 import subprocess

@@ -61,7 +61,6 @@ def train(kind, folder, trainer_class=InjectedOurs, rows=None, **options):
 
 
 def table(folder, step, **features):
-    """Returns a table as users load it."""
     path = folder / "_private" / "completions" / f"completions_{step:05d}.parquet"
     rows = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
     for column, feature in features.items():
@@ -576,9 +575,7 @@ def test_off_switch(tmp_path, decodes):
 
 
 def test_only_what_is_logged_is_decoded(tmp_path, decodes):
-    """
-    Of four batches of two prompts, the trainer logs one prompt of the last batch, and logs it only once at the end.
-    """
+    """Of four batches of two prompts, the trainer logs one prompt of the last batch, and only once."""
     train("image", tmp_path / "one", max_steps=4, logging_steps=4, max_logged_media=1, **HERE)
     assert decodes == {"train": 8, "log": 1}
     # Training ends with a log, which contains rows that no table has yet
@@ -624,9 +621,7 @@ def test_training_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path):
-    """
-    Both processes have completions of the second prompt. A log on the main process alone waits for no other rank.
-    """
+    """Both processes have completions of the second prompt. A log on the main process waits for no other rank."""
     tables = {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)

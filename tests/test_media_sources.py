@@ -524,10 +524,7 @@ SECRETIVE = [
 
 @pytest.mark.parametrize("form", SECRETIVE)
 def test_errors_keep_credentials_to_themselves(site, form, monkeypatch):
-    """
-    Covers refusals of a server, a rule, a parser or a decoder; credentials in a row's path, a dictionary and an unread
-    column.
-    """
+    """Covers errors of servers, rules, parsers and decoders, for paths, dictionaries and unread columns."""
     monkeypatch.setattr(http_client.time, "sleep", lambda seconds: None)
     site.answers["/i.png"] = answer(403)
     url = form.format(site.url(""), u="http://", h=f"127.0.0.1:{site.server_port}")

@@ -24,7 +24,6 @@ ROWS = Dataset.from_dict({"prompt": [f"What is it? {i}" for i in range(4)], "n":
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, with files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

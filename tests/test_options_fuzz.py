@@ -247,8 +247,7 @@ def check(seed: int, folder: Path, *names: str) -> None:
             return
         try:
             trainer = make(draw, TRAINERS[draw.kind], config)
-        # conflicts that the config alone can't detect, such as those of an adapter
-        except (ValueError, NotImplementedError):
+        except (ValueError, NotImplementedError):  # conflicts outside the config
             continue
         base = updated(trainer)
         if norm(base) > 1e-4:  # otherwise all rewards are equal

@@ -40,7 +40,6 @@ def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
 
 
 def command(script, *words):
-    """Runs a command in this process."""
     given = ["--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--dataset_name", "rows.jsonl"]
     if script in (grpo, rloo, ppo):
         given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum", "--num_generations", "2"]

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Packed equals padded for every family: log-probabilities, entropies, gradients, and the masks and layouts behind them.
-"""
+"""Packed equals padded for every family: log-probabilities, entropies, gradients, masks and layouts."""
 
 import copy
 

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-PPO against a slow implementation: token by token, a plain forward pass per completion, plain copies of both models.
-"""
+"""PPO against a slow implementation: token by token, one plain forward pass per completion, two plain models."""
 
 import copy
 import functools
@@ -58,7 +56,6 @@ def ppo(family=FAMILY, rows=None, trainer_class=Ours, **options):
 
 
 def halves(weights):
-    """Returns the weights of policy and critic."""
     critic = {name: value for name, value in weights.items() if name.startswith("critic.")}
     return {name: value for name, value in weights.items() if name not in critic}, critic
 
@@ -177,7 +174,6 @@ class Slow:
         return policy_loss, value_loss
 
     def parameters(self):
-        """Returns parameters by their names in the trainer."""
         named = dict(self.policy.named_parameters())
         if self.backbone is self.policy:
             return {**named, "critic.weight": self.weight, "critic.bias": self.bias}
@@ -381,10 +377,7 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
 
 
 def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
-    """
-    Of five rollouts of one update in each of two epochs, the policy is frozen in the first rollout and in the first
-    epoch of the second.
-    """
+    """The policy is frozen in the first of five rollouts, and in the first epoch of the second."""
     adaptive = {"beta": 0.1, "kl_in_reward": False, "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
     result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 10})
     assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)])

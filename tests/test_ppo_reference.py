@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-PPO with the interface of the reference system: its signatures, each of its steps against slow implementations, and
-whole runs.
+PPO with the interface of the reference system: its signatures, each step against slow ones, and whole runs.
 
 Slow steps run a plain model once per sample, without padding.
 """
@@ -202,7 +201,6 @@ def experience_of(ppo, kind="image", n_rows=2, noise=0.3, seed=0):
 
 
 def batch_of(ppo, n=None, **options):
-    """Returns the first of them as a batch."""
     return make_experience_batch(experience_of(ppo, **options)[1][:n])
 
 
@@ -470,9 +468,7 @@ def adam(**options):
 
 @pytest.mark.parametrize("part", ["actor", "critic"])
 def test_one_part_alone(part, tmp_path):
-    """
-    The other part stays unchanged bit for bit, although it has momentum. The trained part moves as in a step of both.
-    """
+    """The other part stays bit for bit, despite momentum. The trained part moves as in a step of both."""
     updates = {}
     for method in ("training_step", f"training_step_{part}"):
         ppo = make(tmp_path, config=adam(per_device_train_batch_size=8, max_grad_norm=1e9))
@@ -1037,7 +1033,6 @@ def average_of(ppo) -> dict:
 
 
 def state_of(ppo) -> dict:
-    """Returns all state that an evaluation must not change."""
     trainer, maker = ppo.trainer, ppo.experience_maker
     models = [ppo.actor, ppo.critic, maker.initial_model, *maker.reward_models]
     return copy.deepcopy(
@@ -1084,10 +1079,7 @@ def test_evaluation_changes_nothing(greedy, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_evaluation(kind, tmp_path):
-    """
-    Responses equal those of `generate` for one prompt at a time, whatever the sampling options, without warnings about
-    these.
-    """
+    """Responses equal those of `generate` for single prompts, whatever the sampling options."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -1280,9 +1272,7 @@ EVERYTHING = {
 
 
 def everything(folder, kind="image", **config):
-    """
-    Runs three rollouts of two updates in each of two episodes, with the average. Returns the prompts of each rollout.
-    """
+    """Runs three rollouts of two updates in each of two episodes. Returns the prompts of each rollout."""
     policy, ema, reward = actor_of(kind), actor_of(kind), Noting()
     rows = KINDS[kind].rows(7)
     supervised = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)]

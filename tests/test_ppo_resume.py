@@ -76,7 +76,6 @@ def straight(tmp_path_factory):
 
 
 def equal(a, b) -> bool:
-    """Returns whether two nested states are equal bit for bit."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Each recipe parses like on the command line, its dataset comes from its documented command, and it trains a tiny model.
-"""
+"""Each recipe parses like on the command line, prepares its dataset, and trains a tiny model."""
 
 import json
 import re

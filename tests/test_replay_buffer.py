@@ -544,7 +544,6 @@ def test_padding_that_cannot_be_told_is_refused():
 
 
 def bytes_alive() -> int:
-    """Returns the memory of all tensors."""
     gc.collect()
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -629,7 +628,6 @@ def filled(*parts: Experience, **options) -> ReplayBuffer:
 
 
 def names(entries) -> list[int]:
-    """Returns the names of these samples."""
     return [int(own.sequences[0]) // 100 for own in entries]
 
 

@@ -127,7 +127,6 @@ def straight(tmp_path_factory):
 
 
 def rest(trainer, step: int) -> list:
-    """Returns the inputs after a step."""
     return trainer.trained_on[step * trainer.args.gradient_accumulation_steps :]
 
 

@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Reward functions in a trainer: by name, with other parameters, with failures, and without a request in the prompt.
-"""
+"""Reward functions in a trainer: by name, with other parameters, with failures, and without a matching prompt."""
 
 import functools
 import re

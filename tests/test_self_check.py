@@ -220,7 +220,7 @@ def causal(model, prompt, n_new):
 
 
 def test_packing_that_is_wrong_falls_back_to_padded(monkeypatch, caplog):
-    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
+    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs other masks
     check = subject("gemma3", image_rows(2)).check()
     assert check.packed > check.tolerance and not check.fallbacks.packing
     assert "falls back to padded rows" in str(check)
@@ -484,7 +484,7 @@ def test_trainer_compares_with_the_processor_as_it_is_loaded(tmp_path):
 
 
 def test_trainer_applies_fallbacks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs its own masks
+    monkeypatch.setattr(forward, "linear_masks", causal)  # Gemma 3 needs other masks
     history = train("gemma3", image_rows(), tmp_path).state.log_history
     assert "falls back to padded rows" in capsys.readouterr().out
     assert history[0]["packing/shared_frac"] == 0

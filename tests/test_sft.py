@@ -1,8 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Supervised training with media: the loss equals the model's, and TRL's where TRL supports the rows. Rows in one forward
-pass don't affect each other.
-"""
+"""Supervised training with media: the loss equals the model's and TRL's, and rows don't affect each other."""
 
 import pytest
 import torch
@@ -143,9 +140,7 @@ DEFAULT_ROWS = ("chat", "completions about images", "albums")
     "name", [pytest.param(name, marks=[] if name in DEFAULT_ROWS else [pytest.mark.slow]) for name in TRL_ROWS]
 )
 def test_equals_trl(name, tmp_path):
-    """
-    Rows in TRL's order give TRL's loss over the tokens of an update, its metrics and its weights after two updates.
-    """
+    """Rows in TRL's order give TRL's loss, metrics and weights after two updates."""
     rows, options = TRL_ROWS[name]
     model, processor = load("qwen2_5_vl")
     processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
@@ -164,10 +159,7 @@ def test_equals_trl(name, tmp_path):
 
 
 def own_gradients(family, chats, masks):
-    """
-    Computes the loss over all target tokens and its gradient, from the model's plain forward pass on the processor's
-    output.
-    """
+    """Computes the loss over all target tokens and its gradient with plain forward passes."""
     model, processor = load(family)
     total, n = 0.0, sum(int(mask[1:].sum()) for mask in masks)
     for chat, mask in zip(chats, masks, strict=True):
@@ -184,9 +176,7 @@ def flat(gradients, names):
 
 
 def mixed_rows():
-    """
-    Returns conversations with an image, a sound, a video, several of them, and none, in the format of processors.
-    """
+    """Returns conversations with an image, a sound, a video, several of them, and none."""
     chats = [
         [*prompt, {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i % 4]}]}]
         for i, prompt in enumerate(ALL_FAMILIES["qwen2_5_omni"].prompts())
@@ -245,9 +235,7 @@ def test_parts_of_a_token_budget_make_the_same_updates(tmp_path):
 
 
 def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
-    """
-    Resumes in the middle of the second epoch, with rows read ahead, a stateful optimizer, dropout, and evaluation.
-    """
+    """Resumes in the second epoch, with rows read ahead, a stateful optimizer, dropout, and evaluation."""
     options = {
         "max_steps": 5,
         "optim": "adamw_torch",
@@ -270,10 +258,7 @@ def test_resumed_run_is_the_one_that_did_not_stop(tmp_path):
 
 
 def test_by_name_into_grpo_and_ppo(tmp_path):
-    """
-    Uses a folder's name without a processor, checks its checkpoint and card, and runs a step of each trainer on the
-    trained model.
-    """
+    """Uses a folder's name without a processor, and runs a step of each trainer on the trained model."""
     rows = picture_rows(4, form="prompt")
     args = MultimodalSFTConfig(str(tmp_path / "sft"), **PAIRS, packing=True)
     trainer = MultimodalSFTTrainer(str(saved("qwen2_5_vl")), args, rows)

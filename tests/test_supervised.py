@@ -210,9 +210,7 @@ def test_every_family_that_has_a_chat_template(family):
 
 
 def cross_entropy(model, row: dict, answer: str, kind: str, n_prompt: int) -> torch.Tensor:
-    """
-    Returns transformers' loss with labels, the mean over the tokens of an answer, with all earlier tokens masked.
-    """
+    """Returns transformers' mean loss over the tokens of an answer, with all earlier tokens masked."""
     inputs = whole_chat(row, answer, kind)
     _, processor = load(FAMILY[kind])
     end = inputs["input_ids"][0].tolist().index(processor.tokenizer.eos_token_id, n_prompt) + 1

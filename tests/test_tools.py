@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Tools that see, hear and show: the trainer's scores of samples equal the model's forward pass of the conversation.
-"""
+"""Tools that see, hear and show: the scores of samples equal the model's forward pass of the conversation."""
 
 import functools
 from dataclasses import replace
@@ -478,8 +476,7 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
     for i in (0, 1, 3):
         grey = PIL.Image.new("RGB", rows[i]["image"].size, (128, 128, 128))
         (conversation,) = blind.rows[i]["completions_without"]
-        # a truncated character
-        text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")
+        text = tokenizer.decode(truth(i, suppressed, grey), skip_special_tokens=True).rstrip("\ufffd")  # truncated
         called, answer = conversation.split("tool: <image>Is there a cat?")
         assert answer.split("assistant: ")[-1].startswith(text) and len(text) > 2 and "'number'" in called
         changed += [conversation] != blind.rows[i]["completions"]

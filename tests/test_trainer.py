@@ -260,9 +260,7 @@ def test_every_form_of_a_dataset_trains_alike(dataset, options, mixed_update):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("options", [{}, REUSED, SPLIT], ids=["one update", "reused", "split"])
 def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
-    """
-    This covers each prompt's media, for all its completions, micro-batches and updates, also in worker processes.
-    """
+    """Once per prompt, for all its completions, micro-batches and updates, also in worker processes."""
     fetched, processed = tmp_path / "fetched", tmp_path / "processed"
 
     class Counting(Qwen2AudioProcessor):
@@ -473,7 +471,6 @@ def test_template_without_placeholder_raises(kind):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_placeholder_in_the_text_raises(kind):
-    """Covers rows without media and with them."""
     mark = {"image": "<|image_pad|>", "audio": "<|AUDIO|>", "video": "<|video_pad|>"}[kind]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} What is it?"}]}])
     with pytest.raises(ValueError, match=r"placeholder|tokens in the text but no"):

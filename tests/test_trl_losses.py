@@ -129,10 +129,7 @@ def logged(metrics):
 
 
 def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
-    """
-    Runs one micro-batch in TRL's trainer and in this package's functions; `ours_as` is this package's name of the
-    loss.
-    """
+    """Runs one micro-batch in TRL's trainer and here; `ours_as` is this package's name of the loss."""
     values, case = batch(options.get("by_token", False)), (loss_type, level, options)
     if "on_policy" in options:
         del values["old_per_token_logps"]

@@ -33,9 +33,7 @@ _MODELS = tempfile.TemporaryDirectory()
 
 @functools.cache
 def saved(model_class=hf.Qwen3ForCausalLM, **changes) -> str:
-    """
-    Returns the folder of a tiny model and its tokenizer, which pads on the right, like most tokenizers of text models.
-    """
+    """Returns the folder of a tiny model and its tokenizer, which pads on the right, like most."""
     words = tokenizer()
     words.padding_side, words.chat_template = "right", qwen3_chat_template
     config = model_class.config_class(**decoder(words, head_dim=16, **changes))
@@ -544,10 +542,7 @@ def test_supervised_rows_that_trl_has_to_prepare(name, tmp_path):
 
 
 def test_evaluation_prepares_what_it_is_given(tmp_path):
-    """
-    Covers plain text other than the trainer's dataset, which TRL's `evaluate` accepts, and a trainer with plain
-    arguments.
-    """
+    """Covers plain text other than the trainer's dataset, and a trainer with plain arguments."""
     results = []
     for trainer_class in (SFTTrainer, MultimodalSFTTrainer):
         args = hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)

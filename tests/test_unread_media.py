@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-The trainer never drops a medium silently: columns and blocks that nothing reads, tags, and other names for prompts.
-"""
+"""The trainer never drops a medium silently: unread columns and blocks, tags, and other names for prompts."""
 
 import base64
 from functools import partial
@@ -330,8 +328,7 @@ def test_ignored_columns_from_the_command_line():
 )
 def test_prompt_by_another_name_is_named(column):
     wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
-    # the message doesn't guess it
-    remedy = "rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"
+    remedy = "rename the right one" if column == "ask" else f"rename '{column}' to 'prompt'"  # not guessed
     with pytest.raises(ValueError, match=f"^`train_dataset` has no column 'prompt', only .*; {remedy}"):
         check_columns(wrong, "`train_dataset`")
 

@@ -48,7 +48,7 @@ def main():
         FOLDER, "qwen2_5_omni", list(image_rows(4)), 8, trainer_class=EvaluatedTrainer, end_ids=[2, *range(60, 100)]
     )
     before = weights(trainer.model)
-    # Some ranks lack a kind of media
+    # Some ranks have no rows of some kinds of media
     rows = [*image_rows(1), *audio_rows(1), *text_rows(1)]
     config = EvaluationConfig(max_completion_length=4, batch_size=1, ablate="audio", ablate_with="shuffled")
     mixed = evaluate_trainer(trainer, [*rows, *audio_rows(2).select([1])], even_length, config)

@@ -77,9 +77,7 @@ def skipped_rows(folder):
 
 
 class Talking(Scripted):
-    """
-    The second half of the batch calls a tool that returns images. The trainer drops the tokens sampled after them.
-    """
+    """The second half of the batch calls a tool that returns images. The trainer drops later tokens."""
 
     turns = (0, 0, 0, 0, 1, 2, 3, 1)
 
@@ -208,9 +206,7 @@ class Poison(TrainerCallback):
 
 
 def not_finite(folder):
-    """
-    Covers skipped updates, a run that ends after too many of them in a row, and non-finite weights that aren't saved.
-    """
+    """Covers skipped updates, the end of a run after too many in a row, and non-finite weights, which aren't saved."""
     options = {**REUSED, "lr_scheduler_type": "linear", "weight_decay": 0.1, "gradient_checkpointing": True}
     _, result = train(folder / "once", "qwen2_5_vl", image_rows(), 2 * GROUP, BreakingTrainer, **options)
     errors = []

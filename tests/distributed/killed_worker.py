@@ -2,10 +2,9 @@
 """
 Runs that the tests kill: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
 
-Imports take longer than a run. This process therefore imports once and forks for everything else. It reads one command
-per line and answers with a line to the file descriptor: `{"start": job}` forks the processes of a job and returns
-their ids, `{"reap": id}` returns the exit status of one of them, `null` while it runs. It kills the remaining
-processes when its input ends.
+Imports take longer than a run, so this process imports once and forks for everything else. It reads one command per
+line and writes one line to the file descriptor: `{"start": job}` forks the processes of a job and returns their ids,
+`{"reap": id}` the exit status of one, `null` while it runs. It kills the rest when its input ends.
 
 `killed_worker.py train <job>` is one of the processes that `torch.distributed.run` starts for a job.
 """
@@ -315,9 +314,7 @@ def start(job: dict) -> list[int]:
 
 
 def perform(job: dict) -> None:
-    """
-    Runs a job and ends the process without Python's exit handlers, because processes share the folders of the models.
-    """
+    """Runs a job and ends without Python's exit handlers, because processes share the folders of the models."""
     status = 1
     try:
         TASKS[job["task"]](job)

@@ -47,5 +47,4 @@ class Run:
         return {**result, "update": load_file(self.folder / f"{name}-{rank}.safetensors")}
 
     def stop(self) -> None:
-        """Ends the processes that still run."""
         end(self.process)

@@ -30,7 +30,7 @@ ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 def mixed_rows(n):
-    """Every other row lacks its image, so that ranks lack different media."""
+    """Removes every other row's image, so that ranks have different media."""
     rows = enumerate(image_rows(n))
     return [row if i % 2 else {name: value for name, value in row.items() if name != "image"} for i, row in rows]
 

@@ -86,19 +86,16 @@ def runs(request, tmp_path_factory):
 
 @pytest.fixture
 def two(runs, engine, scenario):
-    """Returns the results of two ranks."""
     return runs.results(engine)[scenario]
 
 
 @pytest.fixture
 def one(two, runs, scenario):
-    """Returns the result of a single process."""
     return runs.results("one")[scenario]
 
 
 @pytest.fixture
 def ddp(two, runs, scenario):
-    """Returns the results of two ranks with DDP."""
     return runs.results("ddp")[scenario]
 
 
@@ -115,7 +112,6 @@ def of(scenarios):
 
 
 def on(engines, *names):
-    """Returns the same scenarios for several engines."""
     return of(dict.fromkeys(engines, names))
 
 
@@ -206,10 +202,7 @@ def test_positions_of_the_encoder_are_not_trained(two):
 
 @on(["ddp", *PARTS], "not_finite")
 def test_what_is_not_finite_is_neither_trained_on_nor_saved(two, one, engine):
-    """
-    No engine trains on them or saves them: it skips an update as one process does, too many skips end the run, and
-    checkpoints stay intact.
-    """
+    """Skips an update as one process does, ends the run after too many, and leaves checkpoints intact."""
     assert_same_ranks(two)
     assert_same_update(two[0]["update"], one[0]["update"])
     for rank in two:

@@ -97,7 +97,6 @@ class Processes:
         self._codes: dict[int, int] = {}
 
     def ended(self) -> int:
-        """Returns how many have ended."""
         for pid in self.ids:
             if pid not in self._codes and (code := self._worker.ask(reap=pid)) is not None:
                 self._codes[pid] = code
@@ -116,12 +115,10 @@ class Processes:
         return True
 
     def wait(self) -> list[int]:
-        """Returns the exit codes of all processes."""
         self.until(lambda: False, len(self.ids))
         return [self._codes[pid] for pid in self.ids]
 
     def kill(self) -> None:
-        """Kills all processes at once."""
         if self.ended() < len(self.ids):
             os.killpg(self.ids[0], signal.SIGKILL)
 
@@ -151,7 +148,6 @@ class Restarted:
         return Processes(self.worker, train(self.name, folder, self.output, death, resume, save_total_limit=KEPT))
 
     def step(self) -> int:
-        """Returns the step of the newest checkpoint."""
         return max([0, *(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*"))])
 
     def check(self, processes: Processes, resumed: str | None, is_over: bool) -> dict:
@@ -175,10 +171,7 @@ class Restarted:
         return found
 
     def dies(self, point: str, step: int, rank: int, last: int, resume: str | None = None) -> dict:
-        """
-        One process ends itself at a point of saving, then the test kills the others. See `check` for the other
-        arguments.
-        """
+        """One process ends itself at a point of saving, then the test kills the others. See also `check`."""
         self.story.append(f"process {rank} dies with {point} at step {step}")
         expected = resume or self.last
         processes = self.start({"point": point, "step": step, "rank": rank}, resume)
@@ -421,10 +414,7 @@ def test_second_run_in_a_folder_is_refused(worker, tmp_path):
     ("name", "saves"), [("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", True), ("SIGINT", True)]
 )
 def test_launcher_is_killed(launcher, name, saves, tmp_path):
-    """
-    The launched processes end with the launcher, whether it forwards the signal or not, and save a checkpoint if they
-    should.
-    """
+    """The launched processes end with the launcher, whether it forwards the signal or not."""
     job = train("grpo" if launcher == "accelerate" else "ddp", tmp_path, tmp_path / "output", max_steps=10_000)
     job["options"] |= {"enable_jit_checkpoint": saves, "save_strategy": "no", "disable_tqdm": True}
     script = [HERE / "killed_worker.py", "train", json.dumps(job)]

@@ -189,7 +189,6 @@ def start(**options):
 
 
 def engine_options(state):
-    """Returns the arguments of a config."""
     splits = state.num_processes > 1 or not ON_CPU  # GPUs run engines with one process, too
     if ENGINE in ZERO and splits:
         zero = {"stage": ZERO[ENGINE]}
@@ -205,7 +204,6 @@ def engine_options(state):
 
 
 def weights(model):
-    """Returns full copies of the parameters, also of sharded ones."""
     parameters = dict(model.named_parameters())
     with gathered(parameters.values()):
         return {name: whole(parameter) for name, parameter in parameters.items()}

@@ -2,8 +2,7 @@
 """
 Scenarios of distributed training: `worker.py <engine> <folder> <scenario>...`, started by `launcher.Run`.
 
-Every process runs the same scenarios and writes its results. A scenario has the same global batches for any number of
-processes.
+Every process runs the same scenarios and writes its results. The global batches don't depend on their number.
 """
 
 import gc

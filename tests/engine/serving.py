@@ -55,9 +55,7 @@ def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 900
 def train(
     model: Path, folder: Path, processes: int, runs: dict[str, dict], **environment: str
 ) -> dict[str, list[dict]]:
-    """
-    Returns the results of each process of `worker.py` by the name of the run. The arguments give each run's options.
-    """
+    """Returns the results of each process of `worker.py` by the name of the run, from each run's options."""
     log = folder / "worker.txt"
     script = [Path(__file__).with_name("worker.py"), folder, model, json.dumps(runs)]
     with log.open("w") as output:

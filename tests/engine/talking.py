@@ -1,8 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Conversations that an engine samples, both words and ends of turns, compared with the model's forward pass of each
-whole conversation as a processor encodes it.
-"""
+"""Conversations that an engine samples, compared with the model's forward pass of each whole conversation."""
 
 import itertools
 
@@ -28,7 +25,7 @@ OPTIONS = {
     "save_strategy": "no",
     "gradient_checkpointing": False,
     "use_vllm": True,
-    # A bias, which the trainer's log-probabilities lack, selects words. Importance weights would be 0.
+    # A bias selects words. The trainer's log-probabilities don't include it, so importance weights would be 0.
     "vllm_importance_sampling_correction": False,
     "use_cpu": True,
     "bf16": False,

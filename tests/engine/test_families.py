@@ -37,8 +37,7 @@ KNOWN = {
     "phi4_multimodal": "not supported anymore",
     "voxtral": "Mistral's own",
     "internvl": "vLLM expands video placeholders differently",
-    # Differences of the tiny models: biases that vLLM adds where the config says so, and missing entries of their
-    # tokenizers and configs
+    # Changes of the tiny models: biases that vLLM adds by the config, and missing entries of tokenizers and configs
     "glm4v": "has no place for",
     "gemma3": "failed to be inspected",
     "gemma3n": "KeyError",
@@ -74,10 +73,7 @@ def kinds(chat) -> str:
 
 
 def difference(trainer, chat) -> float:
-    """
-    Returns the largest difference between log-probabilities of the engine and of the model, over two completions of a
-    chat.
-    """
+    """Returns the largest difference of log-probabilities, over two completions of a chat."""
     for block in chat[0]["content"]:
         if block["type"] == "audio":
             block["sampling_rate"] = RATE

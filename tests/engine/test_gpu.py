@@ -96,10 +96,7 @@ def test_adapter(options, tmp_path):
 
 @pytest.mark.parametrize(("family", "rows"), MEDIA)
 def test_ratios_in_sixteen_bits(family, rows, tmp_path):
-    """
-    Checks the ratios of the trainer's to the engine's probabilities, by which TRL weights tokens. They are near 1,
-    also on average.
-    """
+    """Ratios of the trainer's to the engine's probabilities, by which TRL weights tokens, are near 1."""
     engine = {**ENGINE["vllm_engine_kwargs"], "dtype": "bfloat16", "gpu_memory_utilization": 0.3}
     options = {"bf16": True, "max_steps": 3, "logging_steps": 1, "vllm_engine_kwargs": engine}
     trainer = trainer_of(saved(family), rows, tmp_path, **options)

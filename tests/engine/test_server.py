@@ -1,8 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-A vLLM server in a separate process: which servers the trainer refuses, and that it scores the policy that the server
-samples from.
-"""
+"""A vLLM server in a separate process: refused servers, and scores of the policy that the server samples from."""
 
 from types import SimpleNamespace
 from unittest.mock import patch

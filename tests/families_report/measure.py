@@ -1,7 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-Measures on a tiny model how exactly the package scores and samples a family, against the model's plain forward pass.
-"""
+"""Measures how exactly the package scores and samples a tiny model, against the model's plain forward pass."""
 
 import copy
 import multiprocessing
@@ -257,9 +255,7 @@ def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> tor
 
 
 def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> tuple[str, str]:
-    """
-    Returns whether greedy samples from a shared prefill equal those of `generate`, and those equal the forward pass.
-    """
+    """Compares greedy samples from a shared prefill with those of `generate`, and those with the forward pass."""
     text_ids, disagreement = ordinary_ids(model), ""
     size = model.config.get_text_config(decoder=True).vocab_size
     greedy = GenerationConfig(

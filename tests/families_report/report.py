@@ -70,7 +70,6 @@ def cells(found: Measurement) -> tuple[str, ...]:
 
 
 def table(measured: list[Measurement]) -> str:
-    """Returns the measurements in Markdown."""
     modes = [each.mode.split(":")[0] for each in measured]
     totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))

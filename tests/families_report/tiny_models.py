@@ -208,7 +208,6 @@ def _inside(value: Any, ids: dict[int, int]) -> Any:
 
 
 def meant_ids(values: Any, name: str = "") -> set[int]:
-    """Returns the ids to which a config gives a meaning."""
     if isinstance(values, dict):
         parts = [meant_ids(value, key) for key, value in values.items() if isinstance(key, str)]
         return set().union(*parts)

@@ -55,7 +55,6 @@ class Recorded(MultimodalGRPOTrainer):
 
     @property
     def differences(self) -> list[float]:
-        """Returns the largest difference of each draw."""
         return [max(difference for _, _, difference in draw) for draw in self.draws]
 
 

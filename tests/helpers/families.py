@@ -3,9 +3,9 @@
 Tiny random models of real transformers architectures, each with its real processor, without network access.
 
 A family is a function decorated with [`family`], which names its table, its prompts and their media. Every model has
-fewer than a million parameters, two or three decoder layers and a small vocabulary, and large weights from a seeded
-initialization. With the usual small weights, attention is nearly uniform and media hardly affect the logits. A wrong
-mask, a wrong position or a lost image would go unnoticed.
+fewer than a million parameters, two or three decoder layers, a small vocabulary, and large weights from a seeded
+initialization. With the usual small weights, attention is nearly uniform and media hardly reach the logits, so that a
+wrong mask, a wrong position or a lost image would go unnoticed.
 """
 
 import base64
@@ -80,9 +80,7 @@ def _made(make: Callable) -> tuple:
 
 
 def fresh(make: Callable):
-    """
-    Returns a copy of the result of `make()`, which runs once per process. Torch's random state is as after a call.
-    """
+    """Returns a copy of `make()`, which runs once per process. Torch's random state is as after a call."""
     made, state = _made(make)
     torch.set_rng_state(state)
     return copy.deepcopy(made)
@@ -194,9 +192,7 @@ def decoder(tokenizer: hf.PreTrainedTokenizerFast, **changes) -> dict:
 
 
 def token_ids(*names: str) -> dict[str, str]:
-    """
-    Returns settings such as `image_token_id`, for `"image"`, where config and tokenizer use the same name for a token.
-    """
+    """Returns settings such as `image_token_id`, for `"image"`, if config and tokenizer share the token's name."""
     return {f"{name}_token_id": name for name in names}
 
 

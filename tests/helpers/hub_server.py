@@ -36,7 +36,6 @@ class Blob:
 
     @property
     def sha(self) -> str:
-        """Returns the git hash."""
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
 
@@ -58,7 +57,6 @@ class Repo:
 
     @property
     def files(self) -> dict[str, Blob]:
-        """Returns the files of the last commit."""
         return self.commits[-1].files
 
     @property

@@ -69,8 +69,7 @@ def save_released(family: str, source: str | Path, folder: str | Path) -> hf.Pre
     model.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     if family == OMNI:
-        # the released config names this class, which transformers lacks
-        settings["architectures"] = ["Qwen2_5OmniModel"]
+        settings["architectures"] = ["Qwen2_5OmniModel"]  # transformers has no such class
         (folder / "config.json").write_text(json.dumps(settings))
     assert settings["model_type"] == family and settings["talker_config"]
     return model.thinker

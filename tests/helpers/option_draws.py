@@ -114,7 +114,7 @@ NEUTRAL = {
     "special_tokens_in_text": [None, "allow", "raise", "strip"],
 }
 
-# Options without use here, because these runs lack files, tools and an engine
+# Options without use here, because these runs have no files, tools or engine
 NOT_DRAWN = {
     *RULE_NAMES,
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
@@ -178,7 +178,6 @@ class Draw:
 
 
 def values_of(kind: str) -> dict[str, list]:
-    """Returns the values of a trainer's options."""
     names = {each.name for each in fields(CONFIGS[kind])}
     return {name: OWN_VALUES.get(kind, {}).get(name, values) for name, values in VALUES.items() if name in names}
 

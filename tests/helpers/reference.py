@@ -25,10 +25,7 @@ def media_of(experience: Experience) -> dict[str, torch.Tensor]:
 
 
 def completing(complete: Callable[[Sequence[EncodedPrompt], int], list[list[int]]]) -> AbstractContextManager:
-    """
-    Within this context, `complete` returns the completions of prompts, truncated to a number of tokens, without a
-    model.
-    """
+    """In this context, `complete` returns truncated completions of prompts without a model."""
 
     def sample(forward, model, prompts, generation_config, pad_token_id, **options):
         rows = map(torch.tensor, complete(prompts, generation_config.max_new_tokens))

@@ -46,9 +46,7 @@ REPLAY = {"replay_buffer_size": 4, "dynamic_sampling": True, "dynamic_sampling_m
 
 
 def few_live(prompts, trainer_state, **kwargs) -> list[float]:
-    """
-    Gives all completions of one of five prompts the same reward in the first epoch, and of four of five afterwards.
-    """
+    """Gives one of five prompts equal rewards in the first epoch, and four of five afterwards."""
     step = trainer_state.global_step
     dead = 1 if step < STEPS_PER_EPOCH else 4
     numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
@@ -76,7 +74,6 @@ class Case:
         return make_trainer(self.trainer, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
 
     def resume(self, folder: str | Path, output_dir: Path, **options):
-        """Returns a new trainer that resumes from a checkpoint."""
         trainer = self.make(output_dir, save_strategy="no", **options)
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.global_step == trainer.args.max_steps

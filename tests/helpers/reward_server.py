@@ -92,9 +92,7 @@ def serve(monkeypatch):
 
 @contextlib.contextmanager
 def dripping(start: bytes):
-    """
-    Returns the address of a server that sends this beginning of its answer, and then single bytes at short intervals.
-    """
+    """Returns the address of a server that starts its answer like this, and then sends a byte at a time."""
     over = threading.Event()
 
     def drip():

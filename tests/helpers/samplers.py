@@ -27,7 +27,6 @@ class Wrapped:
         return self.inner(model, prompts, **options)
 
     def encoded(self, text: str) -> list[int]:
-        """A completion that ends."""
         return [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
 
 

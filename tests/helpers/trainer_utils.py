@@ -50,9 +50,7 @@ def saved(family: str) -> Path:
 
 @functools.cache
 def checkpoint(family: str, side: str | None = None) -> str:
-    """
-    Returns a folder of a family whose tokenizer pads on a given side, or, as in most checkpoints, has no setting.
-    """
+    """Returns a folder of a family whose tokenizer pads on a given side, or, like most, has no setting."""
     folder = Path(_MODELS.name, f"{family}-{side}")
     shutil.copytree(saved(family), folder)
     path = folder / "tokenizer_config.json"

@@ -2,8 +2,8 @@
 Makes the torchvision wheel of PyPI, which is linked against CUDA, importable with a CPU build of torch.
 
 Its compiled operators fail to load there. Torchvision tolerates this, but registers fake kernels for two of them.
-Declaring these two schemas first suffices for its Python parts, and image and video processors use only those. `make`
-installs this file into the virtual environment with a `.pth` file. It has no effect on a CUDA build.
+Declaring these two schemas first suffices for image and video processors. `make` installs this file into the virtual
+environment with a `.pth` file. It has no effect on a CUDA build.
 """
 
 import sys
