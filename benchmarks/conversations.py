@@ -1,15 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Generation behind results of tools: from the cache of the turn before, and with the conversation prefilled again.
+Generation after tool results: from the KV cache of the previous turn, and with a new prefill of the conversation.
 
 ```bash
 OMP_NUM_THREADS=1 python benchmarks/conversations.py
 python benchmarks/conversations.py --device cuda --preset 3b --tokens 256
 ```
 
-The model is that of `policy_update.py`, with seeded random weights. Completions of one prompt with an image are
-sampled; behind each, an image and a question are appended as a tool's result; the next turn is sampled in both ways,
-which alternate, and whose ids are compared. Reported is the *minimum* of its time, CPU time on a CPU, and the ratio.
+The model is that of `policy_update.py`, with seeded random weights. The benchmark samples completions of one prompt
+with an image and appends an image and a question to each, as a tool result. It then samples the next turn in both
+ways, which alternate, and compares the token ids. It reports the *minimum* time of each way (CPU time on a CPU) and
+their ratio.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from trl_multimodal_rft.generation.transformers import Branches, generate_comple
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Times of the second turn in both ways."""
+    """Measures the second turn in both ways."""
     processor = build_processor()
     model = build_model(PRESETS[args.preset], processor, args.device, args.seed).eval()
     rows = rows_to_messages(build_dataset(CASES["image"], 2, args.seed))
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> dict:
         for name, way in (("cached", branches), ("again", None)):
             start = now(args.device)
             ids[name] = sample(wholes, way)
-            if repeat > 0:  # the first is a warm-up
+            if repeat > 0:  # the first repetition is a warm-up
                 best[name] = min(best[name], (now(args.device) - start)[clock])
         if branches.obstacle is not None:
             raise RuntimeError(f"The cache was not used: {branches.obstacle}.")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    """A line of times."""
+    """A line with times."""
     return (
         f"from the cache {result['cached_s']:.2f} s, prefilled again {result['again_s']:.2f} s, "
         f"ratio {result['ratio']:.2f}, same ids: {result['same_ids']}, tokens {result['tokens']}"
@@ -84,16 +85,16 @@ def table(result: dict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
-    parser.add_argument("--group", type=int, default=8, help="completions of the prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="sampled tokens of each turn")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="sampled tokens per turn")
     return parse_options(parser, argv, device="cpu", threads=1, repeats=2, seed=0, json=False)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

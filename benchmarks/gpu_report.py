@@ -1,22 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What the other benchmarks say on one GPU, within ten minutes, as one page of Markdown.
+Runs the other benchmarks on one GPU within ten minutes and writes a Markdown report.
 
 ```bash
 python benchmarks/gpu_report.py --out report.md                   # 3B, bfloat16
 python benchmarks/gpu_report.py --preset 7b --out report.md
-python benchmarks/gpu_report.py --device cpu --preset tiny        # a rehearsal, whose numbers say nothing
+python benchmarks/gpu_report.py --device cpu --preset tiny        # dry run; its numbers are meaningless
 ```
 
-The page holds, by `policy_update.py`, the update, its memory and the whole step, against unmodified `trl.GRPOTrainer`
-on the same random weights (sounds against our own padded rows, as TRL takes none): prompts of about 400 and 1,400
-tokens, groups of 8 and 16, completions of 128 and 1,024 tokens. Completions are sampled where they are short. Beside
-each time stands the share of the rate of a product of large matrices, measured here, that six operations for each
-weight and forwarded token make, without attention and encoders. Rows that don't fit without gradient checkpointing
-have it, for both trainers. For one update of ours: which kernels take its time, and which lines wait for the GPU. By
-`rollout.py`, tokens per second of each sampler that is installed.
+From `policy_update.py`, the report has the update, its memory and the whole step, compared with unmodified
+`trl.GRPOTrainer` on the same random weights. For audio, which TRL doesn't support, the baseline is our padded rows.
+Prompts have about 400 and 1,400 tokens, groups 8 and 16 completions, completions 128 and 1,024 tokens. Only short
+completions are sampled. For each update, the report has its share of the rate of a large matrix product, which the
+script measures. The share counts six operations per weight and forwarded token, without attention and encoders. Rows
+that don't fit in memory use gradient checkpointing in both trainers. For one update of ours, the report lists the
+kernels that take the most time and the lines that wait for the GPU. From `rollout.py`, it has the tokens per second of
+each installed sampler.
 
-What the time doesn't suffice for is left out, by name. Each row is written when it is there.
+The report lists measurements that it skipped for lack of time. The script updates the file after each row.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from trl.import_utils import is_vllm_available
 
 
 CASES = [("image", "qwen2_5_vl"), ("audio", "qwen2_audio"), ("long", "qwen2_5_vl"), ("long_audio", "qwen2_audio")]
-# Cases, groups and completion tokens
+# Cases, group sizes and completion tokens
 SIZES = {"tiny": (CASES[:2], (2,), (8, 16))}
 USUAL_SIZES = CASES, (8, 16), (128, 1024)
 LARGE = 8192  # rows of a matrix
@@ -45,7 +46,7 @@ LINES = 5
 
 
 def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Options of `policy_update.py` for each row, those that matter most first."""
+    """Options of `policy_update.py` for each row, the most important rows first."""
     cases, groups, tokens = SIZES.get(args.preset, USUAL_SIZES)
     common = ["--device", args.device, "--preset", args.preset, "--repeats", str(args.repeats)]
     yield policy_update.parse([*common, "--case", "text", "--tokens", str(tokens[0])])
@@ -57,7 +58,7 @@ def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def matrix_rate(device: str) -> float:
-    """Operations per second of a product of large matrices, in bfloat16 on a GPU."""
+    """Operations per second of a large matrix product, in bfloat16 on a GPU."""
     size = LARGE if device == "cuda" else LARGE // 8
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     times = []
@@ -69,7 +70,7 @@ def matrix_rate(device: str) -> float:
 
 
 def operations(contestants: dict[str, policy_update.Contestant]) -> dict[str, float]:
-    """Of an update of both trainers, six for each weight and token."""
+    """Operations of an update of both trainers: six per weight and token."""
     ours = contestants["ours"]
     prompts = ours.trainer._buffered_inputs[0].prompts
     unique = {id(prompt): len(prompt) for prompt in prompts}
@@ -85,7 +86,7 @@ def operations(contestants: dict[str, policy_update.Contestant]) -> dict[str, fl
 
 
 def watch(contestants: dict[str, policy_update.Contestant]) -> dict:
-    """What an update of ours does with its time, and what both trainers compute."""
+    """The kernels and waits of an update of ours, and the operations of both trainers."""
     ours = contestants["ours"]
     on_gpu = ours.device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu else []
@@ -105,7 +106,7 @@ def watch(contestants: dict[str, policy_update.Contestant]) -> dict:
 
 
 def waits(contestant: policy_update.Contestant) -> list[tuple[str, int]]:
-    """Lines that wait for the GPU within an update, and how often."""
+    """Lines that wait for the GPU in an update, with their counts."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -122,7 +123,7 @@ def waits(contestant: policy_update.Contestant) -> list[tuple[str, int]]:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """A row; with gradient checkpointing if it doesn't fit without."""
+    """Measures a row, with gradient checkpointing if it runs out of memory without."""
     try:
         return policy_update.run(args, watch)
     except torch.cuda.OutOfMemoryError:
@@ -134,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def free() -> None:
-    """Gives back what a row took."""
+    """Frees the memory of a row."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -172,8 +173,8 @@ def cells(result: dict, rate: float) -> list[str]:
 
 
 HEADER = [
-    *("model", "prompt (media)", "completions", "tokens each", "baseline", "update", "memory of it"),
-    *("share of the rate", "trained tokens/s", "whole step", "sampled tokens/s", "gradients differ by"),
+    *("model", "prompt (media)", "completions", "tokens each", "baseline", "update", "update memory"),
+    *("share of the rate", "trained tokens/s", "whole step", "sampled tokens/s", "gradient difference"),
 ]
 
 
@@ -205,7 +206,7 @@ def page(args: argparse.Namespace, rate: float, results: list[dict], sampled: di
 
 
 def run(args: argparse.Namespace) -> str:
-    """Measures, and writes the page after each row."""
+    """Runs the measurements, and writes the report after each row."""
     end = time.monotonic() + 60 * args.minutes
     rate = matrix_rate(args.device)
     results, left, sampled = [], [], None
@@ -234,7 +235,7 @@ def run(args: argparse.Namespace) -> str:
         try:
             results.append(measure(setting))
         except torch.cuda.OutOfMemoryError:
-            left.append(f"{name}: doesn't fit, with gradient checkpointing either")
+            left.append(f"{name}: out of memory, even with gradient checkpointing")
         free()
         write()
     if time.monotonic() < end:
@@ -245,16 +246,16 @@ def run(args: argparse.Namespace) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the report."""
+    """Parses the options of the report."""
     parser = command_line(__doc__)
     parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
-    parser.add_argument("--minutes", type=float, default=9, help="after which no row is begun")
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="where the page is written")
+    parser.add_argument("--minutes", type=float, default=9, help="time after which no new row starts")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="output file")
     return parse_options(parser, argv, device="cuda", repeats=1)
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Command line of the report; returns its page."""
+    """Runs the report from the command line, and returns its text."""
     text = run(parse(argv))
     print(text)
     return text

@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Memory and time of the attention masks of a packed row, against one mask for each completion.
+Memory and time of the attention masks of a packed row, compared with one mask per completion.
 
 ```bash
 python benchmarks/masks.py --threads 1 --clock cpu                  # plain causal attention
@@ -8,16 +8,16 @@ python benchmarks/masks.py --threads 1 --clock cpu --window 1024    # a sliding 
 python benchmarks/masks.py --threads 1 --clock cpu --dtype bfloat16
 ```
 
-Prompts and completions are of unequal length, up to `--prompt-length` and `--completion-length`. Reported are, for
-each number of prompts,
+Prompts and completions have unequal lengths, up to `--prompt-length` and `--completion-length`. For each number of
+prompts, the benchmark reports
 
-- **usual**: a boolean mask for each completion, and the same as numbers, to which scaled dot product attention
-  converts it: bytes by arithmetic, and the time to build the boolean one, as is done for each forward,
-- **ours**: what is held once all blocks have read their masks as sdpa does, measured, and the time that takes. Masks
-  are numbers from the start and have no copy,
-- **layout**: bytes of the row and its indices, all there is where a kernel reads no mask, and the time to lay it out.
+- **usual**: one boolean mask per completion, and its floating-point copy, to which scaled dot product attention
+  converts it. The bytes are computed. The time is that of building the boolean mask, which each forward pass repeats.
+- **ours**: the measured bytes after all blocks have read their masks as sdpa does, and the time of reading. These
+  masks are floating-point from the start and need no copy.
+- **layout**: bytes of the row and its indices, and the time to build them. Kernels that read no mask need only these.
 
-First all masks are compared with their definition. Times are the *minimum* of some repetitions.
+The benchmark first compares all masks with their definition. Times are the *minimum* over the repetitions.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from trl_multimodal_rft.forward.layout import PackedRow, pack
 
 class Case:
     """
-    Prompts and completions of unequal length.
+    Prompts and completions of unequal lengths.
 
     Args:
         args (`argparse.Namespace`):
@@ -58,13 +58,13 @@ class Case:
         self.linear = [{None: self._seen(n + args.completion_length)} for n in self.sizes]
 
     def _seen(self, total: int) -> torch.Tensor | None:
-        """The mask of a prompt with its completion, as a model's own rule gives it."""
+        """The mask of a prompt with its completion, as the model defines it."""
         if self.args.window is None:
             return None
         return torch.ones(total, total, dtype=torch.bool).tril_().triu_(1 - self.args.window)
 
     def pack(self) -> PackedRow:
-        """Lays out the row."""
+        """Builds the row."""
         return pack(self.samples, self.completions, self.mask, self.linear)
 
     def read(self, row: PackedRow) -> list[tuple]:
@@ -72,14 +72,14 @@ class Case:
         return [row.layout.masks(block, None, getattr(torch, self.args.dtype)) for block in row.layout.blocks]
 
     def check(self) -> None:
-        """Compares all masks with their definition: a token sees itself and so many before it."""
+        """Compares all masks with their definition: a token attends to itself and the window before it."""
         row = self.pack()
         for block, parts in zip(row.layout.blocks, self.read(row), strict=True):
             for part, keys in zip(parts, (block.prompt_index, block.key_index), strict=True):
                 if part is None:
                     continue
                 if len(block.sizes) > 1 and len(set(block.sizes)) > 1:
-                    raise SystemExit("prompts share a call: choose longer ones")
+                    raise SystemExit("Prompts share an attention call: increase `--prompt-length`")
                 distance = (
                     torch.arange(part.size(2))[:, None] + keys.size(1) - part.size(2) - torch.arange(keys.size(1))
                 )
@@ -105,7 +105,7 @@ class Case:
         return [prompts, branches[owner]]
 
     def measure(self) -> dict:
-        """Runs the case."""
+        """Checks and measures the case."""
         self.check()
         clock = CLOCKS[self.args.clock]
         times: dict[str, list[float]] = {"usual": [], "layout": [], "ours": []}
@@ -136,12 +136,12 @@ class Case:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Bytes and seconds for each number of prompts, setting, hardware and versions."""
+    """Measures each number of prompts. Returns bytes and seconds, settings, hardware and versions."""
     return {"cases": [Case(args, n_prompts).measure() for n_prompts in args.prompts], **conditions(args)}
 
 
 def table(result: dict) -> str:
-    """A line about the setting, and a table."""
+    """A line with the settings, and a table."""
     setting = result["setting"]
     line = (
         f"prompts of up to {setting['prompt_length']} tokens, completions of up to {setting['completion_length']}, "
@@ -175,19 +175,19 @@ def table(result: dict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2, 4], help="prompts of a row, one run for each")
-    parser.add_argument("--group", type=count, default=8, help="completions of a prompt")
-    parser.add_argument("--prompt-length", type=int, default=4096, help="most tokens of a prompt, at least 9/10 of it")
-    parser.add_argument("--completion-length", type=int, default=4096, help="most tokens, at least half of it")
-    parser.add_argument("--window", type=int, help="tokens that a token sees; all before it by default")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2, 4], help="prompts per row, one run for each")
+    parser.add_argument("--group", type=count, default=8, help="completions per prompt")
+    parser.add_argument("--prompt-length", type=int, default=4096, help="maximum tokens; the minimum is 9/10")
+    parser.add_argument("--completion-length", type=int, default=4096, help="maximum tokens; the minimum is half")
+    parser.add_argument("--window", type=int, help="sliding window; full attention if omitted")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the scores")
     return parse_options(parser, argv, clock="wall", threads=None, repetitions=5, seed=0, json=False)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

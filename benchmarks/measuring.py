@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the benchmarks share: their command lines, times, and what they report beside their numbers."""
+"""Code that the benchmarks share: command lines, timing, and the metadata and tables of their reports."""
 
 import argparse
 import gc
@@ -37,25 +37,25 @@ def count(text: str) -> int:
 
 OPTIONS = {
     "device": {"choices": ("cpu", "cuda")},
-    "clock": {"choices": tuple(CLOCKS), "help": "which time is reported"},
-    "threads": {"type": int, "help": "CPU threads, if not torch's own choice"},
+    "clock": {"choices": tuple(CLOCKS), "help": "clock of the reported times"},
+    "threads": {"type": int, "help": "CPU threads; torch's default if omitted"},
     **dict.fromkeys(
-        ("repeats", "repetitions"), {"type": count, "help": "how many repetitions the minimum is taken over"}
+        ("repeats", "repetitions"), {"type": count, "help": "repetitions, of which the minimum is reported"}
     ),
     "seed": {"type": int},
-    "json": {"action": "store_true", "help": "print the result as JSON in the last line"},
+    "json": {"action": "store_true", "help": "print the result as JSON on the last line"},
 }
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
-    """A parser that describes a script by the first line of its docstring."""
+    """A parser whose description is the first line of a script's docstring."""
     return argparse.ArgumentParser(
         description=doc.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
 
 
 def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **shared) -> argparse.Namespace:
-    """Parses a command line that also has options of [`OPTIONS`]."""
+    """Adds options of [`OPTIONS`] with the given defaults, and parses the command line."""
     for name, default in shared.items():
         parser.add_argument(f"--{name}", default=default, **OPTIONS[name])
     args = parser.parse_args(argv)
@@ -65,7 +65,7 @@ def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None, *
 
 
 def report(args: argparse.Namespace, run: Callable[[argparse.Namespace], dict], table: Callable[[dict], str]) -> dict:
-    """Runs a benchmark and prints what it found."""
+    """Runs a benchmark and prints its results."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     result = run(args)
@@ -79,7 +79,7 @@ def report(args: argparse.Namespace, run: Callable[[argparse.Namespace], dict], 
 
 
 def now(device: str | torch.device) -> np.ndarray:
-    """The time on all of [`CLOCKS`] in seconds, when the GPU has done what it was given."""
+    """The time on all of [`CLOCKS`] in seconds, after the GPU has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return np.array([clock() for clock in CLOCKS.values()])
@@ -87,9 +87,9 @@ def now(device: str | torch.device) -> np.ndarray:
 
 class TimedSteps:
     """
-    A trainer whose steps are timed, without the optimizer's own.
+    Times the steps of a trainer, without the optimizer step.
 
-    `best` has, by the name of what is measured, the least time that it took on each of [`CLOCKS`].
+    `best` maps each measured quantity to its minimum time on each of [`CLOCKS`].
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -104,7 +104,7 @@ class TimedSteps:
         trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
 
     def _step(self) -> np.ndarray:
-        """Everything from reading the rows to the gradients; returns its time."""
+        """Runs a step from reading the rows to the gradients, and returns its time."""
         self.trainer.model.zero_grad(set_to_none=False)
         gc.collect()
         start = now(self.device)
@@ -118,13 +118,13 @@ class TimedSteps:
 
 class Sampling:
     """
-    A sampler in the place of a trainer's own.
+    Replaces a trainer's sampler with a function.
 
     Args:
         sampler ([`~trl_multimodal_rft.rollout.samplers.Sampler`]):
-            The trainer's own.
+            Sampler of the trainer.
         sample (`Callable`):
-            What is called instead, with the same arguments.
+            Function to call instead, with the same arguments.
     """
 
     def __init__(self, sampler: "Sampler", sample: Callable):
@@ -132,11 +132,11 @@ class Sampling:
         self.max_length, self.is_collective = sampler.max_length, sampler.is_collective
 
     def invalidate_weights(self) -> None:
-        """The policy's weights were changed by something else than a step."""
+        """Marks the policy's weights as changed outside an optimizer step."""
         self.sampler.invalidate_weights()
 
     def __call__(self, *args, **kwargs):
-        """Ids and log-probabilities."""
+        """Samples token ids and their log-probabilities."""
         return self.sample(*args, **kwargs)
 
 
@@ -144,7 +144,7 @@ class Sampling:
 
 
 def conditions(args: argparse.Namespace, *packages: str, **more) -> dict:
-    """What a result depends on."""
+    """Settings, hardware and versions of a result."""
     options = {name: value for name, value in vars(args).items() if name != "json"}
     return {
         "setting": {**options, "threads": torch.get_num_threads(), **more},
@@ -154,7 +154,7 @@ def conditions(args: argparse.Namespace, *packages: str, **more) -> dict:
 
 
 def hardware(device: str | None = None) -> dict:
-    """What it ran on, with the GPU if the benchmark has a choice of device."""
+    """The CPU, the number of cores and, for a benchmark with a choice of device, the GPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -165,11 +165,11 @@ def hardware(device: str | None = None) -> dict:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of packages."""
+    """Versions of Python and of packages."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

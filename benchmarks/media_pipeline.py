@@ -1,21 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What waiting for media costs a GRPO step: media read when they are needed, ahead of need, and not at all.
+Overhead of media loading in a GRPO step: media loaded on demand, prefetched, and encoded before the run.
 
 ```bash
 python benchmarks/media_pipeline.py
 python benchmarks/media_pipeline.py --clips 2 --seconds 4 --json
 ```
 
-The rows are video files, 10 seconds of 1280 x 720 at 25 frames per second by default, for a small Qwen2.5-VL with
-seeded random weights. Sampling is emulated: the process waits, as it does for an accelerator, `--wait` times as long
-as one core takes to read a generation batch. Three runs alternate with the same rows:
+The rows are video files, by default 10 seconds of 1280 x 720 at 25 frames per second. The model is a small Qwen2.5-VL
+with seeded random weights. The benchmark emulates sampling on an accelerator: the process waits `--wait` times as long
+as one core takes to read a generation batch. Three runs alternate on the same rows:
 
 - **when needed** (`media_prefetch=0`): the step reads, decodes and processes its rows, then samples, then updates.
-- **ahead** (`media_prefetch=1`): another process does that for the next rows meanwhile.
-- **known**: prompts were encoded before the run, so that a step does nothing for its media.
+- **ahead** (`media_prefetch=1`): another process prepares the next rows during the step.
+- **known**: the prompts were encoded before the run, so a step spends no time on media.
 
-Reported is the median wall-clock time of a step, and its ratio to that of *known*.
+The benchmark reports the median wall-clock time of a step and its ratio to that of *known*.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from trl_multimodal_rft.data.rows import DatasetRows
 
 
 class Emulated(MultimodalGRPOTrainer):
-    """Waits where others sample. `known` are prompts of rows that needn't be read."""
+    """Waits instead of sampling. `known` holds encoded prompts of rows, which the trainer then doesn't read."""
 
     def __init__(self, *args, wait: float, known: dict | None = None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -82,7 +82,7 @@ def write_clip(path: Path, seconds: float, rate: int, width: int, height: int, s
 
 
 def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> Emulated:
-    """A trainer of the benchmark."""
+    """Builds a trainer."""
     own = {name: options.pop(name) for name in ("wait", "known") if name in options}
     config = MultimodalGRPOConfig(
         output_dir=folder,
@@ -116,7 +116,7 @@ def trainer(rows: Dataset, folder: str, args: argparse.Namespace, **options) -> 
 
 
 def step_seconds(run: Emulated) -> list[float]:
-    """Trains."""
+    """Trains, and returns the times of the last `--steps` steps."""
     run.train()
     times = next(each for each in run.callback_handler.callbacks if isinstance(each, StepTimes))
     return times.seconds[1:]
@@ -124,8 +124,8 @@ def step_seconds(run: Emulated) -> list[float]:
 
 def run(args: argparse.Namespace) -> dict:
     """
-    Seconds of a step and their ratios to those of *known*, seconds of reading and waiting; setting, hardware and
-    versions.
+    Measures the three runs. Returns the step times, their ratios to that of *known*, the times of reading and waiting,
+    settings, hardware and versions.
     """
     seconds: dict[str, list[float]] = {"when needed": [], "ahead": [], "known": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    """A line about the setting, and a table."""
+    """A line with the settings, and a table."""
     setting, ratios = result["setting"], result["ratios"]
     width, height = setting["size"]
     line = (
@@ -169,26 +169,26 @@ def table(result: dict) -> str:
         f"{result['reading_s']:.2f} s of one core, sampling is emulated by {result['wait_s']:.2f} s"
     )
     rows = [[name, f"{value:.2f} s", f"{ratios[name]:.2f}x"] for name, value in result["step_s"].items()]
-    return f"{line}\n\n{markdown(['media', 'step', 'by *known*'], rows)}"
+    return f"{line}\n\n{markdown(['media', 'step', 'relative to *known*'], rows)}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--clips", type=int, default=4, help="video files")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a clip")
     parser.add_argument("--size", type=int, nargs=2, default=(1280, 720), help="width and height of a clip")
-    parser.add_argument("--frame_pixels", type=int, default=32 * 28 * 28, help="most pixels of a frame for the model")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
-    parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
-    parser.add_argument("--steps", type=int, default=6, help="steps that count, of each run")
-    parser.add_argument("--wait", type=float, default=1.2, help="emulated sampling, by the time to read a batch")
-    parser.add_argument("--repeats", type=int, default=2, help="how often the runs alternate")
+    parser.add_argument("--frame_pixels", type=int, default=32 * 28 * 28, help="maximum pixels of a frame")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
+    parser.add_argument("--group", type=int, default=4, help="completions per prompt")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps per run")
+    parser.add_argument("--wait", type=float, default=1.2, help="emulated sampling time per time to read a batch")
+    parser.add_argument("--repeats", type=int, default=2, help="repetitions of each run")
     return parse_options(parser, argv, threads=1, json=False)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

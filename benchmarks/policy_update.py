@@ -1,35 +1,35 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` against `MultimodalGRPOTrainer`, in one run.
+Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` and `MultimodalGRPOTrainer` in one run.
 
 ```bash
 python benchmarks/policy_update.py --case image          # a prompt of about 410 tokens, 8 completions of 20 to 64
 python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
 python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
-python benchmarks/policy_update.py --family qwen3_5      # with linear attention, not Qwen2.5-VL
-python benchmarks/policy_update.py --family qwen2_audio --case audio    # against our padded rows: TRL takes no audio
+python benchmarks/policy_update.py --family qwen3_5      # Qwen3.5, with linear attention
+python benchmarks/policy_update.py --family qwen2_audio --case audio    # baseline: our padded rows (TRL has no audio)
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
 ```
 
-Both trainers get the same dataset and the same model: Qwen2.5-VL's architecture with seeded random weights, built here
-with its own processor, so nothing is downloaded. Measured are
+Both trainers use the same dataset and the same model: Qwen2.5-VL's architecture with seeded random weights. The script
+builds the model and its processor and downloads nothing. It measures
 
-- **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward of the loss, on
-  seeded completions of 20 to 64 tokens (or `--tokens`) that are handed to both trainers. The gradients of the two are
-  compared, too.
-- **step**: everything from reading the rows to the gradients, with completions sampled by the model, 64 tokens each.
-  The optimizer's own step, which is the same for both, is left out.
-- **memory** of the update: on the CPU, bytes saved for the backward pass, each storage once and parameters not
-  counted; on CUDA, the peak of allocated memory above what parameters and gradients take.
-- **processor**: prompts put through the processor in a step, media included.
+- **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward pass of the loss.
+  Both trainers get the same seeded completions of 20 to 64 tokens (or `--tokens`). The script also compares their
+  gradients.
+- **step**: the time from reading the rows to the gradients, with completions of 64 tokens sampled by the model. It
+  excludes the optimizer step, which is the same for both.
+- **memory** of the update: on a CPU, bytes saved for the backward pass, with each storage counted once and without
+  parameters; on CUDA, the peak of allocated memory above that of parameters and gradients.
+- **processor**: prompts that go through the processor in a step, media included.
 
-Repetitions of the two trainers alternate, after a step that is not counted, and the *minimum* of each quantity is
-reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` takes the ratios from CPU time. Of
-several GPUs, let it see one (`CUDA_VISIBLE_DEVICES=0`).
+After a warm-up step, repetitions of the two trainers alternate, and the script reports the *minimum* of each quantity.
+Wall-clock time needs an idle machine. On a shared one, `--clock cpu` computes the ratios from CPU time. On a machine
+with several GPUs, make one visible (`CUDA_VISIBLE_DEVICES=0`).
 
-CPU ratios are not GPU ratios. On a CPU everything takes time in proportion to the tokens, and TRL's fused LM head,
-which both trainers use, projects every position it gets, prompts included (`compact` in `add_fused_lm_head`); on CUDA
-it projects completion tokens only, so that there is nothing to save there.
+CPU ratios are not GPU ratios. On a CPU, time is proportional to the number of tokens, and TRL's fused LM head, which
+both trainers use, projects all positions, prompts included (`compact` in `add_fused_lm_head`). On CUDA, it projects
+completion tokens only, so our trainer saves nothing there.
 """
 
 import argparse
@@ -72,12 +72,12 @@ RATE = 16000  # Hz
 
 @dataclass(frozen=True)
 class Case:
-    """What a prompt holds, and how many prompts and completions a step has."""
+    """Contents of the prompts, and numbers of prompts and completions per step."""
 
     prompts: int
     group: int
     image_size: tuple[int, int] | None = None  # width and height in tokens
-    seconds: tuple[float, ...] = ()  # of sounds, which are 25 tokens a second
+    seconds: tuple[float, ...] = ()  # of each audio clip, at 25 tokens per second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
 
 
@@ -101,11 +101,11 @@ CASES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of text decoder and of the tower for images or sounds."""
+    """Sizes of the text decoder and of the vision or audio tower."""
 
     text: dict
     tower: dict
-    vocab_size: int | None = None  # the tokenizer's, if not given
+    vocab_size: int | None = None  # that of the tokenizer, if None
 
 
 LARGE_TOWER = {
@@ -179,7 +179,7 @@ PRESETS = {
     ),
 }
 
-# Most layers are linear attention, as in what is released
+# Most layers use linear attention, as in the released models
 QWEN3_5_PRESETS = {
     "tiny": Preset(
         text={
@@ -256,7 +256,7 @@ QWEN2_AUDIO_PRESETS = {
             "num_mel_bins": 16,
         },
     ),
-    "3b": Preset(  # no release: the encoder with a decoder of Qwen2.5-3B's size
+    "3b": Preset(  # not a released model: the encoder and a decoder of Qwen2.5-3B's size
         text={
             "model_type": "qwen2",
             "hidden_size": 2048,
@@ -292,7 +292,7 @@ TEMPLATE = (
 
 
 class Counting:
-    """A processor that counts the prompts it is given, whatever the number of calls."""
+    """Counts the prompts that a processor gets, over all calls."""
 
     encoded = 0
 
@@ -315,13 +315,13 @@ class CountingAudio(Counting, Qwen2AudioProcessor):
 
 @dataclass(frozen=True)
 class Family:
-    """Classes of an architecture, and its sizes."""
+    """Classes and sizes of an architecture."""
 
     presets: dict[str, Preset]
     config: type
     model: type
     processor: type
-    video_processor: type | None = None  # without, it hears
+    video_processor: type | None = None  # None for audio models
     patch_size: int = 14  # pixels; 2 x 2 patches make a token
 
     @property
@@ -342,7 +342,7 @@ QWEN2_5 = FAMILIES["qwen2_5_vl"]
 
 
 def build_processor(family: Family = QWEN2_5, mel_bins: int = 128):
-    """A processor around a byte-level tokenizer trained on the questions."""
+    """Builds a processor with a byte-level tokenizer that is trained on the questions."""
     if family.hears:
         named = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
     else:
@@ -373,7 +373,7 @@ def build_processor(family: Family = QWEN2_5, mel_bins: int = 128):
         features = WhisperFeatureExtractor(feature_size=mel_bins)
         return family.processor(features, tokenizer, chat_template=TEMPLATE)
     token = (2 * family.patch_size) ** 2
-    pixels = {"shortest_edge": token, "longest_edge": 2000 * token}  # no image is resized
+    pixels = {"shortest_edge": token, "longest_edge": 2000 * token}  # avoids resizing
     return family.processor(
         Qwen2VLImageProcessor(size=pixels, patch_size=family.patch_size),
         tokenizer,
@@ -383,7 +383,7 @@ def build_processor(family: Family = QWEN2_5, mel_bins: int = 128):
 
 
 def build_model(preset: Preset, processor, device: str, seed: int, family: Family = QWEN2_5):
-    """A model with seeded random weights, float32 on the CPU and bfloat16 on CUDA."""
+    """Builds a model with seeded random weights, in float32 on a CPU and in bfloat16 on CUDA."""
     tokenizer = processor.tokenizer
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     if family.hears:
@@ -419,7 +419,7 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
 
 
 def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5) -> Dataset:
-    """`prompts` rows, each with a question and, unless the case is text only, an image or sounds of noise."""
+    """Builds `prompts` rows, each with a question and, unless the case is text-only, an image or audio of noise."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(prompts):
@@ -438,13 +438,13 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
         ]
         for _ in rows
     ]
-    # Arrow would make lists of numbers of them
+    # Arrow would convert the arrays to lists
     dataset = dataset.add_column("index", range(len(rows)))
     return dataset.with_transform(lambda batch: {**batch, "audios": [sounds[i] for i in batch["index"]]})
 
 
 def build_completions(count: int, processor, seed: int, tokens: int | None = None) -> list[list[int]]:
-    """Seeded token ids of 20 to 64 tokens, or of `tokens`, each ending in the end-of-sequence token."""
+    """Seeded completions of 20 to 64 tokens, or of `tokens`, each ending with the end-of-sequence token."""
     rng = np.random.default_rng(seed)
     tokenizer = processor.tokenizer
     ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
@@ -458,13 +458,13 @@ def reward(completion_ids, **kwargs):
 
 class Contestant(TimedSteps):
     """
-    A trainer whose steps are timed.
+    Times the steps of a trainer.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
             Trainer to measure.
         completions (`list[list[int]]`):
-            What it gets in place of samples when the update is measured.
+            Completions that replace sampled ones when the update is measured.
     """
 
     def __init__(self, trainer: GRPOTrainer, completions: list[list[int]]):
@@ -495,7 +495,7 @@ class Contestant(TimedSteps):
         def wrapper(*args, **kwargs):
             start = now(self.device)
             result = function(*args, **kwargs)
-            # TRL's scores with a gradient belong to the loss
+            # TRL's scoring with gradients is part of the loss
             if key != "scoring" or function.__name__ == "_score_rollout" or not torch.is_grad_enabled():
                 self.times[key].append(now(self.device) - start)
             return result
@@ -503,7 +503,7 @@ class Contestant(TimedSteps):
         return wrapper
 
     def _run(self, injected: list[list[int]] | None) -> np.ndarray:
-        """One step up to the gradients; returns its time."""
+        """Runs a step up to the gradients, and returns its time."""
         self.times.clear()
         self.processor.encoded = 0
         self.injected = injected
@@ -521,15 +521,15 @@ class Contestant(TimedSteps):
         self._keep_best("generation", self.times["generation"][0])
 
     def shared_fraction(self) -> float:
-        """Share of the prompt tokens that our trainer did not forward in its last step, because others shared them."""
+        """Fraction of prompt tokens that our trainer, which shares them, didn't forward in its latest step."""
         return self.trainer._metrics["train"]["packing/shared_frac"][-1]
 
     def warm_up(self, updates_only: bool = False) -> None:
-        """A step that isn't counted; our trainer runs its self-check in it."""
+        """Runs a warm-up step, in which our trainer runs its self-check."""
         self._run(self.completions if updates_only else None)
 
     def memory(self) -> int:
-        """Bytes that an update holds for its backward pass; leaves its gradients on the model."""
+        """Bytes that an update holds for its backward pass. Its gradients remain on the model."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -539,7 +539,7 @@ class Contestant(TimedSteps):
         parameters = {p.untyped_storage().data_ptr() for p in self.trainer.model.parameters()}
         saved: dict[int, int] = {}
 
-        def pack(tensor):  # the graph keeps the tensor, so no other takes its address before the backward pass
+        def pack(tensor):  # the graph keeps the tensor, so its address stays unique until the backward pass
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
                 saved[storage.data_ptr()] = storage.nbytes()
@@ -551,12 +551,12 @@ class Contestant(TimedSteps):
 
 
 def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
-    """Two trainers that are equal but for their class, or, where TRL's takes no such rows, but for packed rows."""
+    """Builds two trainers that differ only in their class or, for data that TRL doesn't support, in packing."""
     case, family = CASES[args.case], FAMILIES[args.family]
     preset = family.presets[args.preset]
     prompts, group = args.prompts or case.prompts, args.group or case.group
     tokens = args.tokens or LONGEST
-    # What is hidden behind other work would not be measured
+    # Prefetching would hide the media processing from the measurement
     own = {"media_prefetch": 0}
     if family.hears:
         padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {**own, "packing": "padded"}
@@ -604,9 +604,9 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
 
 
 def gradient_difference(expected: torch.nn.Module, actual: torch.nn.Module) -> float:
-    """Norm of the difference of two models' gradients, relative to the first's."""
+    """Norm of the difference of two models' gradients, relative to the norm of the first gradient."""
     pairs = zip(expected.parameters(), actual.parameters(), strict=True)
-    pairs = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # text leaves the vision tower out
+    pairs = [(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # the vision tower has none for text
     difference = torch.stack([(a.float() - b.float()).norm() for a, b in pairs]).norm()
     return (difference / torch.stack([a.float().norm() for a, _ in pairs]).norm()).item()
 
@@ -673,7 +673,7 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
 
 
 def table(result: dict) -> str:
-    """A few lines about the setting, and a table."""
+    """Lines with the settings, and a table."""
     setting, trl, ours = result["setting"], result["trl"], result["ours"]
     suffix = "_s" if setting["clock"] == "wall" else "_cpu_s"
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
@@ -722,18 +722,18 @@ def table(result: dict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
-    parser.add_argument("--case", choices=CASES, default="image", help="what the prompts hold")
+    parser.add_argument("--case", choices=CASES, default="image", help="contents of the prompts")
     parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture of the model")
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
-    parser.add_argument("--prompts", type=int, help="prompts per step, if not the case's own number")
-    parser.add_argument("--group", type=int, help="completions of a prompt, if not the case's own number")
-    parser.add_argument("--tokens", type=int, help="tokens of every completion, sampled or not")
-    parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in the backward pass")
-    parser.add_argument("--updates_only", action="store_true", help="sample nothing")
+    parser.add_argument("--prompts", type=int, help="prompts per step; that of the case if omitted")
+    parser.add_argument("--group", type=int, help="completions per prompt; that of the case if omitted")
+    parser.add_argument("--tokens", type=int, help="tokens per completion, in the update and in the step")
+    parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
+    parser.add_argument("--updates_only", action="store_true", help="measure only updates, without sampling")
     parser.add_argument(
-        "--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference model scores, too"
+        "--beta", type=float, default=0.0, help="KL coefficient; above 0, a reference model scores, too"
     )
     shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
     args = parse_options(parser, argv, **shared)
@@ -745,7 +745,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

@@ -1,27 +1,27 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The replay buffer: speed of taking batches apart and making new ones, memory, and how full its packed rows are.
+The replay buffer: speed of splitting batches and making new ones, memory, and token efficiency of packed rows.
 
 ```bash
 python benchmarks/replay_buffer.py                                # 512 samples in groups of 8, an image per group
 python benchmarks/replay_buffer.py --threads 1 --clock cpu --json
 ```
 
-The batches are those of a rollout: prompts padded on the left, responses of all lengths padded on the right, and
-images as Qwen2.5-VL takes them, patches and grids of different sizes, repeated for each response. All is seeded.
+The batches mimic a rollout: prompts padded on the left, responses of all lengths padded on the right, and images in
+Qwen2.5-VL's format, with patches and grids of different sizes, repeated for each response. All values are seeded.
 
 - **Speed** of `split_experience_batch`, `remove_padding_in_sequences`, `make_experience_batch` (padded and packed) and
-  `ReplayBuffer.append`, against plain loops over samples that index, clone, pad with `pad_sequence` and concatenate.
-  These hold dictionaries, check nothing, and know no other media than these. The results are compared first: the
-  script exits with an error unless all values are equal. Then calls of the two alternate, and the *minimum* of each is
-  reported. Wall-clock time needs an idle machine; on a shared one, `--clock cpu` measures CPU time, which is
-  comparable for `--threads 1`.
-- **Memory**: bytes of all different tensor storages that the buffer holds, against those of the batches that were
-  appended, and of what the loops keep.
-- **Token efficiency**: real tokens over what is forwarded at a budget of tokens, which is as many tokens as the budget
-  for each packed row (a row that isn't full counts as if it were). In comparison, real tokens over tokens with padding
-  when the samples are dealt out at random to as many padded batches; and over the budgets of padded batches, when
-  padding counts in a budget of the same size.
+  `ReplayBuffer.append`, compared with plain loops over samples that index, clone, pad with `pad_sequence` and
+  concatenate. The loops use dictionaries, validate nothing and support only this kind of media. The script first
+  compares the results and exits with an error unless all values are equal. Then calls of the two alternate, and the
+  script reports the *minimum* of each. Wall-clock time needs an idle machine. On a shared one, `--clock cpu` measures
+  CPU time, which is comparable for `--threads 1`.
+- **Memory**: bytes of all distinct tensor storages in the buffer, compared with those of the appended batches and of
+  the results of the loops.
+- **Token efficiency**: real tokens divided by the total budget of the packed rows. A row that isn't full counts with
+  its whole budget. For comparison, the script assigns the samples at random to as many padded batches and divides real
+  tokens by all tokens, padding included. It also fills padded batches up to the same budget, padding included, and
+  divides real tokens by the total budget.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
 )
 
 
-TEXT = (16, 256)  # tokens of a prompt beside its image
-SIDE = (8, 32)  # patches along a side of an image; four patches are a token
+TEXT = (16, 256)  # text tokens of a prompt, without its image
+SIDE = (8, 32)  # patches per side of an image; four patches make a token
 LONGEST_PROMPT = TEXT[1] + SIDE[1] ** 2 // 4
 
 ACTION_FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_mask"]
@@ -54,7 +54,7 @@ MEDIA = ["pixel_values", "image_grid_thws"]
 def build_batches(
     samples: int, group_size: int, batch_size: int, tokens: int, patch_values: int
 ) -> list[ExperienceVL]:
-    """Batches of seeded samples; responses have up to `tokens` tokens."""
+    """Builds batches of seeded samples with responses of up to `tokens` tokens."""
     generator, pixel_generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
 
     def integers(low, high, size):
@@ -92,11 +92,11 @@ def build_batches(
     return batches
 
 
-# The usual way: plain loops over samples
+# The baseline: plain loops over samples
 
 
 def split_loop(batch: ExperienceVL) -> list[dict]:
-    """Samples of a batch."""
+    """Splits a batch into samples."""
     items, start = [], 0
     for i, grid in enumerate(batch.image_grid_thws):
         stop = start + int(grid.prod())
@@ -110,7 +110,7 @@ def split_loop(batch: ExperienceVL) -> list[dict]:
 
 
 def remove_loop(items: list[dict]) -> list[dict]:
-    """Samples without padding."""
+    """Removes the padding of samples."""
     clean = []
     for item in items:
         real, actions = item["attention_mask"].bool(), item["action_mask"]
@@ -120,7 +120,7 @@ def remove_loop(items: list[dict]) -> list[dict]:
 
 
 def make_loop(items: list[dict], packed: bool) -> dict:
-    """A batch of samples."""
+    """Makes a batch of samples."""
     batch = {}
     for name in FIELDS:
         column = [item[name] for item in items]
@@ -138,7 +138,7 @@ def make_loop(items: list[dict], packed: bool) -> dict:
 
 
 def seconds(function: Callable, arguments: list, now: Callable[[], float]) -> float:
-    """Time of a call for each of the arguments, whose results are dropped."""
+    """Total time of one call per argument."""
     start = now()
     for argument in arguments:
         function(argument)
@@ -146,7 +146,7 @@ def seconds(function: Callable, arguments: list, now: Callable[[], float]) -> fl
 
 
 def append_all(batches: list[ExperienceVL]) -> ReplayBuffer:
-    """A buffer with all samples."""
+    """Appends all batches to a buffer."""
     buffer = ReplayBuffer()
     for batch in batches:
         buffer.append(batch)
@@ -154,7 +154,7 @@ def append_all(batches: list[ExperienceVL]) -> ReplayBuffer:
 
 
 def append_loop(batches: list[ExperienceVL]) -> list[dict]:
-    """A list of all samples."""
+    """Splits all batches into samples without padding."""
     items = []
     for batch in batches:
         items += remove_loop(split_loop(batch))
@@ -162,12 +162,12 @@ def append_loop(batches: list[ExperienceVL]) -> list[dict]:
 
 
 def as_dict(record: BufferItemVL | ExperienceVL) -> dict:
-    """What a loop knows of a sample or batch."""
+    """A sample or batch in the format of the loops."""
     return {name: getattr(record, name) for name in (*FIELDS, *MEDIA, "info")}
 
 
 def equal(ours, usual) -> bool:
-    """Whether our result and that of a loop hold the same values."""
+    """Whether our result and that of a loop have the same values."""
     if isinstance(ours, (BufferItemVL, ExperienceVL)):
         ours = as_dict(ours)
     if isinstance(ours, torch.Tensor):
@@ -178,7 +178,7 @@ def equal(ours, usual) -> bool:
 
 
 def storages(value) -> dict[int, int]:
-    """Bytes of the different storages of all tensors in there, by their address."""
+    """Maps the address of each distinct tensor storage in a value to its bytes."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
     if isinstance(value, (BufferItemVL, ExperienceVL)):
@@ -188,12 +188,12 @@ def storages(value) -> dict[int, int]:
 
 
 def held(value) -> int:
-    """Bytes of all tensors in there."""
+    """Bytes of all distinct tensor storages in a value."""
     return sum(storages(value).values())
 
 
 def token_efficiency(buffer: ReplayBuffer, max_tokens: int) -> dict[str, float]:
-    """How many rows and batches there are, and real tokens over what they hold or may hold."""
+    """Numbers of rows and batches, and their token efficiency."""
     real = sum(len(item.sequences) for item in buffer)
     rows = sum(1 for _ in buffer.batches(packing_samples=True, max_tokens=max_tokens))
     dealt = [batch.sequences.numel() for batch in buffer.batches(batch_size=math.ceil(len(buffer) / rows))]
@@ -210,7 +210,7 @@ def token_efficiency(buffer: ReplayBuffer, max_tokens: int) -> dict[str, float]:
 
 
 def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Callable, Callable, list, list]]:
-    """By the name of what is measured, our function and the usual loop, and the arguments of each."""
+    """Maps each measured function to our implementation, the usual loop, and the arguments of each."""
     padded = [split_experience_batch(batch) for batch in batches]
     plain = [[as_dict(item) for item in items] for items in padded]
     clean = remove_padding_in_sequences([item for items in padded for item in items])
@@ -233,9 +233,9 @@ def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Cal
 
 def run(args: argparse.Namespace) -> dict:
     """
-    Ratios (time of the usual loops over ours, bytes of the batches over those of the buffer), samples per second and
-    the times they come from, bytes, token efficiency, setting, hardware and versions; a `SystemExit` if ours and the
-    usual loops don't give the same.
+    Runs the benchmark. Returns ratios (time of the usual loops over ours, bytes of the batches over those of the
+    buffer), samples per second and the underlying times, bytes, token efficiency, settings, hardware and versions.
+    Raises `SystemExit` if ours and the usual loops give different results.
     """
     batches = build_batches(args.samples, args.group_size, args.batch_size, args.tokens, args.patch_values)
     functions = contests(batches, args.made_size)
@@ -243,8 +243,8 @@ def run(args: argparse.Namespace) -> dict:
         if not all(equal(ours(own), usual(plain)) for own, plain in zip(*arguments, strict=True)):
             raise SystemExit(f"{name}: ours and the usual loop don't give the same")
 
-    # A process that trains has freed tensors of this size before, after which glibc keeps freed memory instead of
-    # returning it (M_MMAP_THRESHOLD of mallopt, which adapts up to 32 MiB)
+    # A training process has already freed tensors of this size. glibc then keeps freed memory instead of returning it
+    # (M_MMAP_THRESHOLD of mallopt, which adapts up to 32 MiB).
     torch.empty(30 * 2**20, dtype=torch.uint8)
     best = {"ours": dict.fromkeys(functions, math.inf), "usual": dict.fromkeys(functions, math.inf)}
     for name, (*pair, own, plain) in functions.items():
@@ -281,12 +281,12 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    """A few lines about the setting, and a table."""
+    """Lines with the settings, and a table."""
     setting, ours, usual = result["setting"], result["ours"], result["usual"]
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
     lines = [
         f"{setting['samples']} samples of {setting['shortest_sample']} to {setting['longest_sample']} tokens in "
-        f"groups of {setting['group_size']}, batches of {setting['batch_size']} taken apart and of "
+        f"groups of {setting['group_size']}, batches of {setting['batch_size']} split and of "
         f"{setting['made_size']} made, {setting['patch_values']} values per patch in {setting['dtype']};",
         f"{result['hardware']['cpu']}, {setting['threads']} threads; torch {result['versions']['torch']}; "
         f"{clock} time, minimum of {setting['repetitions']}",
@@ -306,34 +306,34 @@ def table(result: dict) -> str:
         f"by the buffer: {result['memory_ratio']:.2f}x less than appended",
         f"token efficiency at a budget of {setting['max_tokens']}: {result['packed_efficiency']:.1%} in "
         f"{result['packed_rows']} packed rows; {result['padded_efficiency']:.1%} in {result['padded_batches']} "
-        f"padded batches dealt at random, {result['padded_budget_efficiency']:.1%} in "
+        f"padded batches assigned at random, {result['padded_budget_efficiency']:.1%} in "
         f"{result['padded_budget_batches']} padded batches within the budget",
     ]
     return "\n".join(lines)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--samples", type=int, default=512, help="samples in the buffer")
-    parser.add_argument("--group-size", type=int, default=8, help="responses to a prompt and its image")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples in a batch that is appended")
-    parser.add_argument("--made-size", type=count, default=8, help="samples in a batch that is made")
-    parser.add_argument("--tokens", type=count, default=1024, help="longest response")
-    parser.add_argument("--patch-values", type=count, default=1176, help="values of a patch, as in Qwen2.5-VL")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="budget of a packed row")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt with its image")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per appended batch")
+    parser.add_argument("--made-size", type=count, default=8, help="samples per batch made from the buffer")
+    parser.add_argument("--tokens", type=count, default=1024, help="maximum response length")
+    parser.add_argument("--patch-values", type=count, default=1176, help="values per patch, as in Qwen2.5-VL")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="token budget of a packed row")
     args = parse_options(parser, argv, clock="wall", threads=None, repetitions=10, json=False)
     if args.group_size < 1 or args.batch_size < 1 or args.batch_size % args.group_size:
         parser.error("`--batch-size` must be a multiple of `--group-size`")
     if args.samples < 1 or args.samples % args.group_size:
         parser.error("`--samples` must be a multiple of `--group-size`")
     if args.max_tokens < LONGEST_PROMPT + args.tokens:
-        parser.error(f"`--max-tokens` must be at least {LONGEST_PROMPT} more than `--tokens`: that long is a prompt")
+        parser.error(f"`--max-tokens` must be at least `--tokens` plus {LONGEST_PROMPT}, the longest prompt")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

@@ -1,25 +1,25 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Sampling in a GRPO step: transformers with one prefill per prompt, vLLM, and unmodified TRL with vLLM, in one run.
+Rollouts of a GRPO step: transformers with one prefill per prompt, vLLM, and unmodified TRL with vLLM, in one run.
 
 ```bash
 OMP_NUM_THREADS=1 python tests/shims/vllm_cpu.py benchmarks/rollout.py --clock cpu --threads 1
 python benchmarks/rollout.py --device cuda --preset 3b --tokens 512 --json
 ```
 
-All three get the same dataset with images and the same model, that of `policy_update.py`, with seeded random weights.
-vLLM runs in the process of its trainer (`colocate`). On a CPU it needs `tests/shims/vllm_cpu.py`, in the environment
-of `make test-vllm`. Measured are
+All three use the same dataset with images and the model of `policy_update.py`, with seeded random weights. vLLM runs
+in the process of its trainer (`colocate`). On a CPU, it needs `tests/shims/vllm_cpu.py` in the environment of
+`make test-vllm`. The benchmark measures
 
-- **tokens per second**: sampled tokens by the time for them, giving the engine the weights included.
-- **step**: everything from reading the rows to the gradients, without the optimizer's own step.
-- **processor**: prompts with images put through a processor in a step, by the trainer and by vLLM.
-- **prompt**: its tokens for whoever samples, and for whoever scores. Unmodified TRL hands vLLM placeholders that are
-  expanded already, and vLLM expands them again (https://github.com/huggingface/trl/issues/6294), so that it samples
-  after another prompt.
+- **tokens per second**: sampled tokens divided by the time of generation, including the weight transfer to the engine.
+- **step**: the time from reading the rows to the gradients, without the optimizer step.
+- **processor**: prompts with images that go through a processor in a step, in the trainer and in vLLM.
+- **prompt**: tokens of the prompt for the sampler and for the scorer. Unmodified TRL passes expanded placeholders to
+  vLLM, which expands them again (https://github.com/huggingface/trl/issues/6294), so vLLM samples from a different
+  prompt.
 
-No completion ends early. Repetitions of the three alternate, after a step that is not counted, and the *minimum* of
-each quantity is reported. CPU ratios are not GPU ratios.
+No completion ends early. After a warm-up step, repetitions of the three alternate, and the benchmark reports the
+*minimum* of each quantity. CPU ratios are not GPU ratios.
 """
 
 import argparse
@@ -46,20 +46,20 @@ CONTESTANTS = {
 
 class Contestant(TimedSteps):
     """
-    A trainer whose steps are timed.
+    Times the steps of a trainer.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
             Trainer to measure.
         processed (`list[int]`):
-            What counts prompts with images that a processor gets.
+            List to which the processor adds its numbers of prompts with images.
     """
 
     def __init__(self, trainer: GRPOTrainer, processed: list[int]):
         super().__init__(trainer)
         self.processed = processed
-        self.prompts = 0  # put through a processor in the latest step
-        self.tokens = 0  # sampled in it
+        self.prompts = 0  # processed in the latest step
+        self.tokens = 0  # sampled in the latest step
         self.scored = self.sampled_after = 0  # tokens of the prompt
         if isinstance(trainer, MultimodalGRPOTrainer):
             self._generate, trainer.sampler = trainer.sampler, Sampling(trainer.sampler, self._timed_sampler)
@@ -91,7 +91,7 @@ class Contestant(TimedSteps):
         return outputs
 
     def step(self) -> None:
-        """One step up to the gradients, with weights that the engine hasn't seen."""
+        """Runs a step up to the gradients, with weights that the engine doesn't have yet."""
         self.trainer.state.global_step += 1
         self.trainer._step += 1
         self.processed.clear()
@@ -100,13 +100,13 @@ class Contestant(TimedSteps):
 
 
 def count_prompts() -> list[int]:
-    """A list to which each call of a processor with images adds its number of prompts."""
+    """Returns a list to which each processor call with images adds its number of prompts."""
     processed, call = [], Qwen2_5_VLProcessor.__call__
 
     @functools.wraps(call)
     def counting(self, images=None, text=None, **kwargs):
         if images is not None and len(images):
-            processed.append(len(text) if isinstance(text, list) else 1)  # vLLM's calls have one, or none
+            processed.append(len(text) if isinstance(text, list) else 1)  # vLLM passes one prompt per call, or none
         return call(self, images=images, text=text, **kwargs)
 
     Qwen2_5_VLProcessor.__call__ = counting
@@ -114,7 +114,7 @@ def count_prompts() -> list[int]:
 
 
 def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int]) -> Contestant:
-    """A contestant with the model in `folder`."""
+    """Builds a contestant with the model in `folder`."""
     trainer_class, config_class, use_vllm = CONTESTANTS[name]
     case, processor = CASES["image"], build_processor()
     tokenizer = processor.tokenizer
@@ -124,7 +124,7 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
     else:
         kwargs = {"min_new_tokens": args.tokens}
     prompts = build_dataset(case, args.prompts, args.seed)
-    # What is hidden behind other work would not be measured
+    # Prefetching would hide the media processing from the measurement
     own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
     config = config_class(
         output_dir=str(folder / name),
@@ -148,10 +148,10 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
 
 def run(args: argparse.Namespace) -> dict:
     """
-    For each contestant tokens per second, seconds, prompts processed, tokens of the prompt for the sampler and for the
-    scorer; setting, hardware and versions.
+    Measures each contestant. Returns tokens per second, seconds, processed prompts, prompt tokens for the sampler and
+    for the scorer, settings, hardware and versions.
     """
-    if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as `tests/engine` has them
+    if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as in `tests/engine`
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     clock = [*CLOCKS].index(args.clock)
     processed = count_prompts()
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> dict:
         model = build_model(PRESETS[args.preset], processor, args.device, args.seed)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         model.save_pretrained(folder / "model")
-        # The class that vLLM finds by its name
+        # vLLM finds this class by its name
         plain = Qwen2_5_VLProcessor(**{part: getattr(processor, part) for part in processor.get_attributes()})
         plain.chat_template = processor.chat_template
         plain.save_pretrained(folder / "model")
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> dict:
         for _ in range(1 + args.repeats):
             for contestant in contestants.values():
                 if not contestant.prompts:
-                    contestant.step()  # not counted; our trainers run their self-check in it
+                    contestant.step()  # warm-up, in which our trainers run their self-check
                     contestant.best.clear()
                     continue
                 contestant.step()
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    """A few lines about the setting, and a table."""
+    """Lines with the settings, and a table."""
     setting, machine = result["setting"], result["hardware"]
     title = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions of "
@@ -213,19 +213,19 @@ def table(result: dict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="12m", help="size of the model")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts per step, of 418 tokens with an image")
-    parser.add_argument("--group", type=int, default=16, help="completions of each prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each completion")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step, each with an image and 418 tokens")
+    parser.add_argument("--group", type=int, default=16, help="completions per prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per completion")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
     shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
     return parse_options(parser, argv, **shared)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

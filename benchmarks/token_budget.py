@@ -1,22 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Memory and time of an update with and without `max_tokens_per_microbatch`, on the same data and model.
+Memory and time of an update with and without `max_tokens_per_microbatch`, for the same data and model.
 
 ```bash
 python benchmarks/token_budget.py --threads 1
 python benchmarks/token_budget.py --threads 1 --checkpointing
 ```
 
-The model is Qwen2.5-VL's architecture with seeded random weights, the data are prompts with images of unequal size and
-seeded completions of 20 to 64 tokens. Measured are
+The model has Qwen2.5-VL's architecture and seeded random weights. The data are prompts with images of unequal size and
+seeded completions of 20 to 64 tokens. The benchmark compares the gradients and measures
 
-- **held**: bytes of activations where a backward pass starts, of the part that holds most,
-- **peak**: the most that an update has alive at once, beside weights and gradients,
-- **time**: CPU time of the update, the minimum of some repetitions, which take turns,
+- **held**: bytes of activations at the start of a backward pass, for the part of the micro-batch that holds the most,
+- **peak**: peak memory of the update without weights and gradients,
+- **time**: CPU time of the update, the minimum over repetitions, in which the budgets alternate.
 
-and the gradients are compared. Every tensor counts that lives (`trl_multimodal_rft.cli.fake_run.Watch`), each storage
-once. The LM head takes 512 columns of its logits at once instead of 32768, of which this vocabulary has 400: they
-would hide the rest.
+Memory counts the storage of every live tensor once (`trl_multimodal_rft.cli.fake_run.Watch`). The LM head processes
+512 columns of the logits at a time instead of 32768. This vocabulary has only 400, so a buffer of 32768 columns would
+dominate the memory.
 """
 
 import argparse
@@ -42,11 +42,11 @@ IMAGES = ((28, 14), (10, 5), (20, 10), (14, 10))
 
 class Watched(MultimodalGRPOTrainer):
     """
-    A trainer that gets completions of 20 to 64 tokens instead of sampling them, and remembers each micro-batch.
+    A trainer that uses fixed completions of 20 to 64 tokens instead of sampling, and records each micro-batch.
 
-    `watch` says what is watched, `"memory"` or `"time"`, since watching takes time. `moments` are the results: the
-    `batch`, the bytes of activations `held` where a backward pass starts and at the `peak`, and the `seconds` of CPU
-    time.
+    `watch` selects what to measure, `"memory"` or `"time"`, since measuring memory takes time. `moments` holds the
+    results: the `batch`, the bytes of activations `held` at the start of a backward pass, the `peak` in bytes, and the
+    `seconds` of CPU time.
     """
 
     watch = "memory"
@@ -99,8 +99,8 @@ class Watched(MultimodalGRPOTrainer):
 @contextmanager
 def small_tile():
     """
-    Within the context, TRL's LM head takes 512 columns of logits at once. Its 32768 are allocated be they there or
-    not, and would be most of a tiny model's memory.
+    Context in which TRL's LM head processes 512 columns of logits at a time. It allocates its usual 32768 columns for
+    a smaller vocabulary, too, and they would take most of a tiny model's memory.
     """
     before = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512
@@ -112,7 +112,7 @@ def small_tile():
 
 class Contestant:
     """
-    A trainer with a budget, whose updates are measured.
+    Measures the updates of a trainer with a token budget.
 
     Args:
         args (`argparse.Namespace`):
@@ -120,7 +120,7 @@ class Contestant:
         budget (`int`, *optional*):
             `max_tokens_per_microbatch`.
         folder (`str`):
-            Where it may write.
+            Output folder.
     """
 
     def __init__(self, args: argparse.Namespace, budget: int | None, folder: str):
@@ -149,7 +149,7 @@ class Contestant:
         model.train()
 
     def update(self, watch: str) -> dict:
-        """Runs an update."""
+        """Runs an update, and returns its memory and time."""
         self.trainer.model.zero_grad(set_to_none=False)
         self.trainer.watch = watch
         rows = next(iter(self.trainer.get_train_dataloader()))
@@ -158,21 +158,21 @@ class Contestant:
         return {"held_bytes": moment.held, "peak_bytes": moment.peak, "cpu_s": moment.seconds}
 
     def parts(self) -> int:
-        """Number of parts of the last update."""
+        """Number of parts of the latest update."""
         return int(self.trainer._metrics["train"].get("token_budget/parts", [1])[-1])
 
     def tokens(self) -> int:
-        """Tokens of the micro-batch, each prompt once."""
+        """Number of tokens of the micro-batch, with each prompt once."""
         batch = self.trainer.moments[-1].batch
         return sum(map(len, set(batch.prompts))) + int(batch["completion_mask"].sum())
 
 
 def run(args: argparse.Namespace) -> dict:
-    """For each budget what was measured, and its ratio to that without one; setting, hardware and versions."""
+    """Measures each budget. Returns the results with ratios to no budget, settings, hardware and versions."""
     budgets = [None, *args.budgets]
     with tempfile.TemporaryDirectory() as folder, small_tile():
         contestants = [Contestant(args, budget, folder) for budget in budgets]
-        for contestant in contestants:  # makes the gradients, which are there from then on
+        for contestant in contestants:  # warm-up; allocates the gradients
             contestant.update("time")
         results = [contestant.update("memory") for contestant in contestants]
         whole = contestants[0].trainer.model
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    """A line about the setting, and a table."""
+    """A line with the settings, and a table."""
     setting = result["setting"]
     line = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions, "
@@ -210,23 +210,23 @@ def table(result: dict) -> str:
                 f"{each['gradient_difference']:.0e}",
             ]
         )
-    header = ("budget", "parts", "held", "peak", "CPU time", "difference of gradients")
+    header = ("budget", "parts", "held", "peak", "CPU time", "gradient difference")
     return f"{line}\n\n{markdown(header, rows)}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the benchmark."""
+    """Parses the options of the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1600, 1200, 800], help="tokens, one run for each")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of the micro-batch")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per micro-batch")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
     parser.add_argument("--preset", choices=("tiny", "12m"), default="12m", help="size of the model")
-    parser.add_argument("--checkpointing", action="store_true", help="compute layers again in the backward pass")
+    parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
     return parse_options(parser, argv, threads=None, repeats=3, seed=0, json=False)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Command line of the benchmark; returns what [`run`] does."""
+    """Runs the benchmark from the command line, and returns the result of [`run`]."""
     return report(parse(argv), run, table)
 
 

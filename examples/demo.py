@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-What the example scripts share: how they read their arguments, and for their demos, what stands in for the arguments,
-what is measured on held-out rows, and questions that nobody can answer.
+Code that the example scripts share: argument parsing, the demos' default arguments, accuracy on held-out rows, and
+noise as a question without an answer.
 """
 
 import io
@@ -34,7 +34,7 @@ from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.training import finish, output_folder, train
 
 
-# What the demos have in common
+# Defaults of the demos
 DEMO_ARGUMENTS = {
     "per_device_train_batch_size": 768,
     "num_generations": 16,
@@ -53,7 +53,7 @@ DEMO_ARGUMENTS = {
 
 
 def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object]) -> None:
-    """Reads arguments, and runs the script with them, or the demo if they name no model."""
+    """Parses the arguments and runs the script, or the demo if they name no model."""
     arguments = parse(script.ARGUMENTS, demo=demo_arguments)
     arguments[0].command = f"accelerate launch {sys.argv[0]}"
     by_name = arguments[-1].model_name_or_path is not None
@@ -62,7 +62,7 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
 
 
 def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
-    """Saves a demo's model, which vLLM loads from a folder."""
+    """Saves a demo's model to a folder, from which vLLM loads it."""
     if PartialState().is_main_process:
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
@@ -77,7 +77,7 @@ def demo_inputs(
     training_args: TrainingArguments,
     model_args: ModelConfig,
 ) -> dict[str, object]:
-    """Arguments that the trainers of most demos have in common, as `grpo_audio.py` writes them out."""
+    """Arguments that the trainers of most demos share. `grpo_audio.py` spells them out."""
     return {
         "model": model,
         "args": training_args,
@@ -97,7 +97,7 @@ def cold_start(
     batch_size: int = 100,
     **options,
 ) -> None:
-    """Teaches a demo's model by example, before it is rewarded for its own answers."""
+    """Fine-tunes a demo's model on demonstrations before reinforcement learning."""
     args = MultimodalSFTConfig(
         str(Path(training_args.output_dir, "cold_start")),
         per_device_train_batch_size=max(1, batch_size // PartialState().num_processes),
@@ -118,17 +118,17 @@ def cold_start(
 
 class HeldOutAccuracy(GenerationEvalCallback):
     """
-    Measures the accuracy of greedy decoding on held-out rows: before the training, and after each quarter of it.
+    Measures the accuracy of greedy decoding on held-out rows, before training and after each quarter of it.
 
     Args:
         trainer ([`MultimodalGRPOTrainer`]):
-            Trainer to which the callback will be attached.
+            Trainer that the callback will be added to.
         dataset ([`~datasets.Dataset`]):
             Rows with the columns `prompt` and `solution` and their media.
         name (`str`):
-            What they are, for what is printed.
+            Name of the rows in printed messages.
         batch_size (`int`, *optional*, defaults to `100`):
-            Rows answered at once on each process.
+            Rows per batch on each process.
     """
 
     def __init__(self, trainer: MultimodalGRPOTrainer, dataset: Dataset, name: str, batch_size: int = 100):
@@ -146,11 +146,11 @@ class HeldOutAccuracy(GenerationEvalCallback):
 
     def write(self) -> None:
         """
-        Prints the latest accuracy and where everything is, and writes `demo_metrics.json` into the output folder.
+        Prints the latest accuracy and the output files, and writes `demo_metrics.json` to the output folder.
 
-        Of a trainer with a critic, `explained_variance` is among the metrics: the mean of the trainer's metric of that
-        name, values at sampling time against returns, over the last quarter of the logged steps; `None` where all
-        returns were equal.
+        For a trainer with a critic, the metrics include `explained_variance`. It is the mean of the trainer's metric
+        of that name (values at sampling time against returns) over the last quarter of the logged steps, or `None` if
+        all returns were equal.
         """
         trainer, history = self.trainer, self.trainer.state.log_history
         after = self.result.metrics["accuracy"]
@@ -174,7 +174,7 @@ class HeldOutAccuracy(GenerationEvalCallback):
 
 
 def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str) -> None:
-    """Runs a demo's training, with accuracies on held-out rows."""
+    """Trains a demo and measures its accuracy on held-out rows."""
     accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name)
     if accuracy is not None:
         trainer.add_callback(accuracy)
@@ -189,10 +189,10 @@ def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments,
 
 def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
-    Puts white noise in the place of some recordings or pictures, as long or as large as they are.
+    Replaces some recordings or images with white noise of the same length or size.
 
-    There nothing is left but to guess, so the reward to expect depends on the row, and only who listens or looks knows
-    it.
+    The policy can only guess the answers to noise. The expected reward therefore depends on the row, and a critic must
+    listen or look to predict it.
     """
     makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
     (column,) = makers.keys() & set(dataset.column_names)

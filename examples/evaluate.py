@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-How many rows of a dataset a model answers correctly.
+Accuracy of a model on a dataset.
 
-A dataset with the columns `prompt`, `solution` and media, and four samples of each prompt:
+This command reads a dataset with the columns `prompt`, `solution` and media, and samples each prompt four times:
 
 ```bash
 accelerate launch examples/evaluate.py \
@@ -16,7 +16,7 @@ accelerate launch examples/evaluate.py \
     --output_dir results
 ```
 
-A benchmark as it is published, with greedy decoding, and a LoRA adapter that a trainer has saved:
+This command evaluates a saved LoRA adapter on a benchmark in its published format, with greedy decoding:
 
 ```bash
 accelerate launch examples/evaluate.py \
@@ -28,8 +28,8 @@ accelerate launch examples/evaluate.py \
     --output_dir results
 ```
 
-Writes `metrics.json` and `rows.parquet` into `--output_dir`. Each process holds the whole model; on one process it
-spreads over all GPUs.
+The script writes `metrics.json` and `rows.parquet` to `--output_dir`. Each process holds the whole model. With one
+process, the model is spread over all GPUs.
 """
 
 from trl_multimodal_rft.scripts.arguments import parse

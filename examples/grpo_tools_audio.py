@@ -1,21 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for models that listen again: they hear an outline, call `crop(start, end)`, get a part of the recording, and
-answer.
+GRPO for audio models with a tool: the model hears an outline of a recording, calls `crop(start, end)`, hears that
+part and answers.
 
-The outline of a recording is a tone of a tenth of a second for each of its seconds, as loud as that second is beside
-the loudest. Five minutes of sound become half a minute, which tells when something is to be heard, but not what.
+The outline has a tone of 0.1 s for each second of the recording. The loudness of the tone is that of the second,
+relative to the loudest second. Five minutes of audio become half a minute. The outline shows when there is sound, but
+not which sound.
 
-Without arguments, a small Qwen2-Audio learns where to listen and which digit is spoken there, on a CPU in minutes. One
-digit's outline is like the other's: without the tool no policy is right more often than one time in ten, which is
-counted and printed. It begins with a cold start on a few hundred demonstrations:
+Without arguments, the script trains a small Qwen2-Audio to find the spoken digit in a recording and to recognize it,
+on a CPU in minutes. The outlines of all digits sound alike, so no policy without the tool exceeds an accuracy of 10%.
+The script computes and prints this bound. Training starts with a cold start: supervised fine-tuning on a few hundred
+demonstrations:
 
 ```bash
 accelerate launch examples/grpo_tools_audio.py
 ```
 
-With arguments, any model that hears and whose chat template has turns of tools with sounds, and any dataset (columns
-`prompt`, `audio` and `solution`):
+With arguments, the script trains any audio model on any dataset with the columns `prompt`, `audio` and `solution`.
+The model's chat template must support tool messages with audio:
 
 ```bash
 accelerate launch examples/grpo_tools_audio.py \
@@ -51,13 +53,13 @@ from trl_multimodal_rft.scripts.grpo import ARGUMENTS  # noqa: F401
 DEMO = {
     **TOOL_DEMO_ARGUMENTS,
     "output_dir": "outputs/grpo_tools_audio",
-    "max_completion_length": 34,  # a call, a second of the recording and an answer
+    "max_completion_length": 34,  # a tool call, one second of the recording and an answer
     "max_steps": 60,
 }
 
 
 class Player:
-    """Plays parts of a recording, which the column `recording` holds."""
+    """Plays parts of the recording in the column `recording`."""
 
     def reset(self, recording: dict, **row) -> None:
         self.samples = decoded(recording)
@@ -83,20 +85,20 @@ def decoded(recording: dict) -> np.ndarray:
 
 
 def loudness(samples: np.ndarray) -> np.ndarray:
-    """How loud each second is beside the loudest, from 0 to 1."""
+    """Loudness of each second relative to the loudest, from 0 to 1."""
     seconds = np.pad(samples, (0, -len(samples) % RATE)).reshape(-1, RATE)
     power = (seconds**2).mean(axis=1)
     return np.sqrt(power / max(power.max(), 1e-12))
 
 
 def outline(samples: np.ndarray) -> np.ndarray:
-    """A tone of a tenth of a second for each second, as loud as that is beside the loudest."""
+    """A tone of 0.1 s for each second, with the loudness of that second relative to the loudest."""
     tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE // 10) / RATE)
     return np.outer(loudness(samples), tone).reshape(-1)
 
 
 def with_outlines(rows: Dataset) -> Dataset:
-    """Rows with outlines in the column `audio`, and in the column `recording` what was there."""
+    """Moves the recordings to the column `recording` and puts their outlines into `audio`."""
     rows = rows.cast_column("audio", Audio(decode=False))
     return rows.map(
         lambda row: {"recording": row["audio"], "audio": encoded(outline(decoded(row["audio"])), RATE)},
@@ -105,7 +107,7 @@ def with_outlines(rows: Dataset) -> Dataset:
 
 
 def demonstrations(rows: Dataset) -> list[dict]:
-    """Conversations in which the loudest second is played, and the right answer given."""
+    """Conversations in which the model plays the loudest second and answers correctly."""
     player, conversations = Player(), []
     for row in rows:
         player.reset(**row)

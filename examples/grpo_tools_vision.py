@@ -1,18 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for models that look closer: they see a thumbnail, call `zoom(x, y)`, get a quarter of the picture, and answer.
+GRPO for vision models with a tool: the model sees a thumbnail, calls `zoom(x, y)`, sees a quarter of the image and
+answers.
 
-Without arguments, a small Qwen2.5-VL learns where to look and to read handwritten digits, on a CPU in minutes. Its
-thumbnails have four pixels, in which one digit looks like the other: without the tool no policy is right more often
-than one time in ten, which is counted and printed. It begins with a cold start on a few hundred demonstrations, after
-which it calls the tool and mostly answers wrongly:
+Without arguments, the script trains a small Qwen2.5-VL to find a handwritten digit in an image and to read it, on a
+CPU in minutes. All digits look alike in the thumbnails of four pixels, so no policy without the tool exceeds an
+accuracy of 10%. The script computes and prints this bound. Training starts with a cold start: supervised fine-tuning
+on a few hundred demonstrations, after which the model calls the tool, but most of its answers are wrong:
 
 ```bash
 accelerate launch examples/grpo_tools_vision.py
 ```
 
-With arguments, any vision-language model whose chat template has turns of tools, and any dataset (columns `prompt`,
-`image` and `solution`):
+With arguments, the script trains any vision-language model on any dataset with the columns `prompt`, `image` and
+`solution`. The model's chat template must support tool messages:
 
 ```bash
 accelerate launch examples/grpo_tools_vision.py \
@@ -53,7 +54,7 @@ DEMO = {
     **TOOL_DEMO_ARGUMENTS,
     "output_dir": "outputs/grpo_tools_vision",
     "thumbnail_size": 2,
-    "max_completion_length": 26,  # a call, a quarter of the picture and an answer
+    "max_completion_length": 26,  # a tool call, a quarter of the image and an answer
     "max_steps": 120,
 }
 
@@ -65,17 +66,17 @@ class ToolScriptArguments(RLScriptArguments):
 
     Args:
         thumbnail_size (`int`, *optional*, defaults to `448`):
-            Width and height of thumbnails at most, in pixels.
+            Maximum width and height of thumbnails in pixels.
     """
 
-    thumbnail_size: int = field(default=448, metadata={"help": "Width and height of thumbnails at most, in pixels."})
+    thumbnail_size: int = field(default=448, metadata={"help": "Maximum width and height of thumbnails in pixels."})
 
 
 ARGUMENTS = (ToolScriptArguments, MultimodalGRPOConfig, ModelConfig)
 
 
 class Magnifier:
-    """Shows quarters of a picture, which the column `picture` holds."""
+    """Shows quarters of the image in the column `picture`."""
 
     def reset(self, picture: Image.Image, **row) -> None:
         self.picture = picture
@@ -99,7 +100,7 @@ class Magnifier:
 
 
 def with_thumbnails(rows: Dataset, size: int) -> Dataset:
-    """Rows with thumbnails in the column `image`, and in the column `picture` what was there."""
+    """Moves the images to the column `picture` and puts their thumbnails into `image`."""
 
     def shrink(row: dict) -> dict:
         thumbnail = row["image"].copy()
@@ -110,7 +111,7 @@ def with_thumbnails(rows: Dataset, size: int) -> Dataset:
 
 
 def demonstrations(rows: Dataset) -> list[dict]:
-    """Conversations in which the right quarter is looked at, and the right answer given."""
+    """Conversations in which the model zooms into the right quarter and answers correctly."""
     magnifier, conversations = Magnifier(), []
     for row in rows:
         y, x = (int(where.min() > 0) for where in np.asarray(row["picture"]).nonzero())

@@ -1,15 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for models that watch.
+GRPO for video models.
 
-Without arguments, a small Qwen2.5-VL with random weights learns in which direction a handwritten digit moves, which no
-single frame tells, on a CPU in minutes:
+Without arguments, the script trains a small Qwen2.5-VL with random weights to recognize the direction in which a
+handwritten digit moves, on a CPU in minutes. No single frame shows the direction:
 
 ```bash
 accelerate launch examples/grpo_video.py
 ```
 
-With arguments, any video-language model and dataset (columns `prompt`, `video` and `solution`):
+With arguments, the script trains any video-language model on any dataset with the columns `prompt`, `video` and
+`solution`:
 
 ```bash
 accelerate launch examples/grpo_video.py \

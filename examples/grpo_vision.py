@@ -1,14 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for models that see.
+GRPO for vision-language models.
 
-Without arguments, a small Qwen2.5-VL with random weights learns to read handwritten digits, on a CPU in minutes:
+Without arguments, the script trains a small Qwen2.5-VL with random weights to read handwritten digits, on a CPU in
+minutes:
 
 ```bash
 accelerate launch examples/grpo_vision.py
 ```
 
-With arguments, any vision-language model and dataset (columns `prompt`, `image` and `solution`):
+With arguments, the script trains any vision-language model on any dataset with the columns `prompt`, `image` and
+`solution`:
 
 ```bash
 accelerate launch examples/grpo_vision.py \

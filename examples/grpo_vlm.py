@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-GRPO for models that see, in one file that needs no other: geometry problems with figures.
+GRPO for vision-language models in a self-contained script: geometry problems with figures.
 
 ```bash
 accelerate launch examples/grpo_vlm.py \
@@ -16,8 +16,8 @@ accelerate launch examples/grpo_vlm.py \
     --lora_target_modules q_proj v_proj
 ```
 
-For sounds or videos, the dataset has a column `audio` or `video` in the place of `images`, and the model hears, or
-takes videos; nothing else changes.
+For audio or video, use an audio or video model and a dataset with a column `audio` or `video` instead of `images`.
+Nothing else changes.
 """
 
 from datasets import load_dataset
@@ -28,13 +28,13 @@ from trl_multimodal_rft.rewards import accuracy_reward, format_reward
 
 
 def as_row(problem: str, answer: str) -> dict[str, object]:
-    """A prompt, in whose text each `<image>` is the place of one of the row's `images`, and what is rewarded."""
+    """A prompt and its solution. Each `<image>` in the prompt marks the position of one of the row's `images`."""
     prompt = f"{problem} Output the final answer in <answer> </answer>."
     return {"prompt": [{"role": "user", "content": prompt}], "solution": answer}
 
 
 def short_reward(completion_ids, **kwargs) -> list[float]:
-    """A reward function of your own: completions of fewer tokens are a little better."""
+    """A custom reward function: shorter completions get a slightly higher reward."""
     return [-len(ids) / 10_000 for ids in completion_ids]
 
 

@@ -1,22 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-PPO for models that hear.
+PPO for audio models.
 
-Without arguments, a small Qwen2-Audio with random weights learns spoken digits, from chance to nearly all right on
-voices it never heard, beside a critic with weights as random, on a CPU in minutes:
+Without arguments, the script trains a small Qwen2-Audio to recognize spoken digits, together with a critic. Both start
+from random weights. Accuracy on held-out voices rises from chance to near-perfect, on a CPU in minutes:
 
 ```bash
 accelerate launch examples/ppo_audio.py
 ```
 
-A quarter of the recordings to train on is noise, where there is nothing but to guess. Else all returns would be equal
-once all answers are right, and nothing left to explain; so the critic has to hear what can be answered. Into
-`demo_metrics.json` goes, beside the accuracies on held-out voices, which are all clear, the `explained_variance`: the
-trainer's metric (values when completions were sampled, against their returns), the mean of the last quarter of the
-logged steps.
+A quarter of the training recordings is noise, whose answers the policy can only guess. Without noise, all returns are
+equal once all answers are right, and no variance remains for the critic to explain. With noise, the critic must hear
+which rows have an answer. `demo_metrics.json` holds the accuracies on the held-out voices, which contain no noise, and
+`explained_variance`: the mean of the trainer's metric (values at sampling time against returns) over the last quarter
+of the logged steps.
 
-With arguments, any audio model and dataset (columns `prompt`, `audio` and `solution`). The critic is a copy of
-the policy unless you name one: a saved critic, a reward model or a backbone, of the policy's family.
+With arguments, the script trains any audio model on any dataset with the columns `prompt`, `audio` and `solution`.
+The critic is a copy of the policy unless you name a saved critic, a reward model or a backbone of the policy's family.
 
 ```bash
 accelerate launch examples/ppo_audio.py \

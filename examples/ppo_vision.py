@@ -1,24 +1,25 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-PPO for models that see.
+PPO for vision-language models.
 
-Without arguments, a small Qwen2.5-VL with random weights learns to read handwritten digits, on a CPU in minutes. A
-tenth of the pictures come with their answers first, for a cold start: PPO alone never tries some digits after others
-have paid off, and its critic explains nothing until most are known. PPO then learns from the right and wrong of its
-answers to all pictures:
+Without arguments, the script trains a small Qwen2.5-VL with random weights to read handwritten digits, on a CPU in
+minutes. A cold start fine-tunes the model on a tenth of the images with their answers. Without it, PPO never tries
+some digits once others have been rewarded, and the critic explains nothing until the policy knows most digits. PPO
+then trains on all images, with rewards for the sampled answers:
 
 ```bash
 accelerate launch examples/ppo_vision.py
 ```
 
-A quarter of the pictures to train on is noise, where there is nothing but to guess. Else all returns would be equal
-once all answers are right, and nothing left to explain; so the critic has to see what can be answered. Into
-`demo_metrics.json` goes, beside the accuracies on held-out digits, which are all clear, the `explained_variance`: the
-trainer's metric (values when completions were sampled, against their returns), the mean of the last quarter of the
-logged steps.
+A quarter of the training images is noise, whose answers the policy can only guess. Without noise, all returns are
+equal once all answers are right, and no variance remains for the critic to explain. With noise, the critic must see
+which rows have an answer. `demo_metrics.json` holds the accuracies on the held-out digits, which contain no noise, and
+`explained_variance`: the mean of the trainer's metric (values at sampling time against returns) over the last quarter
+of the logged steps.
 
-With arguments, any vision-language model and dataset (columns `prompt`, `image` and `solution`). The critic is a copy
-of the policy unless you name one: a saved critic, a reward model or a backbone, of the policy's family.
+With arguments, the script trains any vision-language model on any dataset with the columns `prompt`, `image` and
+`solution`. The critic is a copy of the policy unless you name a saved critic, a reward model or a backbone of the
+policy's family.
 
 ```bash
 accelerate launch examples/ppo_vision.py \
@@ -55,8 +56,8 @@ DEMO = {
     "max_steps": 250,
     "per_device_train_batch_size": 384,
     "num_generations": 4,
-    "learning_rate": 5e-4,  # twice of it undoes the cold start
-    "freezing_actor_steps": 10,  # the critic knows something by then
+    "learning_rate": 5e-4,  # twice this rate undoes the cold start
+    "freezing_actor_steps": 10,  # warm-up of the critic
     "entropy_coef": 0.05,
     "vf_coef": 0.5,
     "num_ppo_epochs": 2,

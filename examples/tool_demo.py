@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""What the example scripts share whose models look or listen closer with a tool."""
+"""Code that the example scripts with tools share."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -26,10 +26,10 @@ TOOL_DEMO_ARGUMENTS = {
 
 def best_without_tool(rows: Dataset) -> float:
     """
-    Accuracy that no policy exceeds without the tool.
+    Upper bound of a policy's accuracy without the tool.
 
-    To such a policy, rows with the same prompt and the same medium are one, so at best it gives the most frequent of
-    their answers.
+    A policy without the tool can't distinguish rows with the same prompt and the same medium. At best, it gives the
+    most frequent of their answers.
     """
     (column,) = {"audio", "image"} & set(rows.column_names)
     answers: defaultdict[tuple, Counter] = defaultdict(Counter)
@@ -41,7 +41,7 @@ def best_without_tool(rows: Dataset) -> float:
 
 
 def demonstration(row: dict, tool: Callable, **arguments) -> dict:
-    """A conversation in which a tool is called, and the right answer given."""
+    """A conversation in which the model calls a tool and answers correctly."""
     (block,) = tool(**arguments)
     kind = block["type"]
     question = {"type": "text", "text": row["prompt"][0]["content"]}
@@ -67,7 +67,7 @@ def train_demo(
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
-    """Shows a small model how the tool is called, and trains it on what it answers with it."""
+    """Fine-tunes a small model on demonstrations of tool calls, then trains it with GRPO."""
     cold_start(
         model,
         processor,
@@ -96,7 +96,7 @@ def train_by_name(
     training_args: MultimodalGRPOConfig,
     model_args: ModelConfig,
 ) -> None:
-    """Trains a model on a dataset, both of which the arguments name."""
+    """Trains the model that the arguments name on the dataset that they name."""
     inputs = trainer_inputs(script_args, training_args, model_args)
     for name in ("train_dataset", "eval_dataset"):
         if inputs[name] is not None:
