@@ -153,7 +153,9 @@ def test_conversation(served, tmp_path):
 
 
 def test_example_of_the_card(served, tmp_path, monkeypatch):
-    """The card of a trained model asks about the picture in its folder, unless the page may not read it."""
+    """
+    The page's example is the card's question about the picture in the model's folder, which it can't read otherwise.
+    """
     prompt = [{"role": "system", "content": "Is it a bird?"}, {"role": "user", "content": "What is in the image?"}]
     rows, folder = image_rows(8).map(lambda row: {"prompt": prompt}), tmp_path / "seen"
     callbacks = {"callbacks": [TrainingCurvesCallback()]}

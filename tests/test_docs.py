@@ -122,10 +122,7 @@ WITH_CODE = [README, *(page for page in PAGES if blocks(page.read_text()) and pa
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_code_runs(page, folder, capsys, caplog):
-    """
-    The comment after a line has its printed value, the page explains the trainer's logs, and prompts request what is
-    rewarded.
-    """
+    """A line's comment has its printed value, the page explains the logs, and prompts request what is rewarded."""
 
     def look(namespace):
         trainer = namespace.get("trainer")

@@ -252,7 +252,7 @@ def test_nothing_is_exchanged_in_evaluation(options):
 
 
 def hard_later(index, step):
-    """No prompt is hard at first, then one, then all."""
+    """No prompt is hard in the first step, every other one in the second, and all afterwards."""
     return step > 1 or (step == 1 and index % 2 == 1)
 
 

@@ -117,7 +117,7 @@ def test_pieces_of_what_soundfile_does_not_know_are_the_whole(name, codec):
 
 def says_nothing_of_its_length(flac):
     data = bytearray(flac)
-    data[21] &= 0xF0  # the head of the first block, after `fLaC`, and 13 bytes of it
+    data[21] &= 0xF0  # after `fLaC`, the first block's header and 13 of its bytes
     data[22:26] = bytes(4)
     return bytes(data)
 
@@ -189,7 +189,7 @@ def memory(name):
 def test_videos_are_never_in_memory_at_their_full_size(decoder):
     size = {"min_pixels": 999, "max_pixels": 50000}
     data = video_file(frames=80, width=1280, height=720, options={"preset": "ultrafast", "crf": "40"})
-    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # caches what stays
+    load_with_qwen_vl_utils(ref("video", data, nframes=4, **size), 14)  # the first call loads what stays in memory
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     frames, _ = load_with_qwen_vl_utils(ref("video", data, nframes=80, **size), 14)
@@ -315,7 +315,7 @@ def test_a_jpeg_in_pieces_is_the_whole_bit_for_bit(progressive, monkeypatch):
 
 
 def test_a_document_starts_no_program(tmp_path, monkeypatch):
-    """A PIL image is still lazy, and a program on the path would render it."""
+    """PIL hasn't rendered the image yet, and the path has a program that would."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

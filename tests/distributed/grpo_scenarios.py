@@ -427,7 +427,7 @@ def resumed_by_more(folder):
 
 
 class InjectingMaker(NaiveExperienceMaker):
-    """Returns responses that depend on the prompt alone. Later prompts get longer ones."""
+    """Returns responses that depend only on the prompt. Later prompts get longer ones."""
 
     def _generate(self, prompts, config, pad_id):
         responses = []

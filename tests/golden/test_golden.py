@@ -2,7 +2,7 @@
 """
 Short trainings whose updates, logs, checkpoints and random states must not change.
 
-`golden.json` holds what they were. A change that is meant to move something writes it again, and says so:
+`golden.json` holds their baseline. An intended change of results rewrites it, and documents the reason:
 
 ```bash
 python tests/golden/test_golden.py --write [names]

@@ -1,7 +1,8 @@
-"""Prepares a virtual environment for tests on a machine without CUDA and without a system FFmpeg.
+"""
+Prepares a virtual environment for tests on a machine without CUDA and without a system FFmpeg.
 
-Run with the environment's own Python. Installs the torchvision shim, and gives the FFmpeg libraries that PyAV ships
-the plain names torchcodec looks for; the folder is printed, to be put on `LD_LIBRARY_PATH`.
+Run with the environment's Python. Installs the torchvision shim, and links PyAV's FFmpeg libraries under the plain
+names that torchcodec loads. Prints the folder, which belongs on `LD_LIBRARY_PATH`.
 """
 
 import re
