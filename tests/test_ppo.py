@@ -727,7 +727,7 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
         assert all(value.any() for value in trained.values())
     steps = {key: draw.step for draw in trainer.draws for key in keys(draw.batch)}
     ages = [moment.step - steps[key] for moment in trainer.micro_batches for key in keys(moment.batch)]
-    assert max(ages) > 1  # the maximum within the two epochs of a draw
+    assert max(ages) > 1  # 1 is the maximum within the two epochs of a draw
 
 
 # Non-finite gradients

@@ -300,7 +300,7 @@ def test_items_of_all_types_together(order):
     assert [back[i].audio_values is not None for i in range(4)] == [False, False, True, False]
     assert [back[i].extra_media is not None for i in range(4)] == [False, False, False, True]
     assert [back[i].raw_images for i in range(4)] == [None, [picture] * 2, None, None]
-    # If some have their number of media, all do
+    # If some samples have a number of media, all do
     assert torch.equal(batch.info["audio_num"], torch.tensor([float(i == 2) for i in order]))
 
 

@@ -25,7 +25,7 @@ CONFIGS = {
     "sft": MultimodalSFTConfig,
 }
 OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values()) for name in get_annotations(each)}
-# Options that make TRL's trainer compute differently without another update
+# Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_scope", "entropy_source"}
 
