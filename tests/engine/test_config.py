@@ -54,7 +54,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     with pytest.raises(MediaError, match=r"row 0: .*'video', 1 of them.*started for 0"):
         answers(trainer, shown)
     long = [{"prompt": " ".join(["bird"] * 90), **image_rows(1).select_columns("image")[0]}]
-    with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens.* of the 96 .*vllm_max_model_length"):
+    with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens.* in the 96 .*vllm_max_model_length"):
         answers(trainer, long)
     near = [{"prompt": " ".join(["bird"] * 40)}]
     caplog.set_level(logging.WARNING)
