@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
@@ -125,6 +124,8 @@ def add_fused_head(
         head = self.get_output_embeddings()
         scored = _fused_scores(states, shift_labels, head, rule, temperature, cast_lm_head_to_fp32, outputs)
         if kwargs.get("output_router_logits"):
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import
+
             config = self.config.get_text_config()
             scored.aux_loss = load_balancing_loss_func(
                 output.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")

@@ -3,12 +3,11 @@
 
 from importlib.metadata import packages_distributions, version
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from trl.import_utils import is_vllm_available
 
 
-_VERSIONS = SpecifierSet(">=0.27.1,<0.31")
+_FIRST, _UNSUPPORTED = Version("0.27.1"), Version("0.31")
 
 
 def engine_obstacle() -> str | None:
@@ -18,7 +17,7 @@ def engine_obstacle() -> str | None:
         return f"vLLM isn't installed; {remedy}"
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    if _VERSIONS.contains(Version(installed).base_version):
+    if _FIRST <= Version(Version(installed).base_version) < _UNSUPPORTED:
         return None
     return (
         f"vLLM {installed} is installed, but 0.27.1 to 0.30.0 are supported: earlier ones are built for an earlier "
