@@ -217,8 +217,8 @@ def test_without_torchcodec(lacks, folders, tmp_path):
                 sys.modules["torchcodec"] = None
             from datasets import load_dataset
             from helpers.trainer_utils import InjectedOurs, run
-            from transformers.utils import is_torchcodec_usable
-            print("usable:", is_torchcodec_usable(decode="audio"))
+            from trl_multimodal_rft.versions import is_torchcodec_usable
+            print("usable:", is_torchcodec_usable())
             table = load_dataset("parquet", data_files={str(folders / "audio.parquet")!r}, split="train",
                                  cache_dir={str(tmp_path)!r})
             sounds, videos = (

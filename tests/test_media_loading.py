@@ -19,19 +19,19 @@ from helpers import chats, clips, families
 from helpers.files import image_file, ref, video_file
 from PIL import Image
 from qwen_vl_utils.vision_process import to_rgb
-from transformers.utils import is_torchcodec_usable
 
 from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
 from trl_multimodal_rft.data.rules import PROTOCOLS, MediaRules
+from trl_multimodal_rft.versions import is_torchcodec_usable
 
 
 RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64
 RED = (200, 30, 40)
 
 needs_torchcodec = pytest.mark.skipif(
-    not is_torchcodec_usable(decode="video"), reason="torchcodec or the FFmpeg it needs can't be loaded"
+    not is_torchcodec_usable(), reason="torchcodec or the FFmpeg it needs can't be loaded"
 )
 
 
@@ -276,7 +276,7 @@ def test_audio_of_datasets(folder):
     structs = datasets.Dataset.from_dict({"audio": [{"array": SAMPLES, "sampling_rate": RATE}]})
     found = [paths[0], rows[0], next(iter(rows.to_iterable_dataset()))]
     found += [structs.with_format(form)[0] for form in (None, "numpy", "torch")]
-    if is_torchcodec_usable(decode="audio"):
+    if is_torchcodec_usable():
         decoded = paths.cast_column("audio", datasets.Audio())
         found += [decoded[0], next(iter(decoded.to_iterable_dataset()))]
         resampled = decoded.cast_column("audio", datasets.Audio(sampling_rate=8000))[0]
@@ -531,7 +531,7 @@ def test_a_decoder_that_finds_other_frames_is_named():
 
 
 def test_missing_video_libraries_are_named(folder, monkeypatch):
-    monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
+    monkeypatch.setattr(loading, "is_torchcodec_usable", lambda: False)
     for module, load in (("av", load_video), ("qwen_vl_utils", lambda r: load_with_qwen_vl_utils(r, 14))):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, "qwen_vl_utils.vision_process", raising=False)

@@ -60,6 +60,6 @@ def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None
 def decoder(request, monkeypatch):
     """Runs the test with torchcodec, and then with PyAV."""
     if request.param == "pyav":
-        monkeypatch.setattr(loading, "is_torchcodec_usable", lambda decode: False)
-    elif not loading.is_torchcodec_usable(decode="video"):
+        monkeypatch.setattr(loading, "is_torchcodec_usable", lambda: False)
+    elif not loading.is_torchcodec_usable():
         pytest.skip("torchcodec or the FFmpeg it needs can't be loaded")

@@ -151,7 +151,7 @@ def check_video(loaded):
 
 def loads(ref, chance):
     """Loads a medium in one of several ways. Returns whether it loaded."""
-    loading.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda decode: False])
+    loading.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda: False])
     if ref.kind == "image":
         return check_image(loading.load_image(ref))
     if ref.kind == "audio":

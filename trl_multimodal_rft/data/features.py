@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
-from transformers.utils import is_torchcodec_usable
 
+from ..versions import is_torchcodec_usable
 from .columns import Encoded, MediaRef
 from .loading import check_file, decoding, encoded_source, install
 from .nested import feature_leaves, is_media_feature, map_features, map_items
@@ -169,7 +169,7 @@ def _decode(ref: MediaRef) -> Any:
         with open_file(file) as stream:
             check_file(ref, stream)
         value, feature = ref.source.value, ref.source.feature
-        if not isinstance(feature, Image) and not is_torchcodec_usable(decode=ref.kind):
+        if not isinstance(feature, Image) and not is_torchcodec_usable():
             name = type(feature).__name__
             error = ref.error(
                 "Datasets decodes it with torchcodec, which isn't installed or finds no FFmpeg on this machine. "

@@ -17,9 +17,9 @@ import PIL.Image
 import torch
 from PIL import ImageOps
 from transformers import image_utils
-from transformers.utils import is_torchcodec_usable
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
+from ..versions import is_torchcodec_usable
 from .columns import Encoded, MediaError, MediaRef
 from .containers import check_complete, check_container, check_png, has_idr_picture, is_chained, is_indexed
 from .images import check_exif, check_object, open_image
@@ -580,7 +580,7 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
             metadata, may_seek = _scan_video(ref, stream)
-            if may_seek and is_indexed(stream) and is_torchcodec_usable(decode="video"):
+            if may_seek and is_indexed(stream) and is_torchcodec_usable():
                 decoders = importlib.import_module("torchcodec.decoders")
                 yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
             else:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import is_torchcodec_usable, logging
+from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
@@ -20,6 +20,7 @@ from ..data.columns import MediaError, iter_refs
 from ..data.loading import encoded_source
 from ..data.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
+from ..versions import is_torchcodec_usable
 from .ablation import Ablation
 from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .media import decode_media, frame_sampling, replace_refs
@@ -363,7 +364,7 @@ def outputs_of_files(
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.kind == "video"]
-    if not videos or not is_torchcodec_usable(decode="video") or any(ref.options for ref in videos):
+    if not videos or not is_torchcodec_usable() or any(ref.options for ref in videos):
         return None
     sources = [encoded_source(ref) for ref in videos]
     if not all(isinstance(source, (str, os.PathLike)) for source in sources):
