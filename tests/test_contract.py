@@ -2,12 +2,19 @@
 """The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
 import inspect
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 import torch
 from helpers.trainer_utils import length_and_sum, load, text_rows
+from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 from trl.trainer import grpo_trainer, rloo_trainer, sft_trainer
@@ -29,7 +36,11 @@ from trl_multimodal_rft.versions import (
     OVERRIDDEN_PPO,
     OVERRIDDEN_RLOO,
     OVERRIDDEN_SFT,
+    TESTED,
 )
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("path", ALL_OVERRIDDEN)
@@ -179,3 +190,51 @@ def test_families_still_have_their_own_rules():
         assert any(
             rule in vars(base) for base in model_class.__mro__ if base.__module__.startswith("transformers.models")
         )
+
+
+def imported(tmp_path, prelude="", **versions) -> str:
+    """Imports a trainer in a new process, in which packages say other versions, and returns what it prints."""
+    for name, number in versions.items():
+        folder = tmp_path / f"{name}-{number}.dist-info"
+        folder.mkdir()
+        folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    code = f"{prelude}\nfrom trl_multimodal_rft import MultimodalGRPOTrainer\nprint('imported')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    return run.stdout + run.stderr
+
+
+def test_a_newer_version_is_warned_of_once(tmp_path):
+    said = imported(tmp_path, trl="1.99.0", transformers="5.99.0.dev0")
+    tested = f"(trl{TESTED['trl']}, transformers{TESTED['transformers']})"
+    expected = (
+        f"UserWarning: trl 1.99.0, transformers 5.99.0.dev0: newer than trl-multimodal-rft was tested with {tested}."
+    )
+    assert said.count(expected) == 1 and "imported" in said
+
+
+def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(tmp_path):
+    other = "import trl.trainer.utils\ntrl.trainer.utils.nanstd = lambda tensor: tensor"
+    assert "imported" in imported(tmp_path, other)
+    gone = "import transformers\nfrom trl import GRPOTrainer, RLOOTrainer, SFTTrainer\ndel trl.trainer.utils.nanmin, transformers.Trainer._init_training_state"
+    said = imported(tmp_path, f"{other}\n{gone}", trl="1.99.0")
+    assert "imported" not in said
+    [error] = [line for line in said.splitlines() if line.startswith("ImportError")]
+    assert "trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepdim` of" in error
+    assert f"; transformers {version('transformers')} lacks `transformers.Trainer._init_training_state`. " in error
+    assert f'run `pip install "trl{TESTED["trl"]}" "transformers{TESTED["transformers"]}"`, or update it' in error
+
+
+def test_an_older_version_is_an_error_with_the_remedy(tmp_path):
+    said = imported(tmp_path, torch="2.10.0+cu128")
+    assert (
+        "ImportError: torch 2.10.0+cu128 is too old. " in said
+        and f'run `pip install "torch{TESTED["torch"]}"`' in said
+    )
+
+
+def test_the_package_installs_beside_what_is_tested():
+    required = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]["dependencies"]
+    floors = {name: tested.split(",")[0] for name, tested in TESTED.items()}
+    assert {f"trl{floors['trl']}", f"torch{floors['torch']}", f"transformers{floors['transformers']},<6"} < {*required}
+    assert all(SpecifierSet(tested).contains(version(name), True) for name, tested in TESTED.items())

@@ -7,11 +7,11 @@ import warnings
 from functools import lru_cache
 from importlib.metadata import version
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 
-# The oldest and the newest series that the tests run; pyproject.toml has no upper bound within a major version
-TESTED = {"trl": ("1.16", "1.16"), "transformers": ("5.16", "5.23"), "torch": ("2.11", "2.15")}
+# What the tests run, see docs/install.md; pyproject.toml has the lower bounds, so that newer versions install
+TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.24", "torch": ">=2.11,<2.16"}
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
@@ -154,24 +154,20 @@ def check_versions() -> None:
         ImportError: If one is too old, or is newer and lacks what this package uses.
     """
     installed = {name: version(name) for name in TESTED}
-    series = {name: Version(".".join(map(str, Version(found).release[:2]))) for name, found in installed.items()}
-    tested = {name: f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items()}
-    newer = [name for name, (_, newest) in TESTED.items() if series[name] > Version(newest)]
-    wrong = {name: "is too old" for name, (oldest, _) in TESTED.items() if series[name] < Version(oldest)}
-    if newer and not wrong:
-        wrong = {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
+    untested = [name for name, found in installed.items() if not SpecifierSet(TESTED[name]).contains(found, True)]
+    if not untested:
+        return
+    floors = {name: TESTED[name].split(",")[0] for name in untested}
+    wrong = {name: "is too old" for name in untested if not SpecifierSet(floors[name]).contains(installed[name], True)}
+    wrong = wrong or {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
     if wrong:
         found = "; ".join(f"{name} {installed[name]} {what}" for name, what in wrong.items())
-        pins = " ".join(f'"{name}>={TESTED[name][0]},<={TESTED[name][1]}.99"' for name in wrong)
-        raise ImportError(
-            f"trl-multimodal-rft {version('trl-multimodal-rft')} was tested with "
-            f"{', '.join(tested[name] for name in wrong)}: {found}. Run `pip install {pins}`, or update "
-            "trl-multimodal-rft."
-        )
-    if newer:
-        found = ", ".join(f"{name} {installed[name]}" for name in newer)
-        known = ", ".join(tested[name] for name in newer)
-        warnings.warn(f"{found}: newer than trl-multimodal-rft was tested with ({known}).", stacklevel=2)
+        pins = " ".join(f'"{name}{TESTED[name]}"' for name in {**wrong, **floors})
+        own = f"trl-multimodal-rft {version('trl-multimodal-rft')}"
+        raise ImportError(f"{found}. {own} was tested with other versions: run `pip install {pins}`, or update it.")
+    found = ", ".join(f"{name} {installed[name]}" for name in untested)
+    tested = ", ".join(name + TESTED[name] for name in untested)
+    warnings.warn(f"{found}: newer than trl-multimodal-rft was tested with ({tested}).", stacklevel=2)
 
 
 @lru_cache
