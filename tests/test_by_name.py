@@ -48,7 +48,7 @@ from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.critic import policy_alone
-from trl_multimodal_rft.models.pretrained import load_trained
+from trl_multimodal_rft.models.pretrained import load_trained, read_config
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
 
@@ -473,3 +473,15 @@ def test_a_released_omni_model_is_its_thinker_elsewhere(family):
     assert_equal_weights(ActorOmni(folder, bf16=False).base_model, thinker)
     critic = Critic.from_pretrained(folder, type(thinker)).model.base_model
     assert_equal_weights(critic, thinker.base_model)
+
+
+def test_a_family_that_transformers_lacks_is_named_with_the_version_that_has_it(tmp_path):
+    config = {"model_type": "seer9", "architectures": ["Seer9ForConditionalGeneration"]}
+    remedy = '; it was saved with 5.99.0: run `pip install "transformers>=5.99.0"`'
+    for written, end in ({}, "."), ({"transformers_version": "5.99.0"}, remedy):
+        tmp_path.joinpath("config.json").write_text(json.dumps(config | written))
+        message = rf"is a 'seer9' model, which transformers {hf.__version__} doesn't have{end}"
+        with pytest.raises(ImportError, match=message):
+            MultimodalGRPOTrainer(str(tmp_path), length_and_sum, train_dataset=image_rows(2))
+        with pytest.raises(ImportError, match=message):
+            read_config(str(tmp_path))

@@ -137,7 +137,10 @@ def test_what_cannot_be_read_is_an_error_that_names_it(output):
     while len(str(nested)) < 3900:
         nested = nested / "d"
         nested.mkdir()
-    resume(r"checkpoint-2 isn't whole: it can't be read \(RecursionError\)")
+    if sys.version_info < (3, 12):  # since then, os.walk doesn't recurse
+        resume(r"checkpoint-2 isn't whole: it can't be read \(RecursionError\)")
+    else:
+        assert verify_checkpoint(folder) == []
     os.removedirs(nested)  # pytest couldn't remove it, either
 
 

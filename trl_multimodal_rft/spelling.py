@@ -67,10 +67,18 @@ REMOVED = {
     "tpu_num_cores": "set the environment variable TPU_NUM_CORES",
 }
 
+# Arguments that supported versions of transformers don't have yet
+NEWER = {
+    f"activation_{name}": f"It is in transformers since 5.23: use `gradient_{name}`, or install that"
+    for name in ("checkpointing", "checkpointing_kwargs")
+}
+
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The similar or new name as a sentence that ends a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
+    if name in NEWER:
+        return f" {NEWER[name]}."
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."

@@ -172,7 +172,7 @@ def check_versions() -> None:
 
 @lru_cache
 def is_torchcodec_usable() -> bool:
-    """Whether torchcodec loads and finds FFmpeg. Newer versions of transformers have such a function, too."""
+    """Whether torchcodec loads and finds FFmpeg, as `transformers.utils` tells since 5.23."""
     try:
         import torchcodec
     except (ImportError, OSError, RuntimeError):

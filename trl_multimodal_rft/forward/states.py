@@ -8,7 +8,7 @@ import types
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .layout import PrefixLayout
 
@@ -70,6 +70,8 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     mixers = _mixers(model)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     n_layers = sum(kind in STATE_LAYERS for kind in layer_types)
+    if n_layers and not hasattr(Cache, "get_conv_state"):
+        return "before transformers 5.21, layers of type linear_attention or conv start from no given state"
     if len(mixers) != n_layers:
         return f"{len(mixers)} modules keep a state for {n_layers} layers of type linear_attention or conv"
     for mixer in mixers:

@@ -4,7 +4,7 @@
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -25,7 +25,15 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
     config, _ = PreTrainedConfig.get_config_dict(name, **{key: kwargs[key] for key in SOURCE if key in kwargs})
     model_type = config.get("model_type", "")
     part = family_of(model_type).trained_part.get(model_type)
-    return None if part is None else getattr(transformers, part)
+    if part is not None:
+        return getattr(transformers, part)
+    if model_type and model_type not in CONFIG_MAPPING and "auto_map" not in config:
+        newer = config.get("transformers_version")
+        raise ImportError(
+            f"{name!r} is a {model_type!r} model, which transformers {transformers.__version__} doesn't have"
+            + (f'; it was saved with {newer}: run `pip install "transformers>={newer}"`.' if newer else ".")
+        )
+    return None
 
 
 def load_model(name: str, **kwargs) -> PreTrainedModel:

@@ -315,7 +315,9 @@ class _Unindexed:
 
 def _batch_loader(batches: Any, n_rows: int | None = None, collate_fn: Callable | None = None) -> DataLoader:
     dataset: Any = _Unindexed(n_rows)
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
+    loader: Any = DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
+    loader.set_epoch = batches.set_epoch  # which `Trainer` looks for in the loader alone before transformers 5.20
+    return loader
 
 
 def _unchanged(batch: Any) -> Any:

@@ -107,7 +107,7 @@ def finish(trainer: Any, script_args: Any) -> None:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     if not script_args.dry_run and not script_args.disable_compact_log:
         trainer.accelerator.print("\n".join(next_lines(trainer, script_args)))
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def next_lines(trainer: Any, script_args: Any) -> list[str]:
