@@ -9,7 +9,7 @@ from helpers.trainer_utils import length_and_sum
 from trl_multimodal_rft import MultimodalGRPOConfig
 
 
-DECODER = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+DECODER = r"(?!.*(visual|tower)).*\.(q|k|v|o|gate|up|down)_proj"
 QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
 
 

@@ -20,8 +20,9 @@ from .vllm_versions import engine_obstacle
 if engine_obstacle() is None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
     from vllm.renderers import renderer_from_config
+
+    from .vllm_versions import encode_mm_kwargs_item
 
 # Settings of a server that processed media depend on, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supported versions of vLLM."""
+"""Supported versions of vLLM, and what differs between them."""
 
 from importlib.metadata import packages_distributions, version
 
@@ -7,7 +7,7 @@ from packaging.version import Version
 from trl.import_utils import is_vllm_available
 
 
-_FIRST, _UNSUPPORTED = Version("0.27.1"), Version("0.31")
+_FIRST, _UNSUPPORTED = Version("0.24"), Version("0.34")
 
 
 def engine_obstacle() -> str | None:
@@ -19,7 +19,11 @@ def engine_obstacle() -> str | None:
     installed = version(packages_distributions()["vllm"][0])
     if _FIRST <= Version(Version(installed).base_version) < _UNSUPPORTED:
         return None
-    return (
-        f"vLLM {installed} is installed, but 0.27.1 to 0.30.0 are supported: earlier ones are built for an earlier "
-        f"torch, later ones exclude transformers 5.23; {remedy}"
-    )
+    return f"vLLM {installed} is installed, but {_FIRST} to below {_UNSUPPORTED} are supported; {remedy}"
+
+
+if engine_obstacle() is None:
+    try:
+        from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+    except ImportError:  # until 0.24
+        from vllm.entrypoints.serve.disagg.mm_serde import encode_mm_kwargs_item
