@@ -3,7 +3,7 @@
 
 import torch
 import vllm_cpu
-from helpers.engine_runs import Recorded
+from helpers.engine_runs import RecordedOmni
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig
@@ -30,7 +30,7 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
     }
     args = MultimodalGRPOConfig(**{**arguments, **options})
     objects = {"peft_config": peft_config, "quantization_config": quantization_config}
-    return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+    return RecordedOmni(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
 
 
 def difference(trainer) -> float:

@@ -39,6 +39,7 @@ from safetensors.torch import save_file  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -71,11 +72,21 @@ def install() -> None:
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
+    # It tries encoders out before it has set which adapters they are for
+    PunicaWrapperBase.__init__ = _with_indices(PunicaWrapperBase.__init__)
     for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
         setattr(engine, name, _in_a_reload(getattr(engine, name)))
     # NCCL, which sends weights to a server, needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
+
+
+def _with_indices(construct):
+    def wrapped(self, *args, **kwargs):
+        construct(self, *args, **kwargs)
+        self._token_lora_indices.zero_()
+
+    return wrapped
 
 
 def _in_a_reload(in_place):

@@ -22,7 +22,7 @@ if engine_obstacle() is None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import renderer_from_config
 
-    from .vllm_versions import encode_mm_kwargs_item
+    from .vllm_versions import mm_serde
 
 # Settings of a server that processed media depend on, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
@@ -118,7 +118,8 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
             kind: [_range(place, kind) for place in places] for kind, places in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
-            kind: [encode_mm_kwargs_item(item) for item in items] for kind, items in rendered["mm_kwargs"].items()
+            kind: [mm_serde.encode_mm_kwargs_item(item) for item in items]
+            for kind, items in rendered["mm_kwargs"].items()
         },
     }
 

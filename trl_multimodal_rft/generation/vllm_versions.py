@@ -23,7 +23,12 @@ def engine_obstacle() -> str | None:
 
 
 if engine_obstacle() is None:
+    from vllm.lora.layers import BaseLayerWithLoRA
+
     try:
-        from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+        from vllm.entrypoints.scale_out.token_in_token_out import mm_serde as mm_serde
     except ImportError:  # until 0.24
-        from vllm.entrypoints.serve.disagg.mm_serde import encode_mm_kwargs_item
+        from vllm.entrypoints.serve.disagg import mm_serde as mm_serde
+
+    # Loads weights that are beneath an adapter; from 0.28 on
+    LOADS_BENEATH_ADAPTERS = hasattr(BaseLayerWithLoRA, "load_weights")

@@ -75,6 +75,13 @@ class _Exchange(GroupWeightRename):
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Some weights as the checkpoint holds them."""
+    # Before transformers 5.21, conversions don't know that a thinker is a part of the model that vLLM loads
+    prefix = "thinker." if model.base_model_prefix == "thinker" else ""
+    return {prefix + name: weight for name, weight in _revert_conversions(model, weights).items()}
+
+
+def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Reverts each weight by itself, whichever others of its group it comes with."""
     holder: Any = model
     loaded = getattr(holder, "_weight_conversions", None) or []
     if not any(isinstance(each, GroupWeightRename) for each in loaded):
