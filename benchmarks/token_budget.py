@@ -34,6 +34,7 @@ from measuring import MIB, Sampling, command_line, conditions, markdown, parse_o
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
 # Width and height in tokens
@@ -143,7 +144,7 @@ class Contestant:
         rows = concatenate_datasets([policy_update.build_dataset(case, 1, i) for i, case in enumerate(cases)])
         model = policy_update.build_model(policy_update.PRESETS[args.preset], processor, "cpu", args.seed)
         if args.checkpointing:
-            model.activation_checkpointing_enable()
+            checkpoint_activations(model)
         self.trainer = Watched(model, policy_update.reward, config, rows, processing_class=processor)
         self.trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
         model.train()

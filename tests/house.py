@@ -156,7 +156,7 @@ def overridden_in_tests() -> list[str]:
 
 def measure() -> dict:
     sys.path.insert(0, str(Path(__file__).parent))
-    from test_contract import ALL_OVERRIDDEN, CALLED
+    from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
 
     every = {name: overrides(trainer) for name, trainer in trainers().items()}
     together = set().union(*every.values())

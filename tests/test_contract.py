@@ -1,13 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
-import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from helpers.trainer_utils import length_and_sum, load, text_rows
+from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 from trl.trainer import grpo_trainer, rloo_trainer, sft_trainer
@@ -22,146 +29,29 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.reporting import media_logs, model_card
+from trl_multimodal_rft.versions import (
+    ALL_OVERRIDDEN,
+    CALLED,
+    OVERRIDDEN,
+    OVERRIDDEN_PPO,
+    OVERRIDDEN_RLOO,
+    OVERRIDDEN_SFT,
+    TESTED,
+)
 
 
-def find(path):
-    """Returns the object at a dotted path, or fails with the name of the missing part."""
-    module, *names = path.split(":")
-    try:
-        found = importlib.import_module(module)
-        for name in ".".join(names).split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        pytest.fail(f"{path} is gone: {error}")
-    return found
-
-
-GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
-RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
-
-# Methods that the trainers' base class overrides in both: parameters, in order
-OVERRIDDEN = {
-    GRPO + "_generate_and_score_completions": "self inputs",
-    GRPO + "_prepare_inputs": "self generation_batch",
-    GRPO + "_compute_loss": "self model inputs",
-    GRPO + "_get_per_token_logps_and_entropies": (
-        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
-        "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
-        "mm_token_type_ids image_position_ids"
-    ),
-    GRPO + "create_model_card": "self model_name dataset_name tags",
-    "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
-    "transformers:Trainer._load_best_model": "self",
-    GRPO + "get_train_dataloader": "self",
-    GRPO + "get_eval_dataloader": "self eval_dataset",
-    "transformers:Trainer._init_training_state": (
-        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
-    ),
-    GRPO + "_save_checkpoint": "self model trial",
-    GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
-    "transformers:Trainer._get_grad_norm": "self model grad_norm",
-    "transformers:Trainer.save_model": "self output_dir _internal_call",
-}
-OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
-# Methods that only the PPO trainer overrides
-OVERRIDDEN_PPO = {
-    "transformers:Trainer.create_optimizer": "self model",
-    "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
-}
-
-# Methods that the trainer for supervised rows overrides
-SFT = "trl.trainer.sft_trainer:SFTTrainer."
-OVERRIDDEN_SFT = {
-    **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
-    SFT + "get_train_dataloader": "self",
-    SFT + "get_eval_dataloader": "self eval_dataset",
-    SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
-    SFT + "_save_checkpoint": "self model trial",
-    SFT + "create_model_card": "self model_name dataset_name tags",
-}
-
-# Undocumented functions and methods that the package calls, with the parameters that it passes
-CALLED = {
-    GRPO + "__init__": (
-        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
-        "optimizers quantization_config peft_config tools rollout_func environment_factory"
-    ),
-    RLOO + "__init__": (
-        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
-        "optimizers quantization_config peft_config"
-    ),
-    GRPO + "get_high_entropy_mask": "self entropies mask threshold",
-    GRPO + "_get_eval_sampler": "eval_dataset",
-    SFT + "_get_eval_sampler": "eval_dataset",
-    "transformers:Trainer._get_output_dir": "trial",
-    # Functions that write and push a checkpoint
-    "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
-    "transformers:Trainer._save_scaler": "output_dir",
-    "transformers:Trainer._save_rng_state": "output_dir",
-    "transformers:Trainer.store_flos": "",
-    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
-    "transformers:Trainer._finish_current_push": "",
-    "trl.trainer.utils:use_adapter": "model adapter_name",
-    "trl.trainer.utils:print_prompt_completions_sample": (
-        "prompts completions rewards advantages step num_samples extra"
-    ),
-    "trl.trainer.utils:nanmin": "tensor",
-    "trl.trainer.utils:nanmax": "tensor",
-    "trl.trainer.utils:nanstd": "tensor dim keepdim",
-    "trl.trainer.utils:disable_dropout_in_model": "model",
-    "trl.trainer.utils:start_event_loop_in_daemon": "name",
-    "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop",
-    "trl.models:prepare_deepspeed": "model accelerator",
-    "trl.models:prepare_fsdp": "model accelerator",
-    "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
-    "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs",
-    "trl.extras.profiling:profiling_context": "trainer name",
-    "trl.trainer.utils:create_model_from_path": "model_id architecture kwargs",
-    "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator",
-    "trl.distributed:DistributedBackend.gather_params": "params",
-    "transformers.conversion_mapping:get_model_conversion_mapping": "model add_legacy",
-    "transformers.core_model_loading:revert_weight_conversion": "model state_dict",
-    "transformers.core_model_loading:WeightTransform.reverse_transform": "",
-    "transformers.core_model_loading:WeightTransform.rename_source_key": "source_key",
-    "peft.utils.integrations:dequantize_bnb_weight": "weight",
-    "trl.trainer.utils:get_config_model_id": "config",
-    "trl.trainer.utils:get_callable_name": "func",
-    "trl.trainer.utils:is_async_callable": "func",
-    "trl.kernels:ChunkedLogProbFunction.forward": (
-        "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
-    ),
-    "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
-    "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",
-    SFT + "__init__": (
-        "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
-        "optimizer_cls_and_kwargs quantization_config peft_config"
-    ),
-    "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
-    "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
-    "transformers:GenerationMixin.prepare_inputs_for_generation": (
-        "self input_ids past_key_values attention_mask is_first_iteration"
-    ),
-    "transformers:PreTrainedModel._can_set_attn_implementation": "",
-    "transformers.masking_utils:create_masks_for_generate": (
-        "config inputs_embeds attention_mask past_key_values position_ids"
-    ),
-    "transformers:DynamicCache.activate_past_recording": "self",
-}
-
-
-ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT}
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("path", ALL_OVERRIDDEN)
 def test_overridden_method_has_these_parameters(path):
     expected = ALL_OVERRIDDEN[path]
-    assert list(inspect.signature(find(path)).parameters) == expected.split()
+    assert list(inspect.signature(resolve_name(path)).parameters) == expected.split()
 
 
 @pytest.mark.parametrize("path", CALLED)
 def test_called_function_takes_these_parameters(path):
-    missing = set(CALLED[path].split()) - inspect.signature(find(path)).parameters.keys()
+    missing = set(CALLED[path].split()) - inspect.signature(resolve_name(path)).parameters.keys()
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
 
 
@@ -249,7 +139,7 @@ def test_what_begins_with_an_underscore_is_not_published():
 
 
 def test_torch_can_tie_a_process_to_its_parent():
-    assert callable(find("torch.multiprocessing:_prctl_pr_set_pdeathsig"))
+    assert callable(resolve_name("torch.multiprocessing:_prctl_pr_set_pdeathsig"))
 
 
 def test_accumulation_steps_are_set_when_training_starts():
@@ -300,3 +190,51 @@ def test_families_still_have_their_own_rules():
         assert any(
             rule in vars(base) for base in model_class.__mro__ if base.__module__.startswith("transformers.models")
         )
+
+
+def imported(tmp_path, prelude="", **versions) -> str:
+    """Imports a trainer in a new process, in which packages say other versions, and returns what it prints."""
+    for name, number in versions.items():
+        folder = tmp_path / f"{name}-{number}.dist-info"
+        folder.mkdir()
+        folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    code = f"{prelude}\nfrom trl_multimodal_rft import MultimodalGRPOTrainer\nprint('imported')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    return run.stdout + run.stderr
+
+
+def test_a_newer_version_is_warned_of_once(tmp_path):
+    said = imported(tmp_path, trl="1.99.0", transformers="5.99.0.dev0")
+    tested = f"(trl{TESTED['trl']}, transformers{TESTED['transformers']})"
+    expected = (
+        f"UserWarning: trl 1.99.0, transformers 5.99.0.dev0: newer than trl-multimodal-rft was tested with {tested}."
+    )
+    assert said.count(expected) == 1 and "imported" in said
+
+
+def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(tmp_path):
+    other = "import trl.trainer.utils\ntrl.trainer.utils.nanstd = lambda tensor: tensor"
+    assert "imported" in imported(tmp_path, other)
+    gone = "import transformers\nfrom trl import GRPOTrainer, RLOOTrainer, SFTTrainer\ndel trl.trainer.utils.nanmin, transformers.Trainer._init_training_state"
+    said = imported(tmp_path, f"{other}\n{gone}", trl="1.99.0")
+    assert "imported" not in said
+    [error] = [line for line in said.splitlines() if line.startswith("ImportError")]
+    assert "trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepdim` of" in error
+    assert f"; transformers {version('transformers')} lacks `transformers.Trainer._init_training_state`. " in error
+    assert f'run `pip install "trl{TESTED["trl"]}" "transformers{TESTED["transformers"]}"`, or update it' in error
+
+
+def test_an_older_version_is_an_error_with_the_remedy(tmp_path):
+    said = imported(tmp_path, torch="2.10.0+cu128")
+    assert (
+        "ImportError: torch 2.10.0+cu128 is too old. " in said
+        and f'run `pip install "torch{TESTED["torch"]}"`' in said
+    )
+
+
+def test_the_package_installs_beside_what_is_tested():
+    required = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]["dependencies"]
+    floors = {name: tested.split(",")[0] for name, tested in TESTED.items()}
+    assert {f"trl{floors['trl']}", f"torch{floors['torch']}", f"transformers{floors['transformers']},<6"} < {*required}
+    assert all(SpecifierSet(tested).contains(version(name), True) for name, tested in TESTED.items())

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.trainer_utils import image_rows, length_and_sum
@@ -138,6 +139,21 @@ def test_actors_score_by_the_rule(name):
     for packed in ({}, {"packed_seq_lens": [sequences.size(1)]}):
         logps = actor(sequences, 5 if not packed else [5], **packed, **media)
         torch.testing.assert_close(logps.detach(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_model_without_a_base_model_scores_by_the_states_of_its_decoder():
+    """Llama 4 has its encoder, its decoder and the head side by side."""
+    model, _ = BY_HAND["llama4"]()
+    assert model.base_model is model and head_rule(model) == HeadRule()
+    ids = torch.arange(20, 30)[None]
+    weights = torch.randn(9, generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
+    expected_gradients = gradients(model, expected, weights)
+    assert add_fused_head(model)
+    scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.flatten()
+    torch.testing.assert_close(scored, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(gradients(model, scored, weights), expected_gradients, rtol=1e-4, atol=1e-4)
+    assert model(input_ids=ids).logits.size(-1) == model.get_output_embeddings().out_features  # the head is back
 
 
 def test_an_adapter_of_the_head_is_not_left_out():

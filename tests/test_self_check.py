@@ -36,6 +36,7 @@ from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.forward import scoring as forward
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
@@ -395,7 +396,7 @@ def test_a_failure_names_the_model_and_the_reason():
 def test_a_check_leaves_modes_checkpointing_and_random_numbers():
     model = (checked := subject("qwen2_audio", audio_rows(2))).model
     model.train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
 
     def state():
         flags = {name: vars(part).get("gradient_checkpointing") for name, part in model.named_modules()}

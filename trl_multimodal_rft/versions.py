@@ -1,12 +1,178 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supported versions of TRL, transformers, torch and vLLM, and what the oldest of them lack."""
+"""Supported versions of TRL, transformers and torch, and the undocumented parts of them that this package uses."""
 
+import inspect
+import pkgutil
+import warnings
 from functools import lru_cache
+from importlib.metadata import version
+
+from packaging.specifiers import SpecifierSet
+
+
+# What the tests run, see docs/install.md; pyproject.toml has the lower bounds, so that newer versions install
+TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.16,<5.24", "torch": ">=2.11,<2.16"}
+
+GRPO = "trl.trainer.grpo_trainer:GRPOTrainer."
+RLOO = "trl.trainer.rloo_trainer:RLOOTrainer."
+
+# Methods that the trainers' base class overrides in both: parameters, in order
+OVERRIDDEN = {
+    GRPO + "_generate_and_score_completions": "self inputs",
+    GRPO + "_prepare_inputs": "self generation_batch",
+    GRPO + "_compute_loss": "self model inputs",
+    GRPO + "_get_per_token_logps_and_entropies": (
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
+        "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+        "mm_token_type_ids image_position_ids"
+    ),
+    GRPO + "create_model_card": "self model_name dataset_name tags",
+    "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
+    "transformers:Trainer._load_best_model": "self",
+    GRPO + "get_train_dataloader": "self",
+    GRPO + "get_eval_dataloader": "self eval_dataset",
+    "transformers:Trainer._init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    GRPO + "_save_checkpoint": "self model trial",
+    GRPO + "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
+    "transformers:Trainer._get_grad_norm": "self model grad_norm",
+    "transformers:Trainer.save_model": "self output_dir _internal_call",
+}
+OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
+# Methods that only the PPO trainer overrides
+OVERRIDDEN_PPO = {
+    "transformers:Trainer.create_optimizer": "self model",
+    "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
+}
+
+# Methods that the trainer for supervised rows overrides
+SFT = "trl.trainer.sft_trainer:SFTTrainer."
+OVERRIDDEN_SFT = {
+    **{path: given for path, given in OVERRIDDEN.items() if path.startswith("transformers:")},
+    SFT + "get_train_dataloader": "self",
+    SFT + "get_eval_dataloader": "self eval_dataset",
+    SFT + "compute_loss": "self model inputs return_outputs num_items_in_batch",
+    SFT + "_save_checkpoint": "self model trial",
+    SFT + "create_model_card": "self model_name dataset_name tags",
+}
+
+# Undocumented functions and methods that the package calls, with the parameters that it passes
+CALLED = {
+    GRPO + "__init__": (
+        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+        "optimizers quantization_config peft_config tools rollout_func environment_factory"
+    ),
+    RLOO + "__init__": (
+        "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+        "optimizers quantization_config peft_config"
+    ),
+    GRPO + "get_high_entropy_mask": "self entropies mask threshold",
+    GRPO + "_get_eval_sampler": "eval_dataset",
+    SFT + "_get_eval_sampler": "eval_dataset",
+    "transformers:Trainer._get_output_dir": "trial",
+    # Functions that write and push a checkpoint
+    "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
+    "transformers:Trainer._save_scaler": "output_dir",
+    "transformers:Trainer._save_rng_state": "output_dir",
+    "transformers:Trainer.store_flos": "",
+    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
+    "transformers:Trainer._finish_current_push": "",
+    "trl.trainer.utils:use_adapter": "model adapter_name",
+    "trl.trainer.utils:print_prompt_completions_sample": (
+        "prompts completions rewards advantages step num_samples extra"
+    ),
+    "trl.trainer.utils:nanmin": "tensor",
+    "trl.trainer.utils:nanmax": "tensor",
+    "trl.trainer.utils:nanstd": "tensor dim keepdim",
+    "trl.trainer.utils:disable_dropout_in_model": "model",
+    "trl.trainer.utils:start_event_loop_in_daemon": "name",
+    "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop",
+    "trl.models:prepare_deepspeed": "model accelerator",
+    "trl.models:prepare_fsdp": "model accelerator",
+    "trl.models.utils:_ForwardRedirection.__call__": "wrapper_module original_module method",
+    "trl.models.utils:disable_gradient_checkpointing": "model gradient_checkpointing_kwargs",
+    "trl.extras.profiling:profiling_context": "trainer name",
+    "trl.trainer.utils:create_model_from_path": "model_id architecture kwargs",
+    "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator",
+    "trl.distributed:DistributedBackend.gather_params": "params",
+    "transformers.conversion_mapping:get_model_conversion_mapping": "model add_legacy",
+    "transformers.core_model_loading:revert_weight_conversion": "model state_dict",
+    "transformers.core_model_loading:WeightTransform.reverse_transform": "",
+    "transformers.core_model_loading:WeightTransform.rename_source_key": "source_key",
+    "peft.utils.integrations:dequantize_bnb_weight": "weight",
+    "trl.trainer.utils:get_config_model_id": "config",
+    "trl.trainer.utils:get_callable_name": "func",
+    "trl.trainer.utils:is_async_callable": "func",
+    "trl.kernels:ChunkedLogProbFunction.forward": (
+        "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    ),
+    "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
+    "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",
+    SFT + "__init__": (
+        "model args data_collator train_dataset eval_dataset processing_class callbacks optimizers "
+        "optimizer_cls_and_kwargs quantization_config peft_config"
+    ),
+    "trl.trainer.utils:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature",
+    "transformers:GenerationMixin._prepare_position_ids_for_generation": "self inputs_tensor model_kwargs",
+    "transformers:GenerationMixin.prepare_inputs_for_generation": (
+        "self input_ids past_key_values attention_mask is_first_iteration"
+    ),
+    "transformers:PreTrainedModel._can_set_attn_implementation": "",
+    "transformers.masking_utils:create_masks_for_generate": (
+        "config inputs_embeds attention_mask past_key_values position_ids"
+    ),
+    "transformers:DynamicCache.activate_past_recording": "self",
+}
+
+
+ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT}
+
+
+def missing_parts() -> dict[str, list[str]]:
+    """Returns parts of the contract that an installed package lacks, by package."""
+    missing = {name: [] for name in TESTED}
+    for path, parameters in {**ALL_OVERRIDDEN, **CALLED}.items():
+        package, label = path.split(".")[0].split(":")[0], path.replace(":", ".")
+        if package not in TESTED:
+            continue
+        try:
+            found = inspect.signature(pkgutil.resolve_name(path)).parameters
+        except (ImportError, AttributeError):
+            missing[package].append(f"`{label}`")
+        else:
+            missing[package] += [f"`{name}` of `{label}`" for name in parameters.split() if name not in found]
+    return {name: parts for name, parts in missing.items() if parts}
+
+
+def check_versions() -> None:
+    """
+    Warns if an installed package is newer than the tested ones.
+
+    Raises:
+        ImportError: If one is too old, or is newer and lacks what this package uses.
+    """
+    installed = {name: version(name) for name in TESTED}
+    untested = [name for name, found in installed.items() if not SpecifierSet(TESTED[name]).contains(found, True)]
+    if not untested:
+        return
+    floors = {name: TESTED[name].split(",")[0] for name in untested}
+    wrong = {name: "is too old" for name in untested if not SpecifierSet(floors[name]).contains(installed[name], True)}
+    wrong = wrong or {name: "lacks " + ", ".join(parts) for name, parts in missing_parts().items()}
+    if wrong:
+        found = "; ".join(f"{name} {installed[name]} {what}" for name, what in wrong.items())
+        pins = " ".join(f'"{name}{TESTED[name]}"' for name in {**wrong, **floors})
+        own = f"trl-multimodal-rft {version('trl-multimodal-rft')}"
+        raise ImportError(f"{found}. {own} was tested with other versions: run `pip install {pins}`, or update it.")
+    found = ", ".join(f"{name} {installed[name]}" for name in untested)
+    tested = ", ".join(name + TESTED[name] for name in untested)
+    warnings.warn(f"{found}: newer than trl-multimodal-rft was tested with ({tested}).", stacklevel=2)
 
 
 @lru_cache
 def is_torchcodec_usable() -> bool:
-    """Whether torchcodec loads and finds FFmpeg, as `transformers.utils` has it since 5.21."""
+    """Whether torchcodec loads and finds FFmpeg. Newer versions of transformers have such a function, too."""
     try:
         import torchcodec
     except (ImportError, OSError, RuntimeError):

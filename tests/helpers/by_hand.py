@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 import transformers as hf
-from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, prompt_position_ids
 
@@ -364,9 +363,7 @@ def mistral_large4():
     # With few index heads, many keys score 0, and `topk` breaks the ties
     text |= {"index_n_heads": 32, "max_position_embeddings": 256}
     vision = {**TOWER, "model_type": "pixtral", "patch_size": 4, "image_size": 32, "hidden_act": "silu"}
-    config = hf.MistralLarge4Config(
-        vision_config=vision, text_config=MistralLarge4TextConfig(**text), image_token_index=IMAGE
-    )
+    config = hf.MistralLarge4Config(vision_config=vision, text_config=text, image_token_index=IMAGE)
 
     model = random(hf.MistralLarge4ForConditionalGeneration, config)
 

@@ -9,6 +9,7 @@ from helpers.encoding import build_encoded
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
 def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
@@ -49,7 +50,7 @@ def relative_difference(a, b):
 
 def enable_checkpointing(model):
     """Enables training mode without its randomness."""
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     model.train()
     for module in model.modules():
         if isinstance(module, (torch.nn.Dropout, torch.nn.modules.batchnorm._BatchNorm)):

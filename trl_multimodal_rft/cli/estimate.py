@@ -18,6 +18,7 @@ from ..forward.layout import group_by_prompt, split_by_tokens
 from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
+from ..models.modes import checkpoint_activations
 from ..models.pretrained import read_config
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
 from .synthetic import EncoderInputs, synthetic_prompt
@@ -80,7 +81,7 @@ def _build(args, config, model_class) -> PreTrainedModel:
     model.train()
     if args.gradient_checkpointing and model.supports_gradient_checkpointing:
         # Fake tensors need no random state for dropout
-        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        checkpoint_activations(model, {"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 

@@ -71,7 +71,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
         return None
     before, after = (taken[0] / states).flatten(), (result[0, 1] / _SMALL).flatten()
     constant = _equal(before, before[0]) and _equal(after, after[0])
-    if not constant or (head.bias is not None and not _equal(before[0], 1)):
+    if not constant or not before[0] * after[0] or (head.bias is not None and not _equal(before[0], 1)):
         return None
     scale = float(f"{before[0].item() * after[0].item():.12g}")
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -117,8 +117,7 @@ def add_fused_head(
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
-        output = self.base_model(*args, **{**kwargs, "use_cache": False})
-        states = output.last_hidden_state
+        output, states = _run_backbone(self, forward, args, {**kwargs, "use_cache": False})
         if shift_labels is None:
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
@@ -192,12 +191,30 @@ def scores_of_logits(
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """The module whose states the head gets, also in models that hold a language model with a head."""
+    """The module whose states the head gets, also in models without `base_model` (encoders and head side by side)."""
     if model.base_model is not model:
         return model.base_model
-    head = model.get_output_embeddings()
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
     siblings = next((each for module in model.modules() if head in (each := [*module.children()])), [])
-    return next((each for each in siblings if isinstance(each, PreTrainedModel)), None)
+    found = [each for each in siblings if isinstance(each, PreTrainedModel)]
+    return decoder if decoder in found else next(iter(found), None)
+
+
+def _run_backbone(model: PreTrainedModel, forward: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor]:
+    """Outputs and last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
+    if model.base_model is not model:
+        output = model.base_model(*args, **kwargs)
+        return output, output.last_hidden_state
+    head, taken = vars(model.get_output_embeddings()), []
+    own = {"forward": head["forward"]} if "forward" in head else {}
+    hook = _backbone(model).register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
+    head["forward"] = lambda states: states
+    try:
+        return forward(*args, **kwargs), taken[-1]
+    finally:
+        hook.remove()
+        del head["forward"]
+        head.update(own)
 
 
 def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:

@@ -21,6 +21,15 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
+def checkpoint_activations(model: PreTrainedModel, kwargs: dict | None = None, enable: bool = True) -> None:
+    """Switches activation checkpointing by the name that the installed transformers has and doesn't deprecate."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if enable:
+        getattr(model, f"{kind}_checkpointing_enable")(kwargs)
+    else:
+        getattr(model, f"{kind}_checkpointing_disable")()
+
+
 @contextmanager
 def measuring(model: nn.Module, device: torch.device, evaluation: bool = True) -> Iterator[None]:
     """Makes forwards within the context leave no trace: gradients, modes, random states, checkpointing."""

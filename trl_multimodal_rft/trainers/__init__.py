@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
+from ..versions import check_versions
 
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from .rloo_trainer import MultimodalRLOOTrainer
     from .sft_config import MultimodalSFTConfig
     from .sft_trainer import MultimodalSFTTrainer
+
+check_versions()
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

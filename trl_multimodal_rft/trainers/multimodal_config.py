@@ -125,9 +125,9 @@ class MediaArguments(KnownKeywords):
     checkpoint_manifest: bool = True
 
     def __post_init__(self):
-        # TRL's defaults have the deprecated names, which transformers would warn of
+        # TRL's defaults have the deprecated names, which transformers would warn of; older versions have no others
         for name in ("checkpointing", "checkpointing_kwargs"):
-            if getattr(self, f"activation_{name}") is None:
+            if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
         check_values(self)
         check_packages(self)

@@ -36,7 +36,7 @@ from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead, add_critic, policy_alone
-from ..models.modes import fix_encoders
+from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
 from ..rollout.rollout import Rollout
@@ -217,9 +217,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             add_critic(self.model, self.critic)  # after TRL's constructor, so that no adapter is put into it
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)
-            if args.activation_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
+            if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
                 # PEFT switches it on in the model that it wraps, where the critic isn't
-                self.critic.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+                checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
         if args.ema_decay is not None:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")

@@ -19,7 +19,7 @@ from ...families import family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
-from ...models.modes import evaluation_mode
+from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower
 from ...policy import Fallbacks, PolicyForward
@@ -419,11 +419,11 @@ class Actor(nn.Module):
         kwargs = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
         # Enabling makes inputs require gradients, which reentrant checkpointing needs; here only once
         self.base_model.disable_input_require_grads()
-        self.base_model.activation_checkpointing_enable(kwargs)
+        checkpoint_activations(self.base_model, kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Stores activations again."""
-        self.base_model.activation_checkpointing_disable()
+        checkpoint_activations(self.base_model, enable=False)
         self.base_model.disable_input_require_grads()
 
     def print_trainable_parameters(self) -> None:
