@@ -3,11 +3,11 @@
 
 from importlib.metadata import packages_distributions, version
 
-from packaging.version import Version
+from packaging.requirements import Requirement
 from trl.import_utils import is_vllm_available
 
 
-_FIRST, _UNSUPPORTED = Version("0.24"), Version("0.34")
+SUPPORTED = "vllm>=0.24,<0.34"  # as the extra has it
 
 
 def engine_obstacle() -> str | None:
@@ -17,9 +17,9 @@ def engine_obstacle() -> str | None:
         return f"vLLM isn't installed; {remedy}"
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    if _FIRST <= Version(Version(installed).base_version) < _UNSUPPORTED:
+    if Requirement(SUPPORTED).specifier.contains(installed, prereleases=True):
         return None
-    return f"vLLM {installed} is installed, but {_FIRST} to below {_UNSUPPORTED} are supported; {remedy}"
+    return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
 
 
 if engine_obstacle() is None:
