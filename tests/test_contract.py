@@ -216,7 +216,10 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
 def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(tmp_path):
     other = "import trl.trainer.utils\ntrl.trainer.utils.nanstd = lambda tensor: tensor"
     assert "imported" in imported(tmp_path, other)
-    gone = "import transformers\nfrom trl import GRPOTrainer, RLOOTrainer, SFTTrainer\ndel trl.trainer.utils.nanmin, transformers.Trainer._init_training_state"
+    gone = (
+        "import transformers\nfrom trl import GRPOTrainer, RLOOTrainer, SFTTrainer\n"
+        "del trl.trainer.utils.nanmin, transformers.Trainer._init_training_state"
+    )
     said = imported(tmp_path, f"{other}\n{gone}", trl="1.99.0")
     assert "imported" not in said
     [error] = [line for line in said.splitlines() if line.startswith("ImportError")]

@@ -4,6 +4,7 @@
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -55,6 +56,8 @@ def measurable() -> dict[str, str]:
 
 # Text before the measurements in a file
 MARK = "<!-- measured -->"
+# Text before what another version of transformers gives
+DIFFERENCES = "<!-- differences -->"
 
 HEADER = ("family", "media", "processor", "scored", "log-probs", "gradient", "shared prefill", "vLLM", "remark")
 
@@ -69,13 +72,31 @@ def cells(found: Measurement) -> tuple[str, ...]:
     return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
 
 
-def table(measured: list[Measurement]) -> str:
+def summary(measured: list[Measurement]) -> str:
     modes = [each.mode.split(":")[0] for each in measured]
     totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
-    rows = [HEADER, tuple("---" for _ in HEADER), *map(cells, measured)]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return f"With {versions}: {totals}.\n\n" + "\n".join(lines) + "\n"
+    return f"With {versions}: {totals}."
+
+
+def table(rows: list[tuple[str, ...]], header: tuple[str, ...] = HEADER) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines)
+
+
+def with_table(page: str, measured: list[Measurement]) -> str:
+    """Replaces a page's table."""
+    return f"{page.partition(MARK)[0]}{MARK}\n\n{summary(measured)}\n\n{table([*map(cells, measured)])}"
+
+
+def with_differences(page: str, measured: list[Measurement]) -> str:
+    """Replaces a page's differences from its table, which another version of transformers gave."""
+    modes = dict(re.findall(r"^\| (\S+) \| [^|]*\| (?:real|synthetic|) ?\| ([^|]*) \|", page, re.MULTILINE))
+    other = [(each.family, modes.get(each.family, "not in it"), each.mode, each.note) for each in measured]
+    rows = table([row for row in other if row[1] != row[2]], ("family", "in the table", "here", "remark"))
+    missing = ", ".join(f"`{name}`" for name in sorted(modes.keys() - {each.family for each in measured}))
+    text = f"{summary(measured)} Not in this version: {missing}. Scored otherwise than in the table below:\n\n{rows}"
+    return re.sub(rf"(?<={DIFFERENCES}\n).*?(?=\n## )", lambda match: f"\n{text}", page, count=1, flags=re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--time_limit", type=float, default=180, help="seconds that a family may take")
     add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
     add("--output", type=Path, help="page in Markdown whose table is replaced")
+    add("--differences", action="store_true", help="replace the page's differences from its table instead")
     args = parser.parse_args(argv)
     classes = measurable()
     work = {name: functools.partial(measure_class, class_name=value) for name, value in classes.items()}
@@ -103,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
         found.append(each)
         print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
-    text = table(found)
-    print(text, end="")
+    print(summary(found), table([*map(cells, found)]), sep="\n\n", end="")
     if args.output is not None:
-        before = args.output.read_text(encoding="utf-8").partition(MARK)[0] if args.output.exists() else ""
-        args.output.write_text(f"{before}{MARK}\n\n{text}", encoding="utf-8")
+        write = with_differences if args.differences else with_table
+        args.output.write_text(write(args.output.read_text(encoding="utf-8"), found), encoding="utf-8")
