@@ -17,6 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import mm_input, tokens_input
+from vllm.logprobs import Logprob
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -135,6 +136,12 @@ def test_requests_to_a_server():
     assert request.features.mm_placeholders["image"][0].model_dump() == {"offset": 1, "length": 2}
     sent = mm_serde.decode_mm_kwargs_item(request.features.kwargs_data["image"][0])
     torch.testing.assert_close(sent.get_data(), item.get_data())
+
+
+def test_answers_of_a_server():
+    serving = import_module(f"{mm_serde.__package__}.serving")
+    answer = serving.ServingTokens._create_tokens_logprobs(None, token_ids=[5], top_logprobs=[{5: Logprob(-0.5, 1)}])
+    assert [each["logprob"] for each in answer.model_dump()["content"]] == [-0.5]
 
 
 @cache
