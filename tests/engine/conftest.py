@@ -33,7 +33,7 @@ else:
 
 
 def pytest_configure(config):
-    # vLLM's build for CPUs looks at all attributes of all modules since 0.32
+    # vLLM's build for CPUs looks at all attributes of all modules since 0.31
     config.addinivalue_line("filterwarnings", "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")
 
 

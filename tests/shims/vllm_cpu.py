@@ -39,7 +39,6 @@ from safetensors.torch import save_file  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase  # noqa: E402
 from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -50,8 +49,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
 
-# Arguments of a float32 engine on a CPU that also runs other work
-ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3}
+# Arguments of a float32 engine on a CPU that also runs other work. Before 0.27, it profiles encoders before it knows
+# which adapters they have.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3, "skip_mm_profiling": True}
 
 
 @contextmanager
@@ -72,21 +72,11 @@ def install() -> None:
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
-    # It tries encoders out before it has set which adapters they are for
-    PunicaWrapperBase.__init__ = _with_indices(PunicaWrapperBase.__init__)
     for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
         setattr(engine, name, _in_a_reload(getattr(engine, name)))
     # NCCL, which sends weights to a server, needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
-
-
-def _with_indices(construct):
-    def wrapped(self, *args, **kwargs):
-        construct(self, *args, **kwargs)
-        self._token_lora_indices.zero_()
-
-    return wrapped
 
 
 def _in_a_reload(in_place):
