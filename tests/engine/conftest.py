@@ -32,6 +32,11 @@ else:
     families.QWEN3_ROPE["mrope_section"] = [8, 4, 4]
 
 
+def pytest_configure(config):
+    # vLLM's build for CPUs looks at all attributes of all modules since 0.31
+    config.addinivalue_line("filterwarnings", "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")
+
+
 @pytest.fixture(scope="session")
 def omni(tmp_path_factory):
     """Returns the folder of a complete Qwen2.5-Omni, as released."""

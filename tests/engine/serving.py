@@ -11,12 +11,14 @@ from pathlib import Path
 
 import requests
 from helpers.processes import free_port, python_command, python_environment
+from trl.import_utils import is_vllm_available
 
 
 FLAGS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
     *("--max-model-len", "512", "--max-num-seqs", "16"),
-    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+    *("--logprobs-mode", "processed_logprobs"),
+    *(["--enable-scale-out"] if is_vllm_available(min_version="0.30.0") else []),
 ]
 
 

@@ -3,13 +3,13 @@
 
 import torch
 import vllm_cpu
-from helpers.engine_runs import Recorded
+from helpers.engine_runs import RecordedOmni
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 
 
-DECODER = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+DECODER = r"(?!.*(visual|tower)).*\.(q|k|v|o|gate|up|down)_proj"
 QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
 
 
@@ -30,7 +30,7 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
     }
     args = MultimodalGRPOConfig(**{**arguments, **options})
     objects = {"peft_config": peft_config, "quantization_config": quantization_config}
-    return Recorded(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+    return RecordedOmni(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
 
 
 def difference(trainer) -> float:

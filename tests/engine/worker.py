@@ -44,8 +44,14 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
     asked = []
     client = getattr(trainer.vllm_generation, "vllm_client", None)
     if client is not None:
-        generate = client.generate
-        client.generate = lambda prompts, n, **more: asked.append(n) or generate(prompts, n=n, **more)
+        post = client.session.post
+
+        def recorded(url, **content):
+            if url.endswith("/generate"):
+                asked.append(content["json"]["sampling_params"]["n"])
+            return post(url, **content)
+
+        client.session.post = recorded
     trainer.train()
     result = {
         "draws": trainer.draws,

@@ -49,8 +49,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
 
-# Arguments of a float32 engine on a CPU that also runs other work
-ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3}
+# Arguments of a float32 engine on a CPU that also runs other work. Before 0.27, it profiles encoders before it knows
+# which adapters they have.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3, "skip_mm_profiling": True}
 
 
 @contextmanager

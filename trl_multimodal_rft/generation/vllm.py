@@ -42,11 +42,12 @@ logger = get_logger(__name__)
 if engine_obstacle() is None:
     from vllm import SamplingParams
     from vllm.inputs import mm_input, tokens_input
-    from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
     from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    from .vllm_versions import LOADS_BENEATH_ADAPTERS
 
 # Frames per second that processors assume of videos without metadata
 _ASSUMED_FPS = 24
@@ -109,7 +110,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`use_vllm` is set, but {obstacle}")
         adapter_kwargs = self._adapter.engine_kwargs if self._adapter else {}
-        if self._needs_base_weights and self.mode == "colocate" and not hasattr(BaseLayerWithLoRA, "load_weights"):
+        if self._needs_base_weights and self.mode == "colocate" and not LOADS_BENEATH_ADAPTERS:
             raise ValueError(
                 "An adapter with 4-bit weights or `vllm_enable_sleep_mode=True` needs vLLM from 0.28 on; install it, "
                 "or set `vllm_sync_adapter=False`."

@@ -20,8 +20,10 @@ from .vllm_versions import engine_obstacle
 if engine_obstacle() is None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
     from vllm.renderers import renderer_from_config
+    from vllm.sampling_params import RequestOutputKind
+
+    from .vllm_versions import mm_serde
 
 # Settings of a server that processed media depend on, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
@@ -117,7 +119,8 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
             kind: [_range(place, kind) for place in places] for kind, places in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
-            kind: [encode_mm_kwargs_item(item) for item in items] for kind, items in rendered["mm_kwargs"].items()
+            kind: [mm_serde.encode_mm_kwargs_item(item) for item in items]
+            for kind, items in rendered["mm_kwargs"].items()
         },
     }
 
@@ -151,21 +154,35 @@ def server_completions(
 ) -> list[tuple[list[int], list[float | None]]]:
     """Samples with a server."""
 
-    def sample(request: ServerRequest) -> list[tuple]:
-        output: dict[str, Any] = client.generate(
-            [request.ids],
-            features=[request.features],  # without, TRL's client sends text
-            n=request.count,
-            generation_kwargs={"seed": request.seed, **options, "max_tokens": request.most},
+    def sample(request: ServerRequest) -> list[tuple[list[int], list[float | None]]]:
+        given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+        # TRL's client doesn't read the answers of vLLM from 0.32 on
+        response = client.session.post(
+            f"{client.base_url}/inference/v1/generate",
+            json={
+                "model": client.model,
+                "token_ids": request.ids,
+                "features": request.features,
+                # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
+                "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
+            },
         )
-        sampled = zip(output["completion_ids"], output["logprobs"], output["logprob_token_ids"], strict=True)
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"The vLLM server at {client.base_url} didn't sample ({response.status_code} {response.text})."
+            )
         return [
-            (ids, [of[at.index(token)] for token, of, at in zip(ids, logps, tokens, strict=True)])
-            for ids, logps, tokens in sampled
+            (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
+            for each in response.json()["choices"]
         ]
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [completion for each in pool.map(sample, requests) for completion in each]
+
+
+def _known(logp: float) -> float | None:
+    """Servers send a large negative number instead of NaN."""
+    return logp if logp > -9999 else None
 
 
 def forget_media(client: VLLMClient) -> None:

@@ -1,13 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Supported versions of vLLM."""
+"""Supported versions of vLLM, and what differs between them."""
 
 from importlib.metadata import packages_distributions, version
 
-from packaging.version import Version
+from packaging.requirements import Requirement
 from trl.import_utils import is_vllm_available
 
 
-_FIRST, _UNSUPPORTED = Version("0.27.1"), Version("0.31")
+SUPPORTED = "vllm>=0.24,<0.34"  # as the extra has it
 
 
 def engine_obstacle() -> str | None:
@@ -17,9 +17,18 @@ def engine_obstacle() -> str | None:
         return f"vLLM isn't installed; {remedy}"
     # The distribution for CPUs has another name
     installed = version(packages_distributions()["vllm"][0])
-    if _FIRST <= Version(Version(installed).base_version) < _UNSUPPORTED:
+    if Requirement(SUPPORTED).specifier.contains(installed, prereleases=True):
         return None
-    return (
-        f"vLLM {installed} is installed, but 0.27.1 to 0.30.0 are supported: earlier ones are built for an earlier "
-        f"torch, later ones exclude transformers 5.23; {remedy}"
-    )
+    return f"vLLM {installed} is installed, but {SUPPORTED} is supported; {remedy}"
+
+
+if engine_obstacle() is None:
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    try:
+        from vllm.entrypoints.scale_out.token_in_token_out import mm_serde as mm_serde
+    except ImportError:  # until 0.24
+        from vllm.entrypoints.serve.disagg import mm_serde as mm_serde
+
+    # Loads weights that are beneath an adapter; from 0.28 on
+    LOADS_BENEATH_ADAPTERS = hasattr(BaseLayerWithLoRA, "load_weights")

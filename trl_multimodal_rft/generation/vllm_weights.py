@@ -6,14 +6,29 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import (
     GroupWeightRename,
     WeightConverter,
+    WeightRenaming,
     WeightTransform,
     revert_weight_conversion,
 )
+
+
+if Version(transformers.__version__) < Version("5.23"):
+    # They would be saved and sent as `language_model.model.model`, unlike the released models
+    for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
+        _, head, *towers = get_checkpoint_conversion_mapping(kind)
+        decoder = WeightRenaming("^language_model", "model.language_model")
+        register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
 
 
 def checkpoint_weights(
@@ -60,6 +75,13 @@ class _Exchange(GroupWeightRename):
 
 def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Some weights as the checkpoint holds them."""
+    # Before transformers 5.21, conversions don't know that a thinker is a part of the model that vLLM loads
+    prefix = "thinker." if model.base_model_prefix == "thinker" else ""
+    return {prefix + name: weight for name, weight in _revert_conversions(model, weights).items()}
+
+
+def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Reverts each weight by itself, whichever others of its group it comes with."""
     holder: Any = model
     loaded = getattr(holder, "_weight_conversions", None) or []
     if not any(isinstance(each, GroupWeightRename) for each in loaded):
