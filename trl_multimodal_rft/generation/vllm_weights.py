@@ -6,29 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     GroupWeightRename,
     WeightConverter,
-    WeightRenaming,
     WeightTransform,
     revert_weight_conversion,
 )
-
-
-if Version(transformers.__version__) < Version("5.23"):
-    # They would be saved and sent as `language_model.model.model`, unlike the released models
-    for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
-        _, head, *towers = get_checkpoint_conversion_mapping(kind)
-        decoder = WeightRenaming("^language_model", "model.language_model")
-        register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
 
 
 def checkpoint_weights(

@@ -4,7 +4,10 @@
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -15,6 +18,13 @@ from ..encoding.model_folders import check_model_folder, naming_what_is_missing
 from ..encoding.processors import load_processor
 from ..families import family_of
 
+
+if Version(transformers.__version__) < Version("5.23"):
+    # They would be saved and sent as `language_model.model.model`, unlike the released models
+    for kind in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "granite_speech"):
+        _, head, *towers = get_checkpoint_conversion_mapping(kind)
+        decoder = WeightRenaming("^language_model", "model.language_model")
+        register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
 
 # Arguments of `from_pretrained` that locate files
 SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
