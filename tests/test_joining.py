@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import FAMILIES, gradients, molmo2, own_logps
+from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.chats import image
 from helpers.completions import random_completions
 from helpers.encoding import encode_chats
@@ -64,7 +64,7 @@ def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path
 
 
 def test_places_in_another_tensor_go_on():
-    model, (first, second, _) = molmo2()
+    model, (first, second, _) = FAMILIES["molmo2"]()
     joined = join_media([first, second, first])
     places = [each.media["image_token_pooling"] for each in (first, second)]
     patches = [0, 2 * 16, 7 * 16]  # of the previous images

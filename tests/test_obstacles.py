@@ -11,6 +11,7 @@ from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.chats import chat, image, text
 from helpers.completions import random_completions
 from helpers.families import template, tokenizer
+from helpers.packed_rows import LLAMA4_PACKS
 from helpers.trainer_utils import length_and_sum
 from trl.trainer.utils import add_fused_lm_head
 
@@ -54,8 +55,14 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     scale = max(gradient.abs().max() for gradient in own.values())
 
     obstacle = sharing_obstacle(model)
-    assert obstacle is None if name not in PADDED else PADDED[name] in obstacle
+    no_states = name == "minicpmv4_6" and not hasattr(hf.Cache, "get_conv_state")
+    padded = "before transformers 5.21" if no_states else PADDED.get(name)
+    assert obstacle is None if padded is None else padded in obstacle
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if name == "llama4" and not LLAMA4_PACKS:
+        pytest.skip("this transformers can't create its masks; `test_families.test_by_name` falls back")
+    if no_states:
+        pytest.skip("padded, its encoder doesn't take all the images of this batch; alone, it does")
     if obstacle is None:
         install_prefix_attention(model)
     ways = [{"logits_temperature": 1.0}] if name in OWN_LOGITS else [{}]
@@ -134,6 +141,8 @@ def test_mllama_trains_with_its_processor(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["llama4", "nemotron_h_omni"])
 def test_values_of_a_model_without_a_backbone(name):
     model, prompts = FAMILIES[name]()
+    if name == "llama4" and not LLAMA4_PACKS:
+        pytest.skip("this transformers can't create its masks")
     repeated = [prompt for prompt in prompts for _ in range(G)]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     states = []

