@@ -3,11 +3,13 @@
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from helpers.chats import RATE, image
 from helpers.families import ALL_FAMILIES
 from helpers.resumed_runs import logged
 from helpers.trainer_utils import PLAIN, load, saved, sound, with_media
+from packaging.version import Version
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
@@ -142,6 +144,8 @@ DEFAULT_ROWS = ("chat", "completions about images", "albums")
 def test_equals_trl(name, tmp_path):
     """Rows in TRL's order give TRL's loss, metrics and weights after two updates."""
     rows, options = TRL_ROWS[name]
+    if "assistant_only_loss" in options and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("TRL refuses it before transformers 5.18")
     model, processor = load("qwen2_5_vl")
     processor.chat_template = GENERATION if "assistant_only_loss" in options else processor.chat_template
     theirs = SFTTrainer(
