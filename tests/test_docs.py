@@ -182,6 +182,23 @@ def test_commands_are_there(page):
             assert {*found.split(",")} <= {*extras}
 
 
+def test_extras_are_those_of_the_package():
+    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \|$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(extras.keys() - {"test", "docs", "dev"})
+
+
+def test_versions_are_those_of_the_columns():
+    """The rows of the table hold what the files of their columns pin."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    names = re.search(r"^\| command \| Python \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+    for file in sorted((ROOT / "tests" / "columns").glob("*.txt")):
+        found = re.search(rf"^\| `make test-{file.stem}` \| [\d.]+ \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+        versions = {name: re.split(r"[+ ]", each)[0] for name, each in zip(names, found, strict=True)}
+        for name, pinned in re.findall(r"^([\w-]+)==([\d.]+)", file.read_text(), re.MULTILINE):
+            assert versions[name.removesuffix("-cpu")] == pinned, file
+
+
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_ask_for_what_they_reward(page):
     for words in commands(page):

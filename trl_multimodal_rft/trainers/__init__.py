@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
-from ..versions import check_versions
+from ..versions import check_versions as _check_versions
 
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .sft_config import MultimodalSFTConfig
     from .sft_trainer import MultimodalSFTTrainer
 
-check_versions()
+_check_versions()
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
