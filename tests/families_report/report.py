@@ -49,8 +49,11 @@ def measurable() -> dict[str, str]:
         takes_media = not {*MODALITIES}.isdisjoint(model_class.input_modalities)
         if model_type in parts or not takes_media or name in found.values() or not model_class.can_generate():
             continue
-        if not model_class.config_class().is_encoder_decoder:
-            found[model_type] = name
+        try:
+            if not model_class.config_class().is_encoder_decoder:
+                found[model_type] = name
+        except ValueError:  # a pair of an encoder and a decoder, which older versions don't build without both
+            continue
     return found
 
 

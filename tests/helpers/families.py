@@ -59,6 +59,8 @@ class Family:
 
     def build(self) -> tuple[hf.PreTrainedModel, hf.ProcessorMixin]:
         """Returns a fresh `(model, processor)`: float32, in evaluation mode, the same weights at every call."""
+        if self.name == "smolvlm" and hf.__version__ == "5.20.2":
+            pytest.skip("its own forward fails in transformers 5.20.2")
         return fresh(self.builder)
 
     @property

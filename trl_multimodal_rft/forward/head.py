@@ -205,9 +205,10 @@ def _run_backbone(model: PreTrainedModel, forward: Any, args: tuple, kwargs: dic
     if model.base_model is not model:
         output = model.base_model(*args, **kwargs)
         return output, output.last_hidden_state
+    backbone: Any = _backbone(model)
     head, taken = vars(model.get_output_embeddings()), []
     own = {"forward": head["forward"]} if "forward" in head else {}
-    hook = _backbone(model).register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
+    hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
     head["forward"] = lambda states: states
     try:
         return forward(*args, **kwargs), taken[-1]

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def checkpoint_activations(model: PreTrainedModel, kwargs: dict | None = None, enable: bool = True) -> None:
+def checkpoint_activations(model: PreTrainedModel, kwargs: Any = None, enable: bool = True) -> None:
     """Switches activation checkpointing by the name that the installed transformers has and doesn't deprecate."""
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enable:

@@ -316,7 +316,7 @@ class _Unindexed:
 def _batch_loader(batches: Any, n_rows: int | None = None, collate_fn: Callable | None = None) -> DataLoader:
     dataset: Any = _Unindexed(n_rows)
     loader: Any = DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or _unchanged)
-    loader.set_epoch = batches.set_epoch  # which `Trainer` looks for in the loader alone before transformers 5.20
+    loader.set_epoch = batches.set_epoch  # which `Trainer` looks for in the loader alone before transformers 5.17
     return loader
 
 

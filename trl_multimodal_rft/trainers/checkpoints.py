@@ -464,6 +464,6 @@ class _RestoreState(TrainerCallback):
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         if self._trainer._resumed_from is not None:
-            # Before transformers 5.20, `Trainer` doesn't find the batches of a loader that has skipped some
+            # Before transformers 5.17, `Trainer` doesn't find the batches of a loader that has skipped some
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))
             self._trainer._load_state(Path(self._trainer._resumed_from))
