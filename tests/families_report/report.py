@@ -98,7 +98,8 @@ def with_differences(page: str, measured: list[Measurement]) -> str:
     other = [(each.family, modes.get(each.family, "not in it"), each.mode, each.note) for each in measured]
     rows = table([row for row in other if row[1] != row[2]], ("family", "in the table", "here", "remark"))
     missing = ", ".join(f"`{name}`" for name in sorted(modes.keys() - {each.family for each in measured}))
-    text = f"{summary(measured)} Not in this version: {missing}. Scored otherwise than in the table below:\n\n{rows}"
+    absent = f"Not in this version, or without its media: {missing}. Scored otherwise than in the table below:"
+    text = f"{summary(measured)} {absent}\n\n{rows}"
     return re.sub(rf"(?<={DIFFERENCES}\n).*?(?=\n## )", lambda match: f"\n{text}", page, count=1, flags=re.DOTALL)
 
 
