@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs the other benchmarks on one GPU within ten minutes and writes a Markdown report.
+Runs the other benchmarks on one GPU and writes a Markdown report.
 
 ```bash
 python benchmarks/gpu_report.py --out report.md                   # 3B, bfloat16
@@ -10,23 +10,28 @@ python benchmarks/gpu_report.py --device cpu --preset tiny        # dry run; its
 
 From `policy_update.py`, the report has the update, its memory and the whole step, compared with unmodified
 `trl.GRPOTrainer` on the same random weights. For audio, which TRL doesn't support, the baseline is our padded rows.
-Prompts have about 400 and 1,400 tokens, groups 8 and 16 completions, completions 128 and 1,024 tokens. Only short
-completions are sampled. For each update, the report has its share of the rate of a large matrix product, which the
-script measures. The share counts six operations per weight and forwarded token, without attention and encoders. Rows
-that don't fit in memory use gradient checkpointing in both trainers. For one update of ours, the report lists the
-kernels that take the most time and the lines that wait for the GPU. From `rollout.py`, it has the tokens per second of
-each installed sampler.
+Prompts have about 400 and 1,400 tokens, groups 8 and 16 completions, completions 128 and 1,024 tokens. Further rows
+have completions of log-normal lengths, 512 tokens on average and 1,024 at most, and prompts with images of other sizes
+in each step, which shows kernels that plan for each shape. Only short completions are sampled. For each update, the
+report has its share of the rate of a large matrix product, which the script measures. The share counts six operations
+per weight and forwarded token, without attention and encoders. Rows that don't fit in memory use gradient
+checkpointing in both trainers. For one update of ours, the report lists the kernels that take the most time and the
+lines that wait for the GPU. It compares the vision tower with the model's own on the same images. From `rollout.py`,
+it has the tokens per second and the whole step of each installed sampler, each in a process of its own.
 
-The report lists measurements that it skipped for lack of time. The script updates the file after each row.
+The report has the error of each row that failed, and lists measurements that it skipped for lack of time. The script
+updates the file after each row.
 """
 
 import argparse
 import collections
 import gc
 import json
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import policy_update
@@ -36,6 +41,8 @@ from measuring import MIB, command_line, hardware, markdown, now, parse_options,
 from torch.profiler import ProfilerActivity, profile
 from trl.import_utils import is_vllm_available
 
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+
 
 CASES = [("image", "qwen2_5_vl"), ("audio", "qwen2_audio"), ("long", "qwen2_5_vl"), ("long_audio", "qwen2_audio")]
 # Cases, group sizes and completion tokens
@@ -43,6 +50,8 @@ SIZES = {"tiny": (CASES[:2], (2,), (8, 16))}
 USUAL_SIZES = CASES, (8, 16), (128, 1024)
 LARGE = 8192  # rows of a matrix
 LINES = 5
+SAMPLING_SECONDS = 240
+VLLM_ON_CPU = Path(__file__).parents[1] / "tests/shims/vllm_cpu.py"
 
 
 def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -55,6 +64,10 @@ def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
             for group in groups:
                 own = ["--case", case, "--family", family, "--group", str(group), "--tokens", str(completion)]
                 yield policy_update.parse([*common, *own, *["--updates_only"] * (completion != tokens[0])])
+        if completion == tokens[0]:
+            for case in ("varied", *(case for case, family in cases if family == "qwen2_5_vl")):
+                own = ["--case", case, "--group", str(max(groups[0], 4)), "--tokens", str(tokens[-1])]
+                yield policy_update.parse([*common, *own, "--lengths", "lognormal", "--updates_only"])
 
 
 def matrix_rate(device: str) -> float:
@@ -134,6 +147,51 @@ def measure(args: argparse.Namespace) -> dict:
     return measure(args)
 
 
+def towers(args: argparse.Namespace) -> list[dict]:
+    """Times the forward and backward pass of the model's own vision tower and of ours, on the same images."""
+    processor = policy_update.build_processor()
+    model = policy_update.build_model(policy_update.PRESETS[args.preset], processor, args.device, args.seed)
+    results = []
+    for case, images in (("image", 1), ("image", 8), ("long", 1))[: 1 if args.preset in SIZES else None]:
+        width, height = (2 * tokens for tokens in policy_update.CASES[case].image_size)
+        grids = torch.tensor([[1, height, width]] * images)
+        width = model.config.vision_config.patch_size**2 * 3 * model.config.vision_config.temporal_patch_size
+        pixels = torch.randn(int(grids.prod(1).sum()), width).to(args.device, model.dtype)
+        results.append({"case": case, "images": images, "pixels": pixels, "grids": grids.to(args.device)})
+    for name in ("own", "ours"):
+        if name == "ours":
+            install_prefix_attention(model)
+        for result in results:
+            seconds = []
+            for _ in range(3 + args.repeats):
+                model.zero_grad()
+                start = now(args.device)
+                features = torch.cat(model.get_image_features(result["pixels"], result["grids"]).pooler_output)
+                features.float().square().mean().backward()
+                seconds.append((now(args.device) - start)[0])
+            result[f"{name}_s"], result[name] = min(seconds), features.detach().float()
+    for result in results:
+        del result["pixels"], result["grids"]
+        own, ours = result.pop("own"), result.pop("ours")
+        result["difference"] = ((ours - own).norm() / own.norm()).item()
+    return results
+
+
+def sample(args: argparse.Namespace, name: str) -> dict:
+    """The result of `rollout.py` with a sampler, in a process that returns its memory."""
+    tokens = SIZES.get(args.preset, USUAL_SIZES)[-1][0]
+    shim, preset = [], args.preset
+    if args.device == "cpu" and rollout.CONTESTANTS[name][-1]:
+        shim, preset = [str(VLLM_ON_CPU)], "12m"  # vLLM's kernels on a CPU take no heads as small as the tiny model's
+    options = ["--device", args.device, "--preset", preset, "--repeats", str(args.repeats), "--prompts", "1"]
+    options += ["--group", str(4 if args.preset in SIZES else 8), "--tokens", str(tokens), "--contestants", name]
+    command = [sys.executable, *shim, rollout.__file__, *options, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLING_SECONDS)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def free() -> None:
     """Frees the memory of a row."""
     gc.collect()
@@ -154,17 +212,20 @@ def cells(result: dict, rate: float) -> list[str]:
     share = " → ".join(
         f"{result['operations'][name] / result[name]['update_s'] / rate:.0%}" for name in ("trl", "ours")
     )
-    tokens = sum(setting["update_completion_tokens"])
+    lengths = setting["update_completion_tokens"]
+    tokens = sum(lengths)
+    each = f"{max(lengths):,}" + (f", {tokens / len(lengths):,.0f} on average" if min(lengths) < max(lengths) else "")
+    is_varied = setting["case"] == "varied"  # the rows of the latest step aren't those of the reported one
     sampled = setting["prompts"] * setting["group"] * setting["step_completion_tokens"]
     return [
         setting["family"] + (", checkpointing" if setting["checkpointing"] else ""),
-        f"{setting['prompt_tokens']:,} ({setting['media_tokens']:,})",
+        "varied" if is_varied else f"{setting['prompt_tokens']:,} ({setting['media_tokens']:,})",
         f"{setting['prompts']} x {setting['group']}",
-        f"{setting['step_completion_tokens']:,}",
+        each,
         setting["baseline"],
         seconds("update"),
         f"{memory} GiB, **{result['memory_ratio']:.2f}x**",
-        share,
+        "" if is_varied else share,
         f"{tokens / ours['update_s']:,.0f}",
         seconds("step"),
         f"{sampled / ours['generation_s']:,.0f}" if "generation_s" in ours else "",
@@ -178,7 +239,7 @@ HEADER = [
 ]
 
 
-def page(args: argparse.Namespace, rate: float, results: list[dict], sampled: dict | None, left: list[str]) -> str:
+def page(args: argparse.Namespace, rate: float, found: dict) -> str:
     """The report."""
     machine = hardware(args.device)
     named = versions("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate")
@@ -188,60 +249,76 @@ def page(args: argparse.Namespace, rate: float, results: list[dict], sampled: di
         f"{', '.join(f'{name} {version}' for name, version in named.items())}; a product of large matrices reaches "
         f"{rate / 1e12:.3g} TFLOP/s. Baseline → ours, minimum of {args.repeats}.",
         "",
-        markdown(HEADER, [cells(result, rate) for result in results]),
+        markdown(HEADER, [cells(result, rate) for result in found["rows"]]),
     ]
-    if results:
-        last = results[-1]
+    if found["rows"]:
+        last = found["rows"][-1]
         lines += ["", f"## Where an update goes ({', '.join(cells(last, rate)[:4])})", ""]
         lines += [f"- {share:.0%} `{name[:100]}`" for name, share in last["kernels"]]
         if last["waits"]:
             total = sum(count for _, count in last["waits"])
             lines += ["", f"It waits for the GPU {total} times:", ""]
             lines += [f"- {count}x `{line}`" for line, count in last["waits"][: 2 * LINES]]
-    if sampled is not None:
-        lines += ["", "## Sampling", "", rollout.table(sampled)]
-    if left:
-        lines += ["", "## Left out", "", *[f"- {each}" for each in left]]
+    if found["towers"]:
+        rows = [
+            (
+                f"{each['images']} x {each['case']}",
+                f"{each['own_s']:.4f} → {each['ours_s']:.4f} s, **{each['own_s'] / each['ours_s']:.2f}x**",
+                f"{each['difference']:.0e}",
+            )
+            for each in found["towers"]
+        ]
+        header = ("images", "the model's own → ours, forward and backward", "difference of features")
+        lines += ["", "## Vision tower", "", markdown(header, rows)]
+    if found["rollout"]:
+        lines += ["", "## Sampling", "", rollout.table(found["rollout"])]
+        ours, trl = (found["rollout"].get(name) for name in ("vLLM", "TRL with vLLM"))
+        if ours and trl:
+            lines += ["", f"Whole step with vLLM, TRL over ours: **{trl['step_s'] / ours['step_s']:.2f}x**"]
+    if found["left"]:
+        lines += ["", "## Left out", "", *[f"- {each}" for each in found["left"]]]
     return "\n".join(lines) + "\n"
 
 
 def run(args: argparse.Namespace) -> str:
-    """Runs the measurements, and writes the report after each row."""
+    """Runs the measurements, and writes the report after each."""
     end = time.monotonic() + 60 * args.minutes
     rate = matrix_rate(args.device)
-    results, left, sampled = [], [], None
+    found = {"rows": [], "towers": [], "rollout": {}, "left": []}
 
     def write() -> str:
-        text = page(args, rate, results, sampled, left)
+        text = page(args, rate, found)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps({"rows": results, "rollout": sampled, "left": left}))
+        args.out.with_suffix(".json").write_text(json.dumps(found))
         return text
 
-    def sample() -> dict:
-        tokens = SIZES.get(args.preset, USUAL_SIZES)[1][0]
-        samplers = [
-            name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()
-        ]
-        own = ["--prompts", "1", "--group", "4"] if args.preset in SIZES else []
-        options = ["--device", args.device, "--preset", args.preset, "--repeats", str(args.repeats), *own]
-        return rollout.run(rollout.parse([*options, "--tokens", str(tokens), "--contestants", *samplers]))
-
-    for setting in settings(args):
-        name = f"{setting.family}, {setting.case}, groups of {setting.group}, {setting.tokens} tokens"
+    def attempt(name: str, measurement: Callable[[], None]) -> None:
         if time.monotonic() > end:
-            left.append(f"{name}: no time")
-            continue
-        try:
-            results.append(measure(setting))
-        except torch.cuda.OutOfMemoryError:
-            left.append(f"{name}: out of memory, even with gradient checkpointing")
+            found["left"].append(f"{name}: no time")
+        else:
+            try:
+                measurement()
+            except Exception as error:  # must not cost the other rows
+                message = next(iter(str(error).splitlines()), "")
+                found["left"].append(f"{name}: {type(error).__name__}: {message}")
         free()
         write()
-    if time.monotonic() < end:
-        sampled = sample()
-    else:
-        left.append("rollout: no time")
+
+    samplers = [name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()]
+    rows = list(settings(args))
+    first = sum(setting.tokens == rows[0].tokens for setting in rows)
+
+    def attempt_rows(some: list[argparse.Namespace]) -> None:
+        for each in some:
+            name = f"{each.family}, {each.case}, groups of {each.group}, {each.lengths} lengths up to {each.tokens}"
+            attempt(name, lambda each=each: found["rows"].append(measure(each)))
+
+    attempt_rows(rows[:first])
+    attempt("vision tower", lambda: found["towers"].extend(towers(args)))
+    for each in samplers:
+        attempt(f"sampling with {each}", lambda each=each: found["rollout"].update(sample(args, each)))
+    attempt_rows(rows[first:])
     return write()
 
 
@@ -251,7 +328,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
     parser.add_argument("--minutes", type=float, default=9, help="time after which no new row starts")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="output file")
-    return parse_options(parser, argv, device="cuda", repeats=1)
+    return parse_options(parser, argv, device="cuda", repeats=1, seed=0)
 
 
 def main(argv: Sequence[str] | None = None) -> str:

@@ -4,7 +4,7 @@ Memory and time of the attention masks of a packed row, compared with one mask p
 
 ```bash
 python benchmarks/masks.py --threads 1 --clock cpu                  # plain causal attention
-python benchmarks/masks.py --threads 1 --clock cpu --window 1024    # a sliding window
+python benchmarks/masks.py --threads 1 --clock cpu --window 1024    # masks of the model, here of a window
 python benchmarks/masks.py --threads 1 --clock cpu --dtype bfloat16
 ```
 
@@ -181,7 +181,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=count, default=8, help="completions per prompt")
     parser.add_argument("--prompt-length", type=int, default=4096, help="maximum tokens; the minimum is 9/10")
     parser.add_argument("--completion-length", type=int, default=4096, help="maximum tokens; the minimum is half")
-    parser.add_argument("--window", type=int, help="sliding window; full attention if omitted")
+    parser.add_argument("--window", type=int, help="window of the model's own masks; full attention if omitted")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the scores")
     return parse_options(parser, argv, clock="wall", threads=None, repetitions=5, seed=0, json=False)
 

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,7 @@ class TimedSteps:
     def __init__(self, trainer: "Trainer"):
         self.trainer = trainer
         self.device = trainer.accelerator.device
-        self.loader = trainer.get_train_dataloader()
+        self.rows = self._endless(trainer.get_train_dataloader())
         self.best: dict[str, np.ndarray] = {}
         trainer.current_gradient_accumulation_steps = 1  # set by `train`, which doesn't run here
 
@@ -108,9 +108,14 @@ class TimedSteps:
         self.trainer.model.zero_grad(set_to_none=False)
         gc.collect()
         start = now(self.device)
-        rows = next(iter(self.loader))
+        rows = next(self.rows)
         self.trainer.training_step(self.trainer.model, rows, None)
         return now(self.device) - start
+
+    @staticmethod
+    def _endless(loader: Iterable) -> Iterator:
+        while True:
+            yield from loader
 
     def _keep_best(self, name: str, value: np.ndarray) -> None:
         self.best[name] = np.minimum(self.best.get(name, value), value)

@@ -6,6 +6,7 @@ Time and memory of a GRPO step: unmodified `trl.GRPOTrainer` and `MultimodalGRPO
 python benchmarks/policy_update.py --case image          # a prompt of about 410 tokens, 8 completions of 20 to 64
 python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
 python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
+python benchmarks/policy_update.py --case varied         # 2 prompts with images of other sizes in each repetition
 python benchmarks/policy_update.py --family qwen3_5      # Qwen3.5, with linear attention
 python benchmarks/policy_update.py --family qwen2_audio --case audio    # baseline: our padded rows (TRL has no audio)
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
@@ -15,8 +16,8 @@ Both trainers use the same dataset and the same model: Qwen2.5-VL's architecture
 builds the model and its processor and downloads nothing. It measures
 
 - **update**: scoring by the reference model, if there is one (`--beta`), then forward and backward pass of the loss.
-  Both trainers get the same seeded completions of 20 to 64 tokens (or `--tokens`). The script also compares their
-  gradients.
+  Both trainers get the same seeded completions of 20 to 64 tokens, of `--tokens`, or of log-normal lengths
+  (`--lengths`). The script also compares their gradients.
 - **step**: the time from reading the rows to the gradients, with completions of 64 tokens sampled by the model. It
   excludes the optimizer step, which is the same for both.
 - **memory** of the update: on a CPU, bytes saved for the backward pass, with each storage counted once and without
@@ -64,9 +65,11 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
 SHORTEST, LONGEST = 20, 64  # completion tokens
+VARIED_STEPS = 16  # after which the sizes of varied images repeat
 RATE = 16000  # Hz
 
 
@@ -77,6 +80,7 @@ class Case:
     prompts: int
     group: int
     image_size: tuple[int, int] | None = None  # width and height in tokens
+    varied: bool = False  # each image has half to one and a half times this width and height
     seconds: tuple[float, ...] = ()  # of each audio clip, at 25 tokens per second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
 
@@ -84,6 +88,7 @@ class Case:
 CASES = {
     "image": Case(prompts=1, group=8, image_size=(28, 14)),
     "long": Case(prompts=1, group=8, image_size=(37, 36)),
+    "varied": Case(prompts=2, group=8, image_size=(28, 14), varied=True),
     "text": Case(
         prompts=4,
         group=2,
@@ -425,7 +430,9 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
     for i in range(prompts):
         row = {"prompt": [{"role": "user", "content": case.questions[i % len(case.questions)]}]}
         if case.image_size is not None:
-            width, height = (2 * family.patch_size * tokens for tokens in case.image_size)
+            scales = rng.uniform(0.5, 1.5, 2) if case.varied else (1, 1)
+            tokens = (round(scale * size) for scale, size in zip(scales, case.image_size, strict=True))
+            width, height = (2 * family.patch_size * each for each in tokens)
             row["image"] = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         rows.append(row)
     dataset = Dataset.from_list(rows)
@@ -443,17 +450,38 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
     return dataset.with_transform(lambda batch: {**batch, "audios": [sounds[i] for i in batch["index"]]})
 
 
-def build_completions(count: int, processor, seed: int, tokens: int | None = None) -> list[list[int]]:
+def lognormal_lengths(count: int, longest: int, rng: np.random.Generator) -> np.ndarray:
+    """Lengths of a log-normal distribution; at least three of them have a mean of half the longest."""
+    deviations = rng.standard_normal(count)
+    spreads = np.linspace(0, 8, 801)[:, None]
+    shares = np.exp(spreads * (deviations - deviations.max()))
+    return np.maximum((longest * shares[np.abs(shares.mean(1) - 0.5).argmin()]).astype(int), 2)
+
+
+def build_completions(
+    count: int, processor, seed: int, tokens: int | None = None, lengths: str = "equal"
+) -> list[list[int]]:
     """Seeded completions of 20 to 64 tokens, or of `tokens`, each ending with the end-of-sequence token."""
     rng = np.random.default_rng(seed)
     tokenizer = processor.tokenizer
     ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
-    lengths = rng.integers(SHORTEST, LONGEST + 1, count) if tokens is None else [tokens] * count
-    return [[*rng.choice(ordinary, length - 1).tolist(), tokenizer.eos_token_id] for length in lengths]
+    if lengths == "lognormal":
+        drawn = lognormal_lengths(count, tokens or LONGEST, rng)
+    else:
+        drawn = rng.integers(SHORTEST, LONGEST + 1, count) if tokens is None else [tokens] * count
+    return [[*rng.choice(ordinary, length - 1).tolist(), tokenizer.eos_token_id] for length in drawn]
 
 
-def reward(completion_ids, **kwargs):
-    return [float(sum(ids) % 17) for ids in completion_ids]
+def make_reward(n_equal: int):
+    """A reward function that gives the first `n_equal` completions the same reward."""
+
+    def reward(completion_ids, **kwargs):
+        return [0.0 if i < n_equal else float(sum(ids) % 17) for i, ids in enumerate(completion_ids)]
+
+    return reward
+
+
+reward = make_reward(0)
 
 
 class Contestant(TimedSteps):
@@ -593,12 +621,14 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             model.save_pretrained(model.config._name_or_path)
         trainer = trainer_class(
             model,
-            reward,
+            make_reward(round(args.equal_rewards * prompts) * group),
             config,
-            build_dataset(case, prompts, args.seed, family),
+            build_dataset(case, prompts * (VARIED_STEPS if case.varied else 1), args.seed, family),
             processing_class=processor,
         )
-        completions = build_completions(prompts * group, processor, args.seed, args.tokens)
+        if args.checkpointing:  # `train`, which doesn't run here, would turn it on
+            checkpoint_activations(trainer.model)
+        completions = build_completions(prompts * group, processor, args.seed, args.tokens, args.lengths)
         contestants[name] = Contestant(trainer, completions)
     return contestants
 
@@ -730,6 +760,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, help="prompts per step; that of the case if omitted")
     parser.add_argument("--group", type=int, help="completions per prompt; that of the case if omitted")
     parser.add_argument("--tokens", type=int, help="tokens per completion, in the update and in the step")
+    parser.add_argument(
+        "--lengths",
+        choices=("equal", "lognormal"),
+        default="equal",
+        help="of completions in the update: `--tokens` each, or at most, with half of it on average",
+    )
+    parser.add_argument(
+        "--equal_rewards", type=float, default=0.0, help="share of prompts whose completions all get the same reward"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
     parser.add_argument("--updates_only", action="store_true", help="measure only updates, without sampling")
     parser.add_argument(

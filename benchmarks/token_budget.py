@@ -23,17 +23,17 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
 import policy_update
-import trl.trainer.utils
 from datasets import concatenate_datasets
 from measuring import MIB, Sampling, command_line, conditions, markdown, parse_options, report
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.cli.fake_run import Watch, replaced
+from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
@@ -97,18 +97,12 @@ class Watched(MultimodalGRPOTrainer):
         return loss
 
 
-@contextmanager
 def small_tile():
     """
-    Context in which TRL's LM head processes 512 columns of logits at a time. It allocates its usual 32768 columns for
-    a smaller vocabulary, too, and they would take most of a tiny model's memory.
+    Context in which the LM head processes 512 columns of logits at a time. It allocates its usual 32768 columns for a
+    smaller vocabulary, too, and they would take most of a tiny model's memory.
     """
-    before = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512
-    try:
-        yield
-    finally:
-        trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = before
+    return replaced(head, _CHUNK_SIZE=512)
 
 
 class Contestant:

@@ -11,9 +11,11 @@ import conversations
 import gpu_report
 import masks
 import media_pipeline
+import project
 import pytest
 import token_budget
 import torch
+from helpers.cuda_path import Counts
 
 from trl_multimodal_rft.forward.layout import PrefixLayout
 
@@ -68,6 +70,19 @@ def test_policy_update(policy_update, case, family, capsys):
     assert result["versions"]["trl"].startswith("1.16")
 
 
+def test_checkpointing_runs_layers_again(policy_update, tmp_path):
+    counts = {}
+    for options in ([], ["--checkpointing"]):
+        args = policy_update.parse(["--preset", "tiny", "--group", "2", "--tokens", "8", "--updates_only", *options])
+        for name, contestant in policy_update.build_trainers(args, str(tmp_path)).items():
+            contestant.warm_up(updates_only=True)
+            with Counts() as counted:
+                contestant.warm_up(updates_only=True)
+            counts.setdefault(name, []).append(counted.operations["silu"])
+    # A layer of the decoder or of the vision tower calls it once in each of its forwards
+    assert counts == {"trl": [4, 8], "ours": [4, 8]}
+
+
 def test_options_that_make_no_sense(policy_update, capsys):
     for options, message in (
         (["--device", "cuda", "--clock", "cpu"], "--clock wall"),
@@ -78,17 +93,94 @@ def test_options_that_make_no_sense(policy_update, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_gpu_report(tmp_path):
-    """Runs the complete GPU report on tiny models."""
+def test_gpu_report(tmp_path, monkeypatch):
+    """Runs the complete GPU report on tiny models, of which one row fails."""
+    run = gpu_report.policy_update.run
+
+    def fails_once(args, watch):
+        if args.family == "qwen2_audio" and args.updates_only:
+            raise RuntimeError("no kernel\nfor this")
+        return run(args, watch)
+
+    monkeypatch.setattr(gpu_report.policy_update, "run", fails_once)
     gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / "report.md")])
     found = json.loads((tmp_path / "report.json").read_text())
-    assert found["left"] == [] and found["rollout"]["transformers"]["tokens_per_s"] > 0
-    assert [row["setting"]["baseline"] for row in found["rows"]] == ["TRL", *2 * ["TRL", "padded rows"]]
+    assert found["left"] == ["qwen2_audio, audio, groups of 2, equal lengths up to 16: RuntimeError: no kernel"]
+    assert found["rollout"]["transformers"]["tokens_per_s"] > 0
+    settings = [row["setting"] for row in found["rows"]]
+    cases = [("text", "TRL"), ("image", "TRL"), ("audio", "padded rows"), ("varied", "TRL"), ("image", "TRL")]
+    assert [(each["case"], each["baseline"]) for each in settings] == [*cases, ("image", "TRL")]
     for row in found["rows"]:
         assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
         # The results of both: the decoder is too small to show the savings of shared prompts
         assert row["operations"]["trl"] > row["operations"]["ours"] > 0
-    assert "## Where an update goes" in (tmp_path / "report.md").read_text()
+    for each in settings[3:5]:
+        lengths = each["update_completion_tokens"]
+        assert max(lengths) == 16 and 7 <= sum(lengths) / len(lengths) <= 8.5 and len(set(lengths)) > 2
+    (tower,) = found["towers"]
+    assert tower["difference"] < 1e-5 and min(tower["own_s"], tower["ours_s"]) > 0
+    text = (tmp_path / "report.md").read_text()
+    assert "## Where an update goes" in text and "## Vision tower" in text and "RuntimeError: no kernel" in text
+
+
+def test_images_vary_with_each_repetition(policy_update, tmp_path):
+    args = policy_update.parse(["--preset", "tiny", "--case", "varied", "--group", "2", "--updates_only"])
+    found = {}
+    for name, contestant in policy_update.build_trainers(args, str(tmp_path)).items():
+        for _ in range(3):
+            contestant.warm_up(updates_only=True)
+            [inputs] = contestant.trainer._buffered_inputs
+            lengths = inputs["prompt_mask"].sum(1).tolist() if name == "trl" else [*map(len, inputs.prompts)]
+            found.setdefault(name, []).append(sorted(lengths))  # TRL shuffles them
+    assert found["trl"] == found["ours"] and len({length for lengths in found["ours"] for length in lengths}) == 6
+
+
+# Predictions
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_costs_of_layers_add_up(packed, checkpointing):
+    """The costs that follow from one and two layers, and from one and two frames, are those of the whole model."""
+    machine = project.Machine(kernel=0.0)  # kernels of one frame may take the shortest time
+    expected = project.run_decoder(machine, "12m", 6, 60, 4, 20, packed, checkpointing)
+    assert project.decoder_costs(machine, "12m", 60, 4, 20, packed, checkpointing) == pytest.approx(expected, rel=1e-6)
+    frames = 9, 6, 5, packed, checkpointing
+    expected = project.run_tower(machine, "12m", 3, 1, *frames)
+    found = project.tower_costs(machine, "12m", *frames)
+    assert found[:-1] == pytest.approx(expected[:-1], rel=0.01) and found[-1] == pytest.approx(expected[-1], rel=0.03)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_operations_are_those_of_the_formula(packed):
+    """Counts six operations per weight of a layer and token, and those of attention and of the LM head."""
+    prompt, group, tokens, layers, heads, size, vocabulary = 300, 4, 100, 6, 6, 64, 400
+    text = project.policy_update.PRESETS["12m"].text
+    width, inner, keys = text["hidden_size"], text["intermediate_size"], text["num_key_value_heads"]
+    weights = 2 * width * heads * size + 2 * width * keys * size + 3 * width * inner
+    rows = prompt + group * tokens if packed else group * (prompt + tokens)
+    pairs = prompt * (prompt + 1) / 2 + group * (tokens * prompt + tokens * (tokens + 1) / 2)
+    if not packed:
+        pairs = group * (prompt + tokens) * (prompt + tokens + 1) / 2
+    expected = layers * (6 * weights * rows + 14 * heads * size * pairs) + 8 * width * vocabulary * group * tokens
+    costs = project.decoder_costs(project.Machine(), "12m", prompt, group, tokens, packed, False)
+    places = [i * len(project.QUANTITIES) + project.QUANTITIES.index("operations") for i in range(2)]
+    assert costs[places].sum() == pytest.approx(expected, rel=1e-3)
+
+
+def test_project(capsys):
+    options = ["--presets", "tiny", "--cases", "image", "--tokens", "8", "16", "--group", "2", "--memory", "1e9"]
+    result = project.main(options)
+    printed = capsys.readouterr().out
+    assert printed.startswith("PREDICTIONS, NOT MEASURED.") and result["targets"] == []
+    for row in result["rows"]:
+        assert row["trl"]["fits"] and not row["checkpointing"]
+        for name in ("update", "scoring", "sync", "step", "memory"):
+            assert row[f"{name}_ratio"] > 0.9  # as small as the model is
+        assert row["trl"]["operations"] > row["ours"]["operations"] > 0
+    # A GPU of the weights alone doesn't fit them
+    [row] = project.main([*options[:4], "--tokens", "8", "--memory", "1"])["rows"]
+    assert row["checkpointing"] and not row["ours"]["fits"] and "doesn't fit" in capsys.readouterr().out
 
 
 SMALL_MASKS = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]

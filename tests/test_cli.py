@@ -166,7 +166,11 @@ def test_rewards_are_found_without_imports(tmp_path, monkeypatch):
     (tmp_path / "folder" / "inner" / "__init__.py").write_text("from ..others import *\n")
     monkeypatch.chdir(tmp_path)
     check_rewards([*table()["rewards"], "mine.even", "folder.inner.odd", "trl_multimodal_rft.rewards.choice_reward"])
-    check_rewards(["trl.rewards.think_format_reward", "os.path.join"])
+    check_rewards(["trl.rewards.think_format_reward", "os.path.join", "box_iou_reward(iou_threshold=0.5)"])
+    check_rewards(["zoom(scale=1000)", "mine.even"], "tool")
+    for name, kind in (("box_iou(a=1)", "reward function"), ("zooms", "tool"), ("mine.none()", "tool")):
+        with pytest.raises(ValueError, match=f"no {kind} '{re.escape(name.partition('(')[0])}'"):
+            check_rewards(name, kind)
 
 
 def test_another_release_of_trl_has_its_own_options(monkeypatch):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +15,17 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
-from helpers.chats import RATE, audio, image
+from helpers.chats import RATE, audio, image, write_film
 from helpers.families import FAMILIES
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import arguments, main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.columns import MediaError, MediaRef, rows_to_messages
+from trl_multimodal_rft.data.loading import load_audio
 from trl_multimodal_rft.data.rows import DatasetRows
+from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.sizes import media_size
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 
@@ -232,3 +236,60 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, capsys):
     assert "All 3 rows would train." in capsys.readouterr().out
     run(*options, "--dataset_name", tmp_path / "none", status=1)
     assert "There is no file or folder" in capsys.readouterr().err
+
+
+def test_sizes_and_limits(tmp_path, capsys):
+    """Also those of media that a limit refuses, from their headers."""
+    edges = [(84, 56), (168, 112), (280, 280), (84, 56)]
+    rows = []
+    for i, (width, height) in enumerate(edges):
+        image(width, height)["image"].save(tmp_path / f"{i}.png")
+        rows.append({"prompt": user("What is it?"), "image": str(tmp_path / f"{i}.png"), "video": None})
+    write_film(tmp_path / "film.mp4")  # 20 frames in two seconds
+    rows.append({"prompt": user("What happens?"), "image": None, "video": str(tmp_path / "film.mp4")})
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0]
+    words += ["--max_image_pixels", 50_000, "--max_pixels", 6000, "--min_pixels", 5000, "--max_frames", 8]
+    run(*words, "--video_fps", 5, "--max_completion_length", 20, "--vllm_max_model_length", 60, status=1)
+    report = capsys.readouterr().out
+    sizes, limits = table(report, "size"), table(report, "limit")
+    pixels = sizes["pixels of an image"]
+    assert (pixels["number"], pixels["min"], pixels["max"]) == ("4", str(84 * 56), str(280 * 280))
+    assert sizes["frames of a video"]["max"] == "20" and sizes["seconds of a video"]["max"] == "2"
+    assert sizes["sampled frames of a video"]["max"] == "8"
+    assert sizes["tokens of a prompt"]["number"] == "4"
+    model, processor = load("qwen2_5_vl")
+    rules = MediaRules(max_pixels=6000, min_pixels=5000, max_frames=8, video_fps=5.0)
+    lengths = [
+        len(encode_prompt(each["prompt"], processor, model))
+        for each in rows_to_messages([rows[i] for i in (0, 1, 3, 4)], rules=rules)
+    ]
+    assert [sizes["tokens of a prompt"][name] for name in ("min", "max")] == [str(min(lengths)), str(max(lengths))]
+    shares = {name: (cells["is"], cells["rows beyond it"].split(" of ")[0]) for name, cells in limits.items()}
+    assert shares == {
+        "prompt": ("40", str(sum(length > 40 for length in lengths))),
+        "the model's context": (str(model.config.get_text_config().max_position_embeddings), "0"),
+        "`vllm_max_model_length`": ("60", str(sum(length > 60 for length in lengths))),
+        "`min_pixels`": ("5000", "2"),
+        "`max_pixels`": ("6000", "2"),
+        "`max_image_pixels`": ("50000", "1"),
+        "`min_pixels` of frames": ("5000", "0"),
+        "`max_pixels` of frames": ("6000", "1"),
+        "`max_image_pixels` of frames": ("50000", "0"),
+        "`max_video_seconds`": ("14400", "0"),
+        "`max_frames`": ("8", "0"),
+        "`max_video_pixels`": ("536870912", "0"),
+    }
+
+
+@pytest.mark.parametrize("ending", ["wav", "mp3", "ogg"])
+def test_seconds_are_those_of_the_sound(ending, tmp_path):
+    soundfile.write(path := tmp_path / f"sound.{ending}", audio(1.5)["audio"], RATE)
+    seconds = len(load_audio(ref := MediaRef("audio", str(path), {}, "audio", 0), RATE)) / RATE
+    assert media_size(ref) == {"seconds": pytest.approx(seconds, abs=1e-3)}
+    short = replace(ref, rules=MediaRules(max_audio_seconds=1.0))
+    assert media_size(short)["seconds"] > 1
+    array = replace(ref, source={"array": np.zeros(RATE // 2, np.float32), "sampling_rate": RATE})
+    assert media_size(array) == {"seconds": 0.5}
+    assert media_size(MediaRef("image", np.zeros((3, 20, 30), np.uint8), {}, "image", 0)) == {"pixels": 600}
+    assert media_size(MediaRef("image", "https://host/i.png", {}, "image", 0)) == {}

@@ -13,12 +13,13 @@ from helpers.families import FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
 from transformers import TrainerCallback
-from trl.trainer import utils as trl_utils
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import arguments, estimate, main
 from trl_multimodal_rft.cli.estimate import Measured, memory
 from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.forward import head
+from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
 from trl_multimodal_rft.scripts.grpo import ARGUMENTS
 
@@ -43,8 +44,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def small_tile(monkeypatch):
-    """TRL's LM head processes 512 columns at once: its 32768 would dominate a tiny model's memory."""
-    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
+    """The LM head processes 512 columns at once: its 32768 would dominate a tiny model's memory."""
+    monkeypatch.setattr(head, "_CHUNK_SIZE", 512)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -78,9 +79,12 @@ def test_update_takes_what_is_said(folder, small_tile, packing, checkpointing):
     assert said.operations == pytest.approx(measured.operations, rel=0.01)
 
 
-def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path):
-    args = parse("--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY)
-    parts = memory(args, estimate.measure(args))
+@pytest.mark.parametrize("frozen", [[], ["vision_tower"]])
+def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path, frozen):
+    words = ["--freeze", *frozen] if frozen else []
+    args = parse("--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY, *words)
+    measured = estimate.measure(args)
+    parts = memory(args, measured)
     model, processor = load("qwen2_5_vl")
     seen = {}
 
@@ -90,12 +94,14 @@ def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path):
 
     objects = {"model": model, "processing_class": processor, "callbacks": [Gradients()]}
     options = {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "adamw_torch", "objects": objects}
+    options["freeze"] = frozen
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, **options)
     trainer.train()
     state = [value for state in trainer.optimizer.state.values() for value in state.values()]
     assert parts["weights"] == sum(p.nbytes for p in model.parameters())
     assert parts["gradients"] == seen["gradients"]
     assert parts["optimizer"] == sum(value.nbytes for value in state)
+    assert measured.modules == count_parts(model)
 
 
 def test_watch():
@@ -115,6 +121,29 @@ def test_watch():
         saved.backward()
         assert torch.ones(3, 4) @ torch.ones(4, 5) is not None
     assert live.operations == 2 * 3 * 4 * 5
+
+
+def test_frozen_tower_keeps_nothing_and_has_no_backward(folder, small_tile):
+    """In the policy and in a separate critic."""
+    words = [
+        "--model_name_or_path",
+        folder,
+        "--trainer",
+        "ppo",
+        "--device",
+        "cpu",
+        "--no-gradient_checkpointing",
+        *TINY,
+    ]
+    whole, frozen, pattern = (
+        estimate.measure(parse(*words, *more))
+        for more in ((), ("--freeze", "vision_tower,projector"), ("--freeze", "model.visual"))
+    )
+    tower = whole.modules["vision_tower"][0] + whole.modules["projector"][0]
+    assert frozen.frozen == frozen.frozen_critic == tower and whole.frozen == whole.frozen_critic == 0
+    assert frozen.trained == whole.trained - tower and frozen.critic == whole.critic - tower
+    assert frozen.held < whole.held and frozen.operations < whole.operations
+    assert vars(pattern) == vars(frozen)
 
 
 def numbers(**changes):

@@ -20,11 +20,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.reporting.console import (
     described_media,
     evaluation_parts,
     metric_parts,
-    model_parts,
     prompt_text,
 )
 from trl_multimodal_rft.scripts import grpo, ppo, rloo, sft
@@ -51,10 +51,9 @@ def deprecations_are_errors():
 
 RUN = """\
 MultimodalGRPOTrainer trains Qwen2AudioForConditionalGeneration for # steps:
-  language model  #  trained
-  LM head  #  trained
-  audio encoder  #  trained
-  projector  #  trained
+  audio_tower  #  trained at #
+  projector  #  trained at #
+  language_model  #  trained at #
   total  #  # trained
 self-check: ...
 first prompt (# tokens), as the model gets it:
@@ -95,15 +94,20 @@ def test_parts_add_up():
     model = load("qwen2_5_omni")[0]
     [visual] = [module for name, module in model.named_modules() if name.split(".")[-1] == "visual"]
     visual.requires_grad_(False)
-    parts = model_parts(model)
-    names = ["language model", "LM head", "vision encoder", "audio encoder", "projector"]
-    assert list(parts) == names
+    parts, head = count_parts(model), model.lm_head.weight.numel()
+    assert list(parts) == ["vision_tower", "audio_tower", "projector", "language_model"]
     assert sum(total for total, _ in parts.values()) == sum(p.numel() for p in model.parameters())
-    assert parts["vision encoder"][1] == 0 < parts["audio encoder"][1] and parts["projector"][1] == 0
-    adapted = model_parts(get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])))
-    trained = {name: sizes for name, sizes in adapted.items() if sizes[1]}
-    lora = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    assert trained == {"adapter": (lora + parts["LM head"][0],) * 2}
+    assert parts["vision_tower"][1] == 0 < parts["audio_tower"][1]
+    assert 0 < parts["projector"][1] < parts["projector"][0]  # Qwen-Omni's sounds have one within their encoder
+    adapted = count_parts(get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])))
+    lora = {}
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            part = "language_model" if "language_model" in name else "audio_tower"
+            lora[part] = lora.get(part, 0) + p.numel()
+    lora["language_model"] += head
+    assert {name: trained for name, (_, trained) in adapted.items() if trained} == lora
+    assert sum(total for total, _ in adapted.values()) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

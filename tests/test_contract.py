@@ -93,7 +93,8 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     read = set(re.findall(r"\bself\.(\w+)", source))
     for function in (media_logs.MediaLogCallback, model_card.write_card):
         read |= set(re.findall(r"\btrainer\.(\w+)", inspect.getsource(function)))
-    own = set(re.findall(r"self\.(\w+)(?:: [^=\n]+|, self\.\w+)? = ", source)) - {"_buffered_inputs", "_step", "beta"}
+    own = set(re.findall(r"self\.(\w+)(?=(?:: [^=\n]+|(?:, self\.\w+)*) = )", source))
+    own -= {"_buffered_inputs", "_step", "beta"}
     own |= set().union(*map(vars, own_classes))
     model, processor = load("qwen2_5_vl")
     args = config(str(tmp_path), use_cpu=True, bf16=False, report_to=[])

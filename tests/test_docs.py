@@ -56,7 +56,9 @@ from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.reporting.model_card import PAPERS
-from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.rewards.named import load_reward_funcs
+from trl_multimodal_rft.scripts import filter, grpo
+from trl_multimodal_rft.scripts.arguments import parse
 
 
 ROOT = Path(__file__).parents[1]
@@ -366,7 +368,8 @@ def test_links_to_lines_hold_what_they_name(page):
     refreshed = runpy.run_path(str(ROOT / "docs" / "refresh_links.py"))["refreshed"]
     text = page.read_text()
     assert text == refreshed(page), "run `python docs/refresh_links.py`"
-    assert text.count(".py#L") == len(re.findall(r"\[`[\w.]+`\]\([\w./]+\.py#L\d+\)", text))
+    own = re.sub(r"https://\S+", "", text)
+    assert own.count(".py#L") == len(re.findall(r"\[`[\w.]+`\]\([\w./]+\.py#L\d+\)", own))
 
 
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -410,19 +413,29 @@ def test_metrics_are_explained():
 
 
 def test_papers_have_configs():
+    """Each line of arguments makes a config, and each command is one."""
     text = (ROOT / "docs" / "papers.md").read_text()
     papers = [each for own in PAPERS.values() for each in (own.values() if isinstance(own, dict) else [own]) if each]
     assert not [paper for paper in papers if paper.number not in text]
-    cells = [line.rsplit(" | ", 1)[1] for line in text.splitlines() if line.startswith("| [")]
-    options = {"output_dir": "out", "use_cpu": True, "bf16": False}
-    for cell in cells:
-        codes = re.findall(r"`([^`]+)`", cell)
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| [")]
+    assert all(len(row) == 3 for row in rows) and len(rows) > 45
+    assert len(set(re.findall(r"papers/([\d.]+)\)", " ".join(row[0] for row in rows)))) >= 40
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False, "per_device_train_batch_size": 48}
+    for _, arguments, _ in rows:
+        codes = re.findall(r"`([^`]+)`", arguments)
         assert codes
         for code in codes:
-            name, arguments = re.fullmatch(r"(?:(\w+)\()?(.*?)\)?", code).groups()
+            if code.startswith("trl-multimodal-rft filter "):
+                parse(filter.ARGUMENTS, code.split()[2:])
+                continue
+            if code.startswith("--reward_funcs "):
+                assert load_reward_funcs(shlex.split(code)[1:])
+                continue
+            name, values = re.fullmatch(r"(?:(\w+)\()?(.*?)\)?", code).groups()
             config_class = getattr(trl_multimodal_rft, name or "MultimodalGRPOConfig")
-            config = eval(f"config_class(**options, {arguments})", {"config_class": config_class, "options": options})
-            assert isinstance(config, config_class)
+            config = eval(f"config_class(**options, {values})", {"config_class": config_class, "options": options})
+            given = eval(f"dict({values})")
+            assert {key: getattr(config, key) for key in given} == given
 
 
 def test_errors_that_are_explained_exist():

@@ -163,11 +163,12 @@ def test_a_trimmed_clip_is_seen_as_ffmpeg_shows_it(family, tmp_path):
 def test_options_that_a_processor_does_not_read_are_said(files, monkeypatch):
     said = []
     monkeypatch.setattr(media.logger, "warning_once", said.append)
-    block = {"type": "image", "image": str(files / "picture.png"), "max_pixels": 56 * 56}
+    block = {"type": "image", "image": str(files / "picture.png"), "resized_height": 56, "resized_width": 56}
     encode_row("qwen2_5_vl", {"prompt": user(block, text("Describe"))})
     assert not said
     encode_row("llava", {"prompt": user(block, text("Describe"))})
-    assert said == ["LlavaProcessor ignores max_pixels of blocks; set them in the configuration of its processor."]
+    names = "resized_height, resized_width"
+    assert said == [f"LlavaProcessor ignores {names} of blocks; set them in the configuration of its processor."]
 
 
 def read_by(processor, path, **options):

@@ -409,7 +409,7 @@ def test_reward_functions_get_what_the_trainers_give(tmp_path):
     trainer.train()
     evaluate(*load("qwen2_audio"), dataset, spying("evaluation"), sampled(num_samples=2, batch_size=4))
     ours, theirs = seen["evaluation"], seen["trainer"]
-    assert ours["columns"].keys() == theirs["columns"].keys() == {"audio", "index", "solution"}
+    assert ours["columns"].keys() == theirs["columns"].keys() == {"audio", "group_ids", "index", "solution"}
     assert ours["state"] is theirs["state"] and ours["ids"] == theirs["ids"] == [True] * 4
     order = [theirs["columns"]["index"].index(i) for i in (0, 1)]
     for i, place in enumerate(order):

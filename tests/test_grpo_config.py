@@ -146,6 +146,16 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_max_rounds": 0}, "`dynamic_sampling_max_rounds` must be at least 1, got 0"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
         ({"replay_max_age": 0}, "`replay_max_age` must be at least 1, got 0"),
+        *(
+            (
+                {"dynamic_sampling": True, "dynamic_sampling_range": bounds},
+                "`dynamic_sampling_range` must be (min, max)",
+            )
+            for bounds in ([0.9, 0.1], [0.5], [0.5, 0.5])
+        ),
+        ({"dynamic_sampling_range": [0.1, 0.9]}, "no effect without `dynamic_sampling=True` or `replay_buffer_size`"),
+        ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
+        ({"difficulty_sampling": True, "shuffle_dataset": False}, "which `shuffle_dataset=False` asks to keep"),
         ({**SINGLE, "dynamic_sampling": True}, "`dynamic_sampling` selects prompts whose"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
     ],
@@ -285,6 +295,9 @@ def test_single_completions_train_with_reinforce():
         check_advantages(part, drawn, "reinforce")
 
 
+STREAM = IterableDataset.from_generator(lambda: iter([{"prompt": "Is there a bird?"}]))
+
+
 def rollout(prompts, trainer):
     raise AssertionError("never called")
 
@@ -296,8 +309,14 @@ def rollout(prompts, trainer):
         ({"replay_buffer_size": 1}, {"rollout_func": rollout}, "use one or the other"),
         (
             {"dynamic_sampling": True},
-            {"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "Is there a bird?"}]))},
-            "pass a `Dataset`",
+            {"train_dataset": STREAM},
+            "`dynamic_sampling` draws prompts in another order, which an iterable dataset doesn't allow; pass a `Data",
+        ),
+        ({"difficulty_sampling": True}, {"train_dataset": STREAM}, "`difficulty_sampling` draws prompts in another"),
+        (
+            {"difficulty_sampling": True, "dynamic_sampling_reward": "accuracy"},
+            {},
+            "`dynamic_sampling_reward` is 'accuracy', but the reward functions are 'length_and_sum'; name one of them",
         ),
     ],
 )
@@ -378,6 +397,8 @@ MEDIA_AND_PACKING = {
     "packing",
     "keep_groups_together",
     "max_tokens_per_microbatch",  # changes no update, see test_token_budget.py
+    "freeze",  # these two of all trainers, see test_freeze.py
+    "learning_rates",
     "audio_overlong",
     "ignored_media_columns",  # see test_unread_media.py
     "special_tokens_in_text",  # see test_control_tokens.py
@@ -403,6 +424,8 @@ FILTER = {"top_entropy_quantile": 0.3, **TWICE}
 ADAPTED = {"beta": 1.0, "kl_target": 0.001, "kl_horizon": 10}
 DYNAMIC = {"dynamic_sampling": True}
 REPLAY = {"replay_buffer_size": 4}
+SHUFFLED = {"shuffle_dataset": True}
+PENALIZED = {**DYNAMIC, "soft_overlong_cache": 4, "dynamic_sampling_range": (-0.6, 2.5)}
 PAIRS = {
     "advantage_estimator": ({}, CENTRED),
     "norm_level": (WHITENED, {**WHITENED, "norm_level": "sequence"}),
@@ -421,6 +444,9 @@ PAIRS = {
     "entropy_renormalize": (FILTER, {**FILTER, "entropy_renormalize": True}),
     "dynamic_sampling": ({}, DYNAMIC),
     "dynamic_sampling_max_rounds": (DYNAMIC, {**DYNAMIC, "dynamic_sampling_max_rounds": 1}),
+    "dynamic_sampling_range": (DYNAMIC, {**DYNAMIC, "dynamic_sampling_range": (2.0, 2.5)}),
+    "dynamic_sampling_reward": (PENALIZED, {**PENALIZED, "dynamic_sampling_reward": "soft_overlong_punishment"}),
+    "difficulty_sampling": (SHUFFLED, {**SHUFFLED, "difficulty_sampling": True}),
     "replay_buffer_size": ({}, REPLAY),
     "replay_max_age": (REPLAY, {**REPLAY, "replay_max_age": 1}),
 }
@@ -428,7 +454,9 @@ PAIRS = {
 
 @functools.cache
 def update_with(options):
-    return ours(InjectedOurs, reward=rough, shuffle_dataset=False, max_steps=3, **TWO, **dict(options)).update
+    return ours(
+        InjectedOurs, reward=rough, **{"shuffle_dataset": False, "max_steps": 3, **TWO, **dict(options)}
+    ).update
 
 
 def test_every_option_is_among_the_pairs():

@@ -2,6 +2,7 @@
 """Rules for joining prompts in one forward pass. `test_obstacles.py` measures that they are correct."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,16 +15,20 @@ from helpers.encoding import encode_chats
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import encode
 from helpers.trainer_utils import make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GenerationConfig
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding import join as encoding
 from trl_multimodal_rft.encoding.join import join_media
+from trl_multimodal_rft.encoding.prompts import cast_features
 from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.encoders import _on_host
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
-from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.forward.scoring import completion_scores, media_inputs, to_model
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
@@ -105,3 +110,34 @@ def test_a_window_that_only_the_config_knows():
             model, prompts, config, 0, shared_prefill=shared_prefill, generating=partial(nullcontext, model)
         )
         assert sampled.tolist() == plain
+
+
+class OnHost(TorchDispatchMode):
+    """Counts operations that make features on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        self.count += any(each.is_cpu and each.is_floating_point() for each in made)
+        return output
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_audio", "gemma3n", "phi4_multimodal"])
+def test_features_are_joined_and_cast_on_the_device(family):
+    model, processor = MATRIX[family].build()
+    prompts = [each for each in encode_chats(model, processor, MATRIX[family].prompts()) if each.media]
+    model.to(torch.bfloat16)
+    expected = to_model(join_media(prompts), model, torch.device("cpu"))
+    with OnHost() as host:
+        moved = media_inputs(prompts, model, torch.device("meta"))
+    assert host.count == 0 and all(value.is_meta for value in moved.values())
+    assert all(_on_host(moved[name]).equal(value) for name, value in expected.items() if not value.is_floating_point())
+    read = [replace(prompt, media=cast_features(prompt.media, model.dtype)) for prompt in prompts]
+    for given in (prompts, read):
+        inputs = media_inputs(given, model, torch.device("cpu"))
+        assert list(inputs) == list(expected) == list(moved)
+        for name, value in inputs.items():
+            assert value.dtype == expected[name].dtype and value.equal(expected[name])
+            assert (value.dtype, value.size()) == (moved[name].dtype, moved[name].size())

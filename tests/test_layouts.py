@@ -14,7 +14,15 @@ from helpers.files import image_file
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.data import load_conversations, load_easyr1, load_verl, load_video_r1
+from trl_multimodal_rft.data import (
+    load_charades_sta,
+    load_conversations,
+    load_deepeyes,
+    load_easyr1,
+    load_mm_eureka,
+    load_verl,
+    load_video_r1,
+)
 from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
 from trl_multimodal_rft.data.features import undecoded
 from trl_multimodal_rft.encoding.supervised import encode_supervised
@@ -235,6 +243,90 @@ def test_video_r1(files, tmp_path):
     row = {"prompt": dataset[0]["messages"], "videos": dataset[0]["videos"]}
     (video,) = iter_refs(rows_to_messages([row]))
     assert video.options == {"nframes": 4, "max_pixels": 784}
+
+
+def test_video_r1_with_an_image_and_its_sound(files, tmp_path):
+    (tmp_path / "data" / "media" / "0.wav").write_bytes(b"a sound")
+    path = {"image": "media/0.png", "audio": "media/0.wav"}
+    row = {**VIDEO_R1, "data_type": "image_audio", "path": path, "data_source": "OmniInstruct_v1-AVQA"}
+    dataset = load_video_r1(files([row]), max_pixels=784)
+    assert [*blocks(dataset[0]["prompt"][0])][:2] == ["image", "audio"] and dataset[0]["choices"] == ["A cat", "A dog"]
+    image, audio = iter_refs(rows_to_messages([dataset[0]]))
+    assert image.options == {"max_pixels": 784} and audio.options == {}
+    for wrong in ({"path": {"image": "media/0.png"}}, {"data_type": "image"}, {"data_type": "text"}):
+        with pytest.raises(ValueError, match="row 0, column 'data_type'.* with a path for each; correct it"):
+            load_video_r1(files([{**row, **wrong}]))
+
+
+def test_deepeyes(tmp_path):
+    """Covers files of a folder whose columns differ, as those for questions with and without tools do."""
+    prompt = [
+        {"role": "system", "content": "<tools>{}</tools>"},
+        {"role": "user", "content": "<image>\nWhat color is it?\nCall **image_zoom_in_tool** if needed."},
+    ]
+    tools = {"prompt": prompt, "env_name": "visual_toolbox_v2", "data_source": "vstar"}
+    rows = [verl(i, images=[in_png(i)], **tools) for i in range(2)]
+    rows[0]["extra_info"]["question"] = "What color is it?"
+    plain = {**verl(2, images=[in_png(2)], data_source="thinklite_eureka"), "env_name": None}
+    (tmp_path / "deepeyes").mkdir()
+    Dataset.from_list(rows).to_parquet(tmp_path / "deepeyes" / "a.parquet")
+    Dataset.from_list([{**plain, "extra_info": {"id": 3}}]).to_parquet(tmp_path / "deepeyes" / "b.parquet")
+    dataset = load_deepeyes(tmp_path / "deepeyes", template="{problem} Look closely.")
+    assert dataset.column_names == ["prompt", "images", "solution", "question", "data_source", "env_name"]
+    assert [blocks(message) for message in dataset[0]["prompt"]] == [["image", "What color is it? Look closely."]]
+    assert blocks(dataset[2]["prompt"][-1]) == ["image", "Find x2. Look closely."]
+    assert dataset["env_name"][:] == ["visual_toolbox_v2", "visual_toolbox_v2", None]
+    assert dataset["solution"][:] == ["0", "1", "2"] and [each.width for (each,) in dataset["images"][:]] == [
+        56,
+        84,
+        112,
+    ]
+
+
+def test_mm_eureka(files, tmp_path):
+    asked = [
+        {"type": "image", "image": f"file://{tmp_path}/data/media/1.png", "max_pixels": 784},
+        {"type": "text", "text": "How many cats?"},
+    ]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
+    text = [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]
+    rows = [{"id": str(i), "message": json.dumps(each), "answer": str(i + 1)} for i, each in enumerate((chat, text))]
+    dataset = load_mm_eureka(files(rows))
+    assert [blocks(message) for message in dataset[0]["prompt"]] == [["Be brief."], ["image", "How many cats?"]]
+    assert dataset["solution"][:] == ["1", "2"] and dataset["id"][:] == ["0", "1"]
+    (ref,) = iter_refs(rows_to_messages([dataset.cast_column("images", List(Image(decode=False)))[0]]))
+    assert ref.options == {"max_pixels": 784} and f"file://{ref.source['path']}" == asked[0]["image"]
+    for message in ("Who?", "3", json.dumps([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}])):
+        with pytest.raises(ValueError, match="row 0, column 'message': .* is no JSON text of messages"):
+            load_mm_eureka(files([{"message": message, "answer": "1"}]))
+
+
+def test_charades_sta(files, tmp_path, capsys, caplog):
+    """Covers both layouts, which say the same of the same videos."""
+    folder = tmp_path / "data" / "media"
+    for name in ("3MSZA", "AO8RW"):
+        (folder / f"{name}.mp4").write_bytes(b"a clip")
+    spans = {"3MSZA": [[24.3, 30.4]], "AO8RW": [[0.0, 6.9], [5, 12.0], [8.0, 7.5]]}
+    sentences = {
+        "3MSZA": ["Person turns a light on."],
+        "AO8RW": ["a person sits.", "A person reads", "the person eats"],
+    }
+    videos = {v: {"duration": 33.1, "timestamps": spans[v], "sentences": sentences[v]} for v in spans}
+    lines = [f"{v} {s} {e}##{said}" for v in spans for (s, e), said in zip(spans[v], sentences[v], strict=True)]
+    (tmp_path / "data" / "charades_sta_train.txt").write_text("\n".join(lines) + "\n")
+    published = load_charades_sta(tmp_path / "data" / "charades_sta_train.txt", media_dir=folder)
+    dataset = load_charades_sta(files(videos), media_dir=folder, total_pixels=2809856)
+    assert dataset["solution"][:] == published["solution"][:] == [[24.3, 30.4], [0.0, 6.9], [5.0, 12.0]]
+    assert caplog.messages == 2 * ["1 of 4 rows are skipped, whose spans end before they start."]
+    assert dataset["duration"][:] == [33.1] * 3 and published["duration"][:] == [None] * 3
+    asked = 'When does "person turns a light on" happen in the video? Output'
+    assert blocks(dataset[0]["prompt"][0])[0] == "video" and blocks(dataset[0]["prompt"][0])[1].startswith(asked)
+    (video,) = iter_refs(rows_to_messages([{"prompt": dataset[1]["prompt"], "videos": dataset[1]["videos"]}]))
+    assert video.options == {"total_pixels": 2809856} and dataset["video_id"][:] == ["3MSZA", "AO8RW", "AO8RW"]
+    (tmp_path / "data" / "charades_sta_train.txt").write_text(f"{lines[0]}\nAO8RW 0.0##no end")
+    with pytest.raises(SystemExit):
+        main(["prepare", "charades-sta", str(tmp_path / "data" / "charades_sta_train.txt"), "--output_dir", "out"])
+    assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

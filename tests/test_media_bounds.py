@@ -106,8 +106,9 @@ def test_pieces_of_what_soundfile_does_not_know_are_the_whole(name, codec):
     torchcodec = pytest.importorskip("torchcodec.decoders")
     data = av_sound(name, codec)
     whole = torchcodec.AudioDecoder(data).get_all_samples().data.numpy()[0]
-    np.testing.assert_array_equal(load_audio(ref("audio", data), RATE), whole)
-    np.testing.assert_array_equal(load_audio(ref("audio", data), RATE, 0.7, "truncate"), whole[: int(0.7 * RATE)])
+    rounding = 1e-6 if codec == "aac" else 0  # two builds of FFmpeg may have other instructions for a processor
+    for limit, end in (((), None), ((0.7, "truncate"), int(0.7 * RATE))):
+        np.testing.assert_allclose(load_audio(ref("audio", data), RATE, *limit), whole[:end], rtol=0, atol=rounding)
     for source in (data, torchcodec.AudioDecoder(data)):
         with pytest.raises(MediaError, match="of audio where 0.7 s are allowed"):
             load_audio(ref("audio", source), RATE, 0.7)

@@ -13,13 +13,13 @@ from helpers.completions import random_completions
 from helpers.families import template, tokenizer
 from helpers.packed_rows import LLAMA4_PACKS
 from helpers.trainer_utils import length_and_sum
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores, completion_values
@@ -40,9 +40,6 @@ PADDED = {
     "mistral_large4": "layers of type indexed_attention",
 }
 
-# The head does more than TRL's fused one, or TRL doesn't find it
-OWN_LOGITS = {"idefics", "inkling2", "nemotron_h_omni"}
-
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_the_plain_forward_of_each_completion_and_generate(name):
@@ -58,14 +55,14 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     no_states = name == "minicpmv4_6" and not hasattr(hf.Cache, "get_conv_state")
     padded = "before transformers 5.21" if no_states else PADDED.get(name)
     assert obstacle is None if padded is None else padded in obstacle
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    has_head = add_fused_head(model, outputs=("log_probs", "entropy"))
     if name == "llama4" and not LLAMA4_PACKS:
         pytest.skip("this transformers can't create its masks; `test_families.test_by_name` falls back")
     if no_states:
         pytest.skip("padded, its encoder doesn't take all the images of this batch; alone, it does")
     if obstacle is None:
         install_prefix_attention(model)
-    ways = [{"logits_temperature": 1.0}] if name in OWN_LOGITS else [{}]
+    ways = [{}] if has_head else [{"logits_temperature": 1.0}]
     if name == "llama4":  # tests a model without a backbone once, in both ways
         ways.append({"logits_temperature": 1.0})
     for way in ways:
@@ -156,7 +153,7 @@ def test_values_of_a_model_without_a_backbone(name):
     for row, length in enumerate(mask.sum(1).tolist()):
         expected[row, :length] = head(states[row])[0, -length - 1 : -1]
 
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_fused_head(model, outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
     for packed in (False, True):
         for way in [{}, {"logits_temperature": 1.0}][name == "nemotron_h_omni" :]:

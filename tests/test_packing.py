@@ -2,24 +2,26 @@
 """Packed equals padded for every family: log-probabilities, entropies, gradients, masks and layouts."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers.completions import G, random_completions
+from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, FAMILIES, every_family
 from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
 from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, run
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import attention, layout
 from trl_multimodal_rft.forward import scoring as forward
-from trl_multimodal_rft.forward.attention import _gather, install_prefix_attention
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import group_by_prompt, micro_batch_order, pack, packed_length, split_samples
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.scores import Scores
@@ -27,9 +29,13 @@ from trl_multimodal_rft.forward.scoring import completion_scores
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
-@pytest.mark.parametrize("mode", ["eager", "checkpointing"])
+# Attention sinks run eagerly
+WITHOUT_KERNELS = {"llava_gpt_oss"}
+
+
+@pytest.mark.parametrize("mode", ["eager", "checkpointing", "cuda"])
 @pytest.mark.parametrize("name", every_family())
-def test_packed_equals_padded(name, mode):
+def test_packed_equals_padded(name, mode, monkeypatch):
     """`test_families.test_by_name` compares packed rows with the model, with sdpa and without checkpointing."""
     if (name, mode) == ("phi4_multimodal", "eager"):
         pytest.skip("its vision tower has no working eager attention in transformers 5.23")
@@ -42,8 +48,10 @@ def test_packed_equals_padded(name, mode):
     logps, entropies, grads = padded_reference(model, prompts, ids, mask)
 
     isolate = family_of(model).isolate
-    packed = completion_scores(model, model, prompts, ids, mask, isolate=isolate)
-    packed_grads = backward(model, packed.logps, packed.entropies, mask)
+    with cuda_path(monkeypatch) if mode == "cuda" else nullcontext() as kernel:
+        packed = completion_scores(model, model, prompts, ids, mask, isolate=isolate)
+        packed_grads = backward(model, packed.logps, packed.entropies, mask)
+    assert kernel is None or bool(kernel.calls) == (name not in WITHOUT_KERNELS)
 
     assert (packed.logps - logps * mask).abs().max() <= 1e-5
     assert (packed.entropies - entropies * mask).abs().max() <= 1e-5
@@ -69,7 +77,7 @@ def test_a_wrong_layout_is_seen(name):
 def test_images_of_one_shape_but_several_sizes():
     """Phi-4's processor pads them, and the features of one depend on the sizes of the others in the batch."""
     model, processor = FAMILIES["phi4_multimodal"].build()
-    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    add_fused_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     install_prefix_attention(model.eval())
     prompts = [encode_prompt(row["prompt"], processor, model) for row in rows_to_messages(list(image_rows(6)))]
     shapes = [tuple(prompt.media["image_pixel_values"].shape) for prompt in prompts]
@@ -136,69 +144,23 @@ def test_rows_of_scores_stay_together():
         Scores.join(parts, places)
 
 
-def test_masked_completions_take_no_tokens():
-    model, prompts = build("qwen2_audio")
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
+def test_masked_completions_take_no_tokens(name, cuda, monkeypatch):
+    model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
     expected = completion_scores(model, model, prompts, ids, mask).logps
     mask[1] = mask[3:6] = 0
     row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
     assert row.input_ids.size(1) == packed_length(prompts, mask.sum(1).tolist())
-    scores = completion_scores(model, model, prompts, ids, mask)
-    assert (scores.logps - expected * mask).abs().max() <= 1e-5
-    assert not scores.logps[mask == 0].any() and not scores.entropies[mask == 0].any()
-    mask[:] = 0
-    scores = completion_scores(model, model, prompts, ids, mask)
-    scores.logps.sum().backward()
+    with cuda_path(monkeypatch) if cuda else nullcontext():
+        scores = completion_scores(model, model, prompts, ids, mask)
+        assert (scores.logps - expected * mask).abs().max() <= 1e-5
+        assert not scores.logps[mask == 0].any() and not scores.entropies[mask == 0].any()
+        mask[:] = 0
+        scores = completion_scores(model, model, prompts, ids, mask)
+        scores.logps.sum().backward()
     assert not scores.logps.any()
-
-
-def slow_varlen(query, key, value, query_starts, key_starts):
-    """Computes causal attention per segment, aligned to the last key, with loops, like variable-length kernels."""
-    output = torch.zeros_like(query)
-    for segment in range(len(query_starts) - 1):
-        q = query[query_starts[segment] : query_starts[segment + 1]]
-        k, v = (t[key_starts[segment] : key_starts[segment + 1]] for t in (key, value))
-        for i in range(len(q)):
-            seen = len(k) - len(q) + i + 1
-            for head in range(q.size(1)):
-                kv_head = head * k.size(1) // q.size(1)
-                scores = k[:seen, kv_head] @ q[i, head] / q.size(-1) ** 0.5
-                output[query_starts[segment] + i, head] = scores.softmax(0) @ v[:seen, kv_head]
-    return output
-
-
-def test_varlen_indices():
-    """The layout of the variable-length kernels gives the blocks' result with a slow reference."""
-    model, prompts = build("qwen2_5_vl")
-    ids, mask = random_completions(len(prompts))
-    mask[4] = 0
-    row = pack(prompts, ids, mask, [linear_masks(model, p, 7) for p in group_by_prompt(prompts)])
-    total = row.input_ids.size(1)
-    query, key, value = (torch.randn(1, heads, total, 8) for heads in (4, 2, 2))
-
-    keys, query_starts, key_starts, longest_query, longest_key = row.layout.varlen
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    varlen = slow_varlen(q, k[keys], v[keys], query_starts, key_starts)
-    assert longest_query == query_starts.diff().max() and longest_key == key_starts.diff().max()
-
-    outputs = []
-    for block in row.layout.blocks:
-        prompt_mask, branch_mask = row.layout.masks(block, next(iter(block.linear[0])), query.dtype)
-        for queries, seen, allowed in (
-            (block.prompt_index, block.prompt_index, prompt_mask),
-            (block.branch_index, block.key_index, branch_mask),
-        ):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                _gather(query, queries),
-                _gather(key, seen),
-                _gather(value, seen),
-                attn_mask=allowed,
-                is_causal=allowed is None,
-                enable_gqa=True,
-            )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-    blocks = torch.cat(outputs)[row.layout.restore_index]
-    assert (varlen - blocks).abs().max() <= 1e-5
 
 
 def text_prompts(sizes):
@@ -300,22 +262,16 @@ def test_kernels_without_masks_have_none_built(layouts, monkeypatch):
     ids, mask = random_completions(len(prompts))
     expected = completion_scores(model, model, prompts, ids, mask).logps
     assert held_masks(layouts[0]) > 0
-    monkeypatch.setattr(
-        attention, "_takes_varlen", lambda base, query, kind, layout, **_: kind in layout.causal_layers
-    )
+    with cuda_path(monkeypatch) as kernel, monkeypatch.context() as patch:
 
-    def kernel(q, k, v, starts, ends, *_, scale=None, window_size=None, enable_gqa=False):
-        assert enable_gqa and window_size == (-1, 0)
-        return slow_varlen(q, k, v, starts, ends)
+        def kernel_before_2_13(*args, scale=None, window_size=None):
+            return kernel(*args, scale=scale, window_size=window_size, enable_gqa=True)
 
-    def kernel_before_2_13(q, k, v, starts, ends, *_, scale=None, window_size=None):
-        return slow_varlen(q, k, v, starts, ends)
-
-    for each in (kernel, kernel_before_2_13):
-        monkeypatch.setattr(varlen, "varlen_attn", each)
-        logps = completion_scores(model, model, prompts, ids, mask).logps
-        assert (logps - expected).abs().max() <= 1e-5
-        assert held_masks(layouts[-1]) == 0
+        for each in (kernel, kernel_before_2_13):
+            patch.setattr(varlen, "varlen_attn", each)
+            logps = completion_scores(model, model, prompts, ids, mask).logps
+            assert (logps - expected).abs().max() <= 1e-5
+            assert held_masks(layouts[-1]) == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -344,9 +300,12 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     assert len(layouts) == 1 and held_masks(layouts[0]) == held
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3", "llava_gpt_oss"])
 def test_flash_attention_keeps_its_name(name, monkeypatch):
-    """Transformers loads flash kernels by name. Layers without a kernel run on sdpa: without a GPU, all do."""
+    """
+    Transformers loads flash kernels by name. Layers without a kernel run on sdpa: without a GPU, all do; those with
+    sinks run eagerly.
+    """
     model, prompts = build(name)
     ids, mask = random_completions(len(prompts))
     expected = completion_scores(model, model, prompts, ids, mask).logps

@@ -3,6 +3,7 @@
 
 import json
 import re
+import runpy
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,8 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file
 from helpers.four_bits import save_wide
-from helpers.trainer_utils import length_and_sum, saved
+from helpers.trainer_utils import length_and_sum, load, saved
+from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
@@ -33,8 +35,10 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "trl_multimodal_rft" / "recipes"
 RECIPES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
 FAMILIES = {
+    "MiMo-VL": "qwen2_5_vl",
     "Qwen2-Audio": "qwen2_audio",
     "Qwen2.5-Omni": "qwen2_5_omni",
+    "Qwen2-VL": "qwen2_vl",
     "Qwen2.5-VL": "qwen2_5_vl",
     "Qwen3-VL": "qwen3_vl",
     "Qwen3.5": "qwen3_5",
@@ -45,6 +49,11 @@ TRAINERS = {
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
 }
+REFRESH = runpy.run_path(str(ROOT / "docs" / "refresh_recipes.py"))
+# Kinds of media of prepared datasets, images if it isn't here
+KINDS = {"avqa-r1": {"image", "audio"}, "charades-sta": {"video"}}
+KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong"), {"audio"})
+KINDS |= dict.fromkeys(("video-r1", "video-r1-cot", "mixed"), {"image", "video"})
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # Options that depend on the size of the model and of its machine
 SMALL = {"learning_rate": 1e-2, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2}
@@ -79,12 +88,24 @@ def sources(folder):
     avqa = {"question_text": "What is in the video?", "multi_choice": ["cat", "dog"]}
     lines = [{**avqa, "id": i, "answer": i % 2, "audio_path": f"media/{i}.wav"} for i in range(4)]
     (folder / "train_r1aqa_line.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = {"question": "What is heard?", "choices": ["cat", "dog"], "answer": "cat"}
+    lines = [{**asked, "id": i, "audio_path": f"{i}.wav", "audio-contribution": "weak"} for i in range(4)]
+    lines += [{**line, "audio-contribution": "strong"} for line in lines]
+    (folder / "AudioMCQ").mkdir()
+    (folder / "AudioMCQ" / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
     kinds = [{"data_type": kind, "path": f"./media/{{}}.{end}"} for kind, end in (("image", "png"), ("video", "mp4"))]
     rows = [{**video, **kinds[i % 2], "problem_id": i, "path": kinds[i % 2]["path"].format(i)} for i in range(4)]
     for name in ("Video-R1-260k.json", "Video-R1-COT-165k.json"):
         (folder / name).write_text(json.dumps(rows))
+    asked = {"reasoning": "2", "grounding": "[0, 0, 28, 28]", "counting": "3", "video": "0.5 to 1.5"}
+    media = {task: {"videos": ["media/0.mp4"]} if task == "video" else {"images": ["media/0.png"]} for task in asked}
+    rows = [{"problem": f"Which {task}?", "answer": answer, "task": task} for task, answer in asked.items()]
+    (folder / "mixed.json").write_text(json.dumps([{**row, **media[row["task"]]} for row in rows]))
+    both = [{"image": f"media/{i}.png", "audio": f"media/{i}.wav"} for i in range(4)]
+    rows = [{**video, "data_type": "image_audio", "problem_id": i, "path": each} for i, each in enumerate(both)]
+    (folder / "omni_rl_format_train.json").write_text(json.dumps(rows))
     (folder / "geometry3k").mkdir()
     features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
     rows = [
@@ -93,12 +114,55 @@ def sources(folder):
     ]
     for split in ("train", "test"):
         Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
+    save_grounding(folder)
+
+
+def save_grounding(folder):
+    """Handmade files of the datasets whose answers are boxes, points and spans, and of the ones beside them."""
+    problem = "Detect all objects belonging to the category 'cat' in the image."
+    columns = {
+        "MMK12": {"question": "<image>Find x.", "answer": "2", "subject": "math"},
+        "ViRFT_COCO_base65": {
+            "problem": problem,
+            "solution": "<answer>[{'Position': [64, 0, 950, 411], 'Confidence': 1}]</answer>",
+        },
+        "refcoco_320k": {"problem": "left cat", "solution": "[64, 0, 950, 411]"},
+    }
+    for name, each in columns.items():
+        rows = [{**each, "image": str(folder / "media" / f"{i}.png")} for i in range(4)]
+        Dataset.from_list(rows).cast_column("image", Image()).to_parquet(
+            folder / name / "train-00000-of-00001.parquet"
+        )
+    rows = [
+        {"problem": "cats", "clicks": [[221, 343], [476, 173]][: 1 + i % 2], "image": f"{i}.png"} for i in range(4)
+    ]
+    (folder / "pr1_counting_10k.json").write_text(json.dumps(rows))
+    lines = [f"{i} {i / 2} {i / 2 + 1.5}##a cat appears." for i in range(4)]
+    (folder / "charades_sta_train.txt").write_text("\n".join(lines))
+    image_bytes = [{"bytes": (folder / "media" / f"{i}.png").read_bytes(), "path": None} for i in range(4)]
+    deepeyes = [
+        {
+            "prompt": [
+                {"role": "system", "content": "<tools></tools>"},
+                {"role": "user", "content": "<image>\nColor?"},
+            ],
+            "images": [each],
+            "reward_model": {"style": "model", "ground_truth": "It is red."},
+            "extra_info": {"question": "What color is the cat?"},
+            "data_source": "vstar",
+            "env_name": "visual_toolbox_v2",
+        }
+        for each in image_bytes
+    ]
+    for name, rows in (("data_0.1.2_visual_toolbox_v2", deepeyes[:2]), ("data_v0.8_visual_toolbox_v2", deepeyes[2:])):
+        (folder / "DeepEyes-Datasets-47k").mkdir(exist_ok=True)
+        Dataset.from_list(rows).to_parquet(folder / "DeepEyes-Datasets-47k" / f"{name}.parquet")
 
 
 def prepared(path, tmp_path):
     """Returns the folder that the recipe's command writes from handmade files."""
     sources(tmp_path / "sources")
-    lines = " ".join(header(path)["Dataset"]).replace("\\", "").split("trl-multimodal-rft ")[1]
+    lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
     words[2] = str(tmp_path / "sources" / Path(words[2]).name)
     words = [str(tmp_path / "sources" / "media") if words[i - 1] == "--media_dir" else w for i, w in enumerate(words)]
@@ -113,7 +177,8 @@ def arguments(name, **changes):
     command = method(RECIPES[name])
     parser = launched_parser(command, options_of(command))
     known = {action.dest for action in parser._actions}
-    words = [word for key, value in changes.items() if key in known for word in (f"--{key}", str(value))]
+    values = {key: value if isinstance(value, list) else [value] for key, value in changes.items() if key in known}
+    words = [word for key, value in values.items() for word in (f"--{key}", *map(str, value))]
     argv = ["--config", name, *words]
     script = import_module(f"trl_multimodal_rft.scripts.{command}")
     return parser.parse_with_config(argv).accelerate_config, parse(script.ARGUMENTS, argv)
@@ -123,13 +188,15 @@ def arguments(name, **changes):
 def test_says_what_it_is(name):
     path, text = RECIPES[name], RECIPES[name].read_text()
     said = header(path)
-    assert [each for each in FIELDS if each not in said] == [] and len(text) < 2600
+    assert [each for each in FIELDS if each not in said] == [] and len(text) < 5000
     keys = yaml.safe_load(text)
     launcher = keys["accelerate_config"]
     assert f"--config {name} " in " ".join(said["Launch"]) and f"{launcher})" in said["Launch"][-1]
     assert (ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{launcher}.yaml").is_file()
     reported = " ".join(said["Reported"])
     assert ("https://" in reported and "not reproduced here" in reported) or reported.startswith(("nothing", "see "))
+    files = re.findall(r"https://github\.com/\S+/blob/(\w+)", reported)
+    assert all(len(commit) == 40 for commit in files) or "whose commit we don't know" in reported
     sources = r"^[\d.]+ GiB (of .* trl-multimodal-rft estimate|less than )|^left out: "
     assert re.search(sources, " ".join(said["Memory"]))
     row = next(line for line in (ROOT / "docs" / "recipes.md").read_text().splitlines() if f"/{name}.yaml)" in line)
@@ -155,13 +222,62 @@ def test_page_names_no_other():
     assert sorted(set(named)) == sorted(RECIPES)
 
 
-FAST = ("qwen2_audio_7b/avqa_grpo",)
+def test_page_says_where_values_are_from():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert page == REFRESH["refreshed"](page), "run `python docs/refresh_recipes.py`"
+
+
+URL = f"https://github.com/a/b/blob/{40 * 'c'}/run.sh"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("beta: 0.01", "beta: no comment says where 0.01 was read"),
+        ("beta: 0.01  # run L3", "`Sources:` has no run"),
+        (f"# Sources: run {URL}\nbeta: 0.01  # run", "name the line of a file"),
+        (f"# Sources: run {URL.replace(40 * 'c', 'main')}\nbeta: 0.01  # run L3", "may change"),
+        ("# Sources: paper https://huggingface.co/papers/2503.11197\nbeta: 0.01  # paper", "in a note"),
+        ("beta: 0.01  # ours, as others", "is no `name L1`"),
+        ("peft:\n  r: 8  # ours", "no line of its own"),
+    ],
+)
+def test_values_without_a_source_are_refused(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        REFRESH["rows"](text)
+
+
+def test_values_have_the_lines_of_their_sources():
+    text = f"# Sources: run {URL}\n#          paper https://huggingface.co/papers/2503.11197\n"
+    text += "beta: 0.01  # run L3-L4: kl; paper: section 3\nseed: 1  # ours"
+    (first, second) = REFRESH["rows"](text)
+    assert first[:2] == ("beta", "0.01") and second == ("seed", "1", "ours")
+    assert first[2] == f"[run L3-L4]({URL}#L3-L4): kl; [paper](https://huggingface.co/papers/2503.11197): section 3"
+
+
+def test_chat_template_of_another_model(tmp_path):
+    (tmp_path / "tools.jinja").write_text(qwen3_vl_chat_template)
+    Dataset.from_list([{"prompt": "?", "solution": "1"}]).to_json(tmp_path / "rows.jsonl")
+    changes = {"model_name_or_path": saved("qwen2_5_vl"), "dataset_name": tmp_path / "rows.jsonl"}
+    changes |= {"output_dir": tmp_path / "out", "use_cpu": True, "bf16": False}
+
+    def template(path):
+        _, (script, config, model) = arguments("qwen2_5_vl_7b/deepeyes_grpo", **changes, chat_template_path=path)
+        return trainer_inputs(script, config, model)["processing_class"].chat_template
+
+    assert template(tmp_path / "tools.jinja") == qwen3_vl_chat_template
+    assert template(saved("qwen2_audio")) == load("qwen2_audio")[1].chat_template != qwen3_vl_chat_template
+    with pytest.raises(OSError, match=r"missing\.jinja"):
+        template(tmp_path / "missing.jinja")
+
+
+FAST = ("qwen2_audio_7b/avqa_grpo", "qwen2_5_omni_7b/avqa_r1_grpo")
 
 
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-def test_trains(name, tmp_path, monkeypatch):
+def test_trains(name, tmp_path, monkeypatch, request):
     path = RECIPES[name]
     folder = prepared(path, tmp_path)
     recipe = yaml.safe_load(path.read_text())
@@ -176,6 +292,13 @@ def test_trains(name, tmp_path, monkeypatch):
         pytest.importorskip("bitsandbytes")
         save_wide(family, tmp_path / "model")
         changes["model_name_or_path"] = str(tmp_path / "model")
+    if "chat_template_path" in recipe:
+        changes["chat_template_path"] = tmp_path / "tools.jinja"
+        changes["chat_template_path"].write_text(qwen3_vl_chat_template)
+    if (url := re.search(r"http://[\w.:]+", str(recipe.get("reward_funcs")))) is not None:
+        reply = {"choices": [{"message": {"role": "assistant", "content": "Score: 1"}}]}
+        judge = request.getfixturevalue("serve")(lambda request: reply)
+        changes["reward_funcs"] = [each.replace(url[0], judge.url) for each in recipe["reward_funcs"]]
     launcher, (script, config, model) = arguments(name, **changes)
     assert launcher == recipe["accelerate_config"]
     inputs = trainer_inputs(script, config, model)
@@ -185,10 +308,12 @@ def test_trains(name, tmp_path, monkeypatch):
     trainer = TRAINERS[method(path)](**inputs)
     before = {key: value.clone() for key, value in trainer.model.named_parameters() if value.requires_grad}
     trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 2 and (url is None or judge.requests)
     assert any((value != before[key]).any() for key, value in trainer.model.named_parameters() if key in before)
-    expected = {"avqa": {"audio"}, "geometry3k": {"image"}}.get(folder, {"image", "video"})
+    expected = KINDS.get(folder, {"image"})
     kinds = {kind for row in trainer.train_dataset for kind in expected if row.get(kind) or row.get(f"{kind}s")}
     assert kinds == expected == getattr(trainer, "_kinds_seen", expected)
-    for each in recipe.get("reward_funcs", ()):
-        assert f"rewards/{each}/mean" in trainer.state.log_history[0]
+    routed = {each for weights in recipe.get("reward_recipe", {}).values() for each in weights}
+    for each in routed | set(recipe.get("reward_funcs", ())):
+        name = each.partition("(")[0].replace("JudgeReward", "judge_reward")
+        assert any(f"rewards/{name}/mean" in entry for entry in trainer.state.log_history)

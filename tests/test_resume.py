@@ -49,6 +49,12 @@ class WithDropout(RecordingGRPO):
                 module.attention_dropout = 0.3
 
 
+def by_row(prompts, **kwargs) -> list[float]:
+    """Gives most prompts equal rewards, so that the others come more often."""
+    numbers = [int(prompt[-1]["content"][-1]["text"].split()[-1]) for prompt in prompts]
+    return [float(number > 2 and i % 2 == 1) for i, number in enumerate(numbers)]
+
+
 class RecordingRLOO(Recording, MultimodalRLOOTrainer):
     pass
 
@@ -109,6 +115,24 @@ CASES = {
         ["eval_reward"],
     ),
     "rloo": case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
+    "difficulty": case(  # with two generation batches in an update
+        {
+            "difficulty_sampling": True,
+            "reward": by_row,
+            "max_steps": 9,
+            "steps_per_generation": 1,
+            "num_iterations": 1,
+        },
+        [2, 7],
+        ["difficulty/pass_rate"],
+        n_rows=6,
+    ),
+    "rloo, replay, dynamic sampling, difficulty": case(
+        {**REPLAY, "reward": few_live, "beta": 0.1, "difficulty_sampling": True, "max_steps": 10},
+        [2, 6],
+        ["replay/frac", "kl"],
+        trainer=RecordingRLOO,
+    ),
 }
 SLOW = {
     "shuffled as by TRL",
@@ -159,6 +183,7 @@ def test_resumed_run_is_the_uninterrupted_run(name, straight, tmp_path):
             ("replay, dynamic sampling, adaptive KL", 6, "n_extra_prompts"),
             ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),
             ("reinforce, running scale, entropies of the rollout", 3, "reward_scale"),
+            ("difficulty", 7, "difficulty"),
         ],
         ("replay, dynamic sampling, adaptive KL", 6, "replay"),
         ("replay, dynamic sampling, adaptive KL", 6, "kl_controller"),

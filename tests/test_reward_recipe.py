@@ -3,6 +3,7 @@
 
 import asyncio
 import math
+from argparse import Namespace
 
 import pandas as pd
 import pytest
@@ -13,7 +14,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
+from trl_multimodal_rft.rewards.named import load_reward_recipe
 from trl_multimodal_rft.rewards.recipe import combine_rewards
+from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.scripts.preflight import check_run
 
 
 RECIPE = {
@@ -193,3 +198,36 @@ def test_a_trainer_logs_extra_columns_of_some_rows(tmp_path):
         assert (table["last"].notna() == table["logs"].notna()).all()
     assert any(table["last"].isna().all() for table in with_column)
     assert any("longest" in entry for entry in trainer.state.log_history)
+
+
+def test_by_name_from_a_command():
+    words = [
+        "--reward_recipe",
+        '{"count": {"counting_reward": 2.0}, "quiz": {"accuracy_reward": 1, "format_reward": 0.5}}',
+    ]
+    script, *_ = parse(grpo.ARGUMENTS, [*words, "--reward_label_column", "kind", "--output_dir", "out"])
+    rewards = script.load_rewards([])
+    columns = {"solution": ["2", "2"], "kind": ["count", "quiz"]}
+    given = [each(["Count."] * 2, ["<answer>2</answer>"] * 2, **columns) for each in rewards]
+    names = [each.__name__ for each in rewards]
+    assert dict(zip(names, given, strict=True)) == {
+        "counting_reward": [2.0, None],
+        "accuracy_reward": [None, 1.0],
+        "format_reward": [None, 0.5],
+    }
+    with pytest.raises(ValueError, match="`reward_recipe` names the reward functions, too"):
+        parse(grpo.ARGUMENTS, [*words, "--reward_funcs", "accuracy_reward", "--output_dir", "out"])
+
+
+@pytest.mark.parametrize("recipe", [{}, {"count": "counting_reward"}, {"count": {"counting_reward": "1"}}])
+def test_another_form_is_refused(recipe):
+    with pytest.raises(ValueError, match="write the weights of reward functions by the label of a row"):
+        load_reward_recipe(recipe, "task")
+    with pytest.raises(ValueError, match="write the weights"):
+        check_run("grpo", Namespace(model_name_or_path="m", dataset_name="d", reward_recipe=recipe))
+
+
+def test_unknown_names_are_refused_before_a_launch():
+    recipe = {"count": {"counting": 1.0}}
+    with pytest.raises(ValueError, match="There is no reward function 'counting'"):
+        check_run("grpo", Namespace(model_name_or_path="m", dataset_name="d", reward_recipe=recipe))

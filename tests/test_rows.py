@@ -1,13 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The trainer reads rows once, ahead of need, with the same results. An unreadable row doesn't end a run."""
 
+import copy
 import errno
+import gc
 import json
 import multiprocessing
 import os
 import re
 import signal
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,11 +35,12 @@ from helpers.trainer_utils import (
     text_rows,
     with_media,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.batches import BatchShape, EpochBatches, StreamBatches, repeat_order, seeded_order
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.prefetch import PrefetchPool
@@ -134,6 +138,48 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(PrefetchPool, "_submit", None)
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often the features of each medium are cast."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, self.counts = width, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].size()[-1:] == (self.width,):
+            if args[0].dtype != output.dtype:
+                self.counts[args[0].float().sum().item()] += 1
+        return output
+
+
+def test_features_are_cast_once_per_generation_batch(tmp_path):
+    """By the process that reads them: sampling, two iterations of two micro-batches, and a reference take them so."""
+    model, processor = load("qwen2_5_vl")
+    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "beta": 0.1}
+    options |= {"self_check": False, "max_steps": 2, "media_prefetch": 0}
+    objects = {"model": model.to(torch.bfloat16), "processing_class": processor, "ref_model": copy.deepcopy(model)}
+    trainer = make_trainer(Recorded, "qwen2_5_vl", image_rows(4), tmp_path, objects=objects, **options)
+    with Casts(model.model.visual.patch_embed.proj.weight[0].numel()) as casts:
+        trainer.train()
+    assert trainer.state.global_step == 2 and len(casts.counts) == 2
+    assert set(casts.counts.values()) == {1}
+
+
+def test_features_are_not_cast_where_models_take_them_differently(tmp_path):
+    """A float32 model must not get features that were rounded for another."""
+    model, processor = load("qwen2_5_vl")
+    objects = {"model": model.to(torch.bfloat16), "processing_class": processor}
+    trainer = make_trainer(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, objects=objects, beta=0)
+    assert trainer.prompts.feature_dtype() == torch.bfloat16
+    trainer.critic.model.float()
+    assert trainer.prompts.feature_dtype() is None
+    trainer.model.float()
+    assert trainer.prompts.feature_dtype() == torch.float32
+    trainer.ref_model = load("qwen2_5_vl")[0].to(torch.bfloat16)
+    assert trainer.prompts.feature_dtype() is None
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
@@ -274,6 +320,30 @@ def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_
     ahead.want([1])
     assert ahead.take(1)[0] == os.getpid()
     ahead.close()
+
+
+def test_workers_collect_nothing_of_their_parent():
+    """Tensors on a GPU can't be destroyed in a fork."""
+
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            destroyed.append(os.getpid())
+
+    def read(row):
+        gc.collect()
+        return os.getpid(), list(destroyed), gc.get_freeze_count()
+
+    destroyed, ahead = [], PrefetchPool(read)
+    gc.collect()
+    Cycle()
+    pid, found, n_frozen = ahead.take(1)
+    ahead.close()
+    assert pid != os.getpid() and found == [] and n_frozen > 0
+    gc.collect()
+    assert destroyed == [os.getpid()] and gc.get_freeze_count() == 0
 
 
 def test_without_room_for_a_copy_of_the_process_rows_are_read_here(monkeypatch, caplog):

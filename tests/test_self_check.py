@@ -302,15 +302,103 @@ def test_a_generate_that_filters_raises(top_p):
     assert "  suppressed placeholders, top_p\n" in str(check)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
-)
-def test_running_out_of_memory_is_no_inexactness(error, monkeypatch):
+# The backward pass
+
+
+class NoBackward(torch.autograd.Function):
+    """A kernel that has a forward alone."""
+
+    error: Exception
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NoBackward.error
+
+
+def without_backward(model, monkeypatch, *, packed, error=None):
+    """Runs a kernel without a backward in all forwards, or in those of packed rows."""
+    monkeypatch.setattr(NoBackward, "error", error or NotImplementedError("no backward on Hopper"), raising=False)
+    rows = []
+    pack = forward.pack
+    monkeypatch.setattr(forward, "pack", lambda *args, **kwargs: rows.append(1) or pack(*args, **kwargs))
+
+    def run(module, args, output):
+        return NoBackward.apply(output) if not packed or rows else output
+
+    model.get_decoder().layers[0].register_forward_hook(run)
+    model.register_forward_hook(lambda module, args, output: rows.clear())
+
+
+def test_a_kernel_without_a_backward_in_packed_rows_falls_back_to_padded(monkeypatch, caplog):
+    model = (checked := subject("llava", image_rows(2))).model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    without_backward(model, monkeypatch, packed=True)
+    check = checked.check()
+    assert check.packed < 1e-5 and check.fallbacks == Fallbacks(packing=False)
+    assert "falls back to padded rows" in str(check)
+    message = "llava: the backward pass of packed rows failed (NotImplementedError: no backward on Hopper)"
+    assert message in caplog.text and "packed rows have no backward pass; falling back to padded rows" in caplog.text
+    assert all((parameter.grad == 1).all() for parameter in model.parameters())
+
+
+def test_a_model_without_a_backward_raises(monkeypatch):
+    checked = subject("llava", image_rows(2))
+    without_backward(checked.model, monkeypatch, packed=False)
+    with pytest.raises(RuntimeError, match="llava can't be trained: its backward pass fails .Not.*: no backward on"):
+        checked.check()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_and_frozen_weights_have_a_backward(reentrant):
+    model = (checked := subject("qwen2_5_vl", image_rows(2))).model
+    model.train()
+    checkpoint_activations(model, {"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert checked.check().fallbacks == Fallbacks()
+    model.requires_grad_(False)
+    assert checked.check().fallbacks == Fallbacks()
+
+
+# Memory
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("where", ["packed", "processor", "backward"])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_running_out_of_memory_is_no_inexactness(error, where, monkeypatch):
     def too_large(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(forward, "pack", too_large)
-    with pytest.raises(type(error)):
+    checked = subject("llava", image_rows(2), **({"load_processor": too_large} if where == "processor" else {}))
+    if where == "packed":
+        monkeypatch.setattr(forward, "pack", too_large)
+    elif where == "backward":
+        without_backward(checked.model, monkeypatch, packed=True, error=error)
+    with pytest.raises(MemoryError if where == "processor" else type(error)):
+        checked.check()
+
+
+def test_running_out_of_memory_raises_what_it_led_to(monkeypatch):
+    def wraps(*args, **kwargs):
+        try:
+            raise OUT_OF_MEMORY[0]
+        except RuntimeError:
+            raise ValueError("a layer failed") from None
+
+    monkeypatch.setattr(forward, "pack", wraps)
+    with pytest.raises(ValueError, match="a layer failed"):
         subject("llava", image_rows(2)).check()
 
 
@@ -408,7 +496,9 @@ def test_a_check_leaves_modes_checkpointing_and_random_numbers():
     layer.register_forward_pre_hook(lambda module, args: seen.append(layer.gradient_checkpointing))
     checked.check()
     assert any(before[0].values()) and state() == before
-    assert {*seen} == {(False, False), (True, False), False}  # the last measurement is of training mode
+    # The last measurements are of training mode, and of a backward pass, which has checkpointing
+    assert {*seen} == {(False, False), (True, False), (True, True), False, True}
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_block_has_every_figure():

@@ -12,12 +12,12 @@ from helpers.encoding import encode_chats
 from helpers.families import SPECIAL
 from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run, text_rows
 from peft import LoraConfig
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.forward import states
 from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import pack
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
@@ -35,7 +35,7 @@ every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 def build(name):
     """Returns completions of prompts with media of several kinds and sizes, of text, and of a single token."""
     model, processor = SPECIAL[name].build()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_fused_head(model, outputs=("log_probs", "entropy"))
     prompts = [*encode_chats(model, processor, SPECIAL[name].prompts()), *text_prompts([1])]
     ids, mask = random_completions(len(prompts) * G)
     mask[1] = mask[3:6] = 0  # masks one completion, and all of the second prompt

@@ -13,13 +13,13 @@ from helpers.files import sound_file
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer, run, text_rows
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.features import restore_rows
 from trl_multimodal_rft.data.rows import EndlessRows
 from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.scoring import completion_scores
 
 
@@ -235,7 +235,7 @@ def test_loss_and_gradient_are_those_of_a_plain_forward(kind):
     expected.backward()
 
     model, _ = load(FAMILY[kind])
-    add_fused_lm_head(model, temperature=1.0)
+    add_fused_head(model, temperature=1.0)
     logps = completion_scores(model, model, prompts, ids, mask, packed=False).logps
     loss = -(logps * mask).sum() / mask.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -128,8 +128,8 @@ def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     packed, score = [], trainer._policy.score
     trainer._policy.score = lambda *args, **options: packed.append(options["packed"]) or score(*args, **options)
     trainer.train()
-    # Four old and four reference parts of a generation batch, and its micro-batches
-    assert len(packed) == 2 * (2 * 4 + 4) and all(packed)
+    # Four reference parts of a generation batch, its micro-batches, and the two of the second optimizer step
+    assert len(packed) == 2 * (4 + 4 + 2) and all(packed)
 
 
 def test_losses_in_trls_way_see_media():

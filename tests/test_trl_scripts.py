@@ -313,6 +313,7 @@ def run_script(trainer_class, script: dict):
 
     def remember(prompts, completions, completion_ids, **kwargs):
         objects = ("log_extra", "log_metric", "trainer_state", "environments")
+        kwargs.pop("group_ids", None)  # which this package adds
         columns = {name: value for name, value in kwargs.items() if name not in objects}
         seen.append((prompts, completions, completion_ids, columns, sorted(kwargs)))
         return [None] * len(prompts)

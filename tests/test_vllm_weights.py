@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from test_by_name import OMNI, whole_omni
 from torch import nn
 
+from trl_multimodal_rft.generation import vllm_weights
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
-from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer
+from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
 from trl_multimodal_rft.models.pretrained import load_model
 
 
@@ -103,6 +104,71 @@ def test_weights_of_a_thinker_are_those_of_the_whole_model(family, tmp_path):
     stored = load_file(Path(folder, "model.safetensors"))
     assert weights.keys() == {name for name in stored if name.startswith("thinker.")}
     assert all(torch.equal(weight, stored[name]) for name, weight in weights.items())
+
+
+# Once per sync
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    # Weights of kimi_k25 are joined, those of ernie4_5_vl_moe are joined and split, those of experts are transposed
+    [("qwen2_5_vl", 0), ("qwen2_audio", 0), ("qwen3_vl_moe", 4), ("kimi_k25", 6), ("ernie4_5_vl_moe", 5)],
+)
+def test_names_are_looked_up_after_the_first_sync(family, groups, monkeypatch):
+    """Groups of weights that are joined, split or transposed are converted by each sync."""
+    model, reverted = load(family), []
+    revert = vllm_weights.revert_weight_conversion
+    monkeypatch.setattr(vllm_weights, "revert_weight_conversion", lambda *args: reverted.append(1) or revert(*args))
+    before = synced(model)
+    assert len(reverted) == groups + 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    after = synced(model)
+    assert len(reverted) == 2 * groups + 1
+    assert list(before) == list(after) and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_are_converted_when_their_group_has_arrived():
+    """So that only one group at a time is held."""
+    model, given = load("kimi_k25"), []
+    parameters = ((given.append(name), (name, weight))[1] for name, weight in model.named_parameters())
+    made = {name: given[-1] for name, _ in checkpoint_weights(model, parameters)}
+    joined = {name: last for name, last in made.items() if "wqkv" in name}
+    assert len(joined) == 4
+    for last in joined.values():
+        assert "v_proj" in last
+
+
+def test_weights_that_no_one_reads():
+    into, held = torch.zeros(6), []
+
+    def loaded(weights):
+        for name, weight in weights:
+            if name == "dropped":
+                weight.view(2, 3).t().shape  # noqa: B018
+            elif name == "number":
+                into.fill_(weight.item())
+            elif name == "part":
+                into[:3].copy_(weight.narrow(0, 0, 3))
+            elif name.startswith("late"):
+                held.append(weight)
+            elif name == "last":
+                break
+        into.copy_(torch.cat(held))
+
+    whole = torch.ones(6)
+    late = zip(["late 1", "late 2"], torch.ones(6).chunk(2), strict=True)
+    given = [
+        ("number", torch.ones(())),
+        ("part", whole),
+        ("dropped", whole),
+        *late,
+        ("empty", whole[:0]),
+        ("last", whole),
+        ("more", whole),
+    ]
+    assert load_and_find_unread(loaded, given) == ["dropped", "last", "more"]
 
 
 # Adapters alone

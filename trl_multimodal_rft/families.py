@@ -98,12 +98,16 @@ class Family:
             Whether the chat template requires audio as an encoded file.
         has_qwen_vl_utils (`bool`, *optional*, defaults to `False`):
             Whether options of images and videos are those of qwen-vl-utils, which then samples and resizes them.
+        hears_videos (`bool`, *optional*, defaults to `False`):
+            Whether the processor takes the sound of a video together with its frames.
         samples_frames (`bool`, *optional*, defaults to `False`):
             Whether the processor samples frames at the rate of its video processor, even without `do_sample_frames`.
         bounds_whole_videos (`bool`, *optional*, defaults to `False`):
             Whether `size` of the video processor bounds all frames of a video together, not each.
         towers (`Mapping[str, str]`, *optional*):
             Dotted names, by modality, of encoders that `get_encoder` doesn't find.
+        precomputes_exactly (`bool`, *optional*, defaults to `True`):
+            Whether transformers precomputes, for exports, what the encoder computes from sizes of media.
         not_in_vllm (`tuple[str, ...]`, *optional*):
             Kinds of media that vLLM expands to other tokens.
         trained_part (`Mapping[str, str]`, *optional*):
@@ -127,9 +131,11 @@ class Family:
     has_frame_mask: bool = True
     takes_base64_audio: bool = False
     has_qwen_vl_utils: bool = False
+    hears_videos: bool = False
     samples_frames: bool = False
     bounds_whole_videos: bool = False
     towers: Mapping[str, str] = field(default_factory=dict)
+    precomputes_exactly: bool = True
     not_in_vllm: tuple[str, ...] = ()
     trained_part: Mapping[str, str] = field(default_factory=dict)
 
@@ -224,6 +230,10 @@ FAMILIES = (
         token_masks=("cross_attention_mask",),
     ),
     Family(
+        model_types=("muse_spark", "muse_spark_vision"),
+        precomputes_exactly=False,  # its encoder interpolates positions of the transposed image
+    ),
+    Family(
         model_types=("paligemma",),
         token_field_fill={"token_type_ids": 1},  # marks causal text
         token_fields_mark_media=False,  # they distinguish prompt and completion
@@ -264,6 +274,7 @@ FAMILIES = (
         processors=("Qwen2_5OmniProcessor",),
         audio_limit=_whisper_window,
         has_qwen_vl_utils=True,
+        hears_videos=True,
         trained_part={"qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration"},
     ),
     Family(
@@ -272,6 +283,7 @@ FAMILIES = (
         isolate="media",  # clips are padded to the longest before convolutions without a mask
         audio_tokens=_qwen3_omni_tokens,
         has_qwen_vl_utils=True,
+        hears_videos=True,
         trained_part={"qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration"},
     ),
     Family(

@@ -119,6 +119,7 @@ class PolicyForward:
         supervised: Completions | None = None,
         logit_bias: dict[int, float] | None = None,
         whole: bool = False,
+        rows: Sequence[int] | None = None,
     ) -> Scores:
         """
         Scores of completions, differentiable where gradients are enabled.
@@ -129,11 +130,20 @@ class PolicyForward:
         experts, `supervised` completions their log-probabilities, all in the same forward of the wrapper. With
         `whole`, `prompts` are whole sequences, see [`~forward.scoring.completion_scores`]. With more tokens than
         `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the `deferred` of the
-        scores.
+        scores. Where only some `rows` matter, the others aren't forwarded, and their scores are 0; dummy prompts take
+        the place of their media.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        if rows is not None:
+            chosen = [prompts[i] for i in rows]
+            dummies = self.processes.in_place_of(model, prompts, chosen)
+            padding = (0, 0, 0, len(dummies))
+            ids, mask = (nn.functional.pad(each[rows], padding) for each in (completion_ids, completion_mask))
+            options = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
+            scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
+            return scores.spread(rows, len(prompts))
         parts, n_parts = [], 1
         if self.max_tokens is not None and torch.is_grad_enabled():
             lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()

@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Suggestions for unknown names of options, keys and arguments."""
+"""Names of options, keys, arguments and functions: suggestions for unknown ones, and settings behind them."""
 
+import ast
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -85,3 +87,37 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     close = [each for each in names if each.startswith(f"{name}_")]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
+    """
+    A name and the settings behind it: `"f(a=1)"` is `("f", {"a": 1})`, and `"f"` is `("f", None)`.
+
+    Raises `ValueError` if the text is neither.
+    """
+    if not text.endswith(")"):
+        return text, None
+    try:
+        call: Any = ast.parse(text.strip(), mode="eval").body
+        if call.args:
+            raise ValueError("settings need names")
+        return ast.unparse(call.func), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (AttributeError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
+            "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
+        ) from None
+
+
+def recipe_names(recipe: Any) -> list[str]:
+    """Names of the functions in a `reward_recipe`, each once."""
+    weights = [*recipe.values()] if isinstance(recipe, dict) else []
+    if not weights or not all(
+        isinstance(each, dict) and all(isinstance(weight, (int, float)) for weight in each.values())
+        for each in weights
+    ):
+        raise ValueError(
+            f"`reward_recipe` is {recipe!r}; write the weights of reward functions by the label of a row, such as "
+            '{"counting": {"counting_reward": 1.0}}.'
+        )
+    return [*dict.fromkeys(name for each in weights for name in each)]

@@ -39,11 +39,11 @@ OVERRIDDEN = {
     "transformers:Trainer.train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "transformers:Trainer._get_grad_norm": "self model grad_norm",
     "transformers:Trainer.save_model": "self output_dir _internal_call",
+    "transformers:Trainer.create_optimizer": "self model",
 }
 OVERRIDDEN_RLOO = {path.replace(GRPO, RLOO): given for path, given in OVERRIDDEN.items()}
 # Methods that only the PPO trainer overrides
 OVERRIDDEN_PPO = {
-    "transformers:Trainer.create_optimizer": "self model",
     "transformers:Trainer.create_scheduler": "self num_training_steps optimizer",
 }
 
@@ -98,6 +98,7 @@ CALLED = {
     "trl.trainer.callbacks:SyncRefModelCallback": "ref_model accelerator",
     "trl.distributed:DistributedBackend.gather_params": "params",
     "transformers.conversion_mapping:get_model_conversion_mapping": "model add_legacy",
+    "transformers.exporters.utils:precompute_export_inputs": "model inputs",
     "transformers.core_model_loading:revert_weight_conversion": "model state_dict",
     "transformers.core_model_loading:WeightTransform.reverse_transform": "",
     "transformers.core_model_loading:WeightTransform.rename_source_key": "source_key",

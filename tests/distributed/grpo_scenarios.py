@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers.chats import image
+from helpers.checks import released
 from helpers.families import FAMILIES
 from helpers.tools import Scripted, shows, with_turns_of_tools
 from peft import AutoPeftModel, LoraConfig, PeftModel
@@ -26,6 +27,7 @@ from training import (
     compared,
     engine_options,
     image_rows,
+    reward,
     start,
     train,
     weights,
@@ -35,6 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.algorithms.kl import FixedKLController
+from trl_multimodal_rft.forward import scoring
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, local_part, save_rollout_state
@@ -107,6 +110,21 @@ REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "m
 def whole_groups_checkpointed(folder):
     trainer, result = train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)
     return {**result, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
+
+
+def without_signal(folder):
+    """First no group of the first rank has a signal, then one of each rank's, then none at all."""
+
+    def rewarded(completion_ids, number, trainer_state, **kwargs):
+        step = trainer_state.global_step
+        dead = [n in ((0, 1), (4, 6), range(8))[step] for n in number]
+        return [0.5 if none else value for none, value in zip(dead, reward(completion_ids), strict=True)]
+
+    rows = [{**row, "number": i} for i, row in enumerate(image_rows())]
+    options = {"gradient_accumulation_steps": 2, "shuffle_dataset": False, "max_steps": 3}
+    options |= {"weight_decay": 0.1, "optim_args": "momentum=0.9"}
+    trainer, result = train(folder, "qwen2_5_vl", rows, 2 * GROUP, reward_func=rewarded, **options)
+    return result
 
 
 def partly(rows, *with_media):
@@ -292,6 +310,25 @@ globals().update({name: functools.partial(algorithm, name) for name in ALGORITHM
 # These scenarios need two ranks, which exchange groups and sample with separate random states
 
 
+def checked(folder):
+    """Two ranks run the self-check in bfloat16. In a second one, the last of them runs out of memory."""
+    policy = released("llava", image_rows(), objects=FAMILIES["llava"].build())
+    check = policy.check()
+
+    def too_large(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    pack = scoring.pack
+    if policy.policy.accelerator.is_last_process:
+        scoring.pack = too_large
+    try:
+        policy.check()
+    except Exception as error:
+        return {"self_check": dataclasses.asdict(check), "error": f"{type(error).__name__}: {error}"}
+    finally:
+        scoring.pack = pack
+
+
 def sampled(folder):
     """Two ranks sample the completions of one group."""
     trainer, result = train(folder, "qwen2_audio", audio_rows(), GROUP, RecordingTrainer, self_check=True)
@@ -333,10 +370,12 @@ def unequal_reward(completion_ids, trainer_state, **kwargs):
 EXCHANGED = {
     "dynamic_sampling": True,
     "dynamic_sampling_max_rounds": 2,
+    "dynamic_sampling_range": [0.1, 0.9],
     "replay_buffer_size": 4,
     "beta": 0.1,
     "learning_rate": 0.1,
     "shuffle_dataset": True,
+    "difficulty_sampling": True,
     "trainer_class": ExchangingTrainer,
     "reward_func": unequal_reward,
 }
@@ -345,7 +384,9 @@ EXCHANGED = {
 def exchanged(folder):
     """Each rank has two groups. Each clip needs one forward pass, and the ranks have different numbers of clips."""
     trainer, result = train(folder, "gemma3n", audio_rows(), 4 * GROUP, max_steps=4, **EXCHANGED)
-    return {**result, "batches": trainer.batches, "drawn": trainer.drawn}
+    state = trainer._stream.sampler.state_dict()
+    difficulty = [state["rates"].nan_to_num(9.0).tolist(), state["drawn"]]
+    return {**result, "batches": trainer.batches, "drawn": trainer.drawn, "difficulty": difficulty}
 
 
 def resumed(folder):

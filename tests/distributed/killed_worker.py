@@ -38,7 +38,7 @@ from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 LIMIT = 600  # Maximum seconds that a process lives. DeepSpeed compiles before its first run.
-SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50}
+SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "difficulty_sampling": True}
 OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
 ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
 ZERO2 |= {"zero_optimization": {"stage": 2}}

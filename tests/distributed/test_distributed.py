@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Two ranks train like one process, and alike with every engine: DDP, FSDP2 and DeepSpeed's ZeRO-1, 2 and 3."""
 
+import re
+
 import pytest
 import torch
 from launcher import Run
@@ -25,12 +27,13 @@ IN_DEFAULT_RUN = {
     "fsdp2": [FOR_EACH_ENGINE],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
-DDP += ["rloo", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
+DDP += ["rloo", "without_signal", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
-ENGINE_MATTERS += ["reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
+ENGINE_MATTERS += ["without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
+METRICS += ["packing/skipped_frac"]
 # Means over micro-batches, which hold different completions on one process and on two
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = "straddling_group straddling_groups hybrid skipped_rows mixed_rows isolated_media rloo".split()
@@ -248,6 +251,17 @@ def test_statistics_of_experience_are_those_of_all_processes(two, one):
 # Sampling
 
 
+@on(["ddp"], "checked")
+def test_checks_of_noisy_processes_agree_and_memory_stops_all(two):
+    first, second = two
+    check = first["self_check"]
+    assert check == second["self_check"] and check["rounding"] > 0.03
+    assert max(check["padded"], check["packed"], check["rows"], check["sampled"]) > 0.177
+    assert check["fallbacks"]["packing"] and check["fallbacks"]["isolate"] is None
+    assert first["error"] == "MemoryError: scoring packed rows ran out of memory in another process"
+    assert second["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
 @on(["ddp", *PARTS], "sampled")
 def test_processes_agree_on_their_own_samples(two):
     first, second = two
@@ -292,10 +306,13 @@ def test_processes_exchange_their_groups(two):
     sampling = [{k: v for k, v in step.items() if k.startswith(("sampling/", "replay/"))} for step in first["steps"]]
     assert [step["sampling/rounds"] for step in sampling] == [2, 2, 2, 2]
     assert [step["sampling/kept_frac"] for step in sampling] == [0.75, 0.75, 0.5, 0.5]
+    assert [step["sampling/dropped_equal"] for step in sampling] == [0.25, 0.25, 0.5, 0.5]
     assert [step["replay/frac"] for step in sampling] == [0, 0, 0.5, 0.5]
     assert [step["replay/age"] for step in sampling][:2] == [0, 0] < [step["replay/age"] for step in sampling][2:]
     others = [{k: step[k] for k in mine} for mine, step in zip(sampling, second["steps"], strict=True)]
     assert sampling == others
+    rates, coming = first["difficulty"]
+    assert first["difficulty"] == second["difficulty"] and len(set(rates)) > 1 and coming
     # Two draws on both ranks take each of the eight prompts once
     epochs = [[rank["drawn"][start : start + 2] for rank in (first, second)] for start in (0, 2)]
     assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
@@ -411,6 +428,46 @@ def test_what_ppo_can_not_do(two, engine):
     for rank in two:
         assert len(rank["messages"]) == len(expected)
         assert all(message.startswith(start) for message, start in zip(rank["messages"], expected, strict=True))
+
+
+# Frozen parts, and learning rates of parts
+
+TOWER = re.compile(r"(base_model\.model\.)?(critic\.model\.)?model\.visual\.(?!merger)")
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], "parts", "parts_adapter")
+def test_parts_train_as_in_one_process(two, one, engine):
+    assert_same_ranks(two)
+    assert_same_update(two[0]["update"], one[0]["update"])
+    assert_same_metrics(two, one, ["loss", "grad_norm", "learning_rate"])
+    assert two[0]["steps"][0]["learning_rate"] == 0.5
+    assert two[0]["sharded"] == (engine == "fsdp2")
+    moved = {name for name, value in two[0]["update"].items() if value.any()}
+    assert not any(map(TOWER.match, moved)) and any("merger" in name for name in moved)
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], "parts_ppo")
+def test_parts_of_policy_and_critic_train_as_in_one_process(two, one, engine, scenario):
+    assert_same_ppo(two, one, engine, scenario)
+    moved = {name for name, value in two[0]["update"].items() if value.any()}
+    assert not any(map(TOWER.match, moved))
+    assert {"critic.head.weight", "lm_head.weight", "critic.model.model.visual.merger.mlp.0.weight"} <= moved
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], "parts_resumed")
+def test_resumed_run_trains_the_same_parts(two):
+    assert_same_ranks(two, least=0.01)
+    for rank in two:
+        assert rank["otherwise"] == []
+        assert rank["logs"][0][2:] == rank["logs"][1][-2:]
+        assert "checkpoint-2 was saved with `freeze=['vision_tower']`, and this run has `freeze=" in rank["message"]
+
+
+@on(["zero2"], "parts_of_deepspeed")
+def test_rates_of_parts_need_an_optimizer_and_schedule_that_the_trainer_makes(two):
+    for rank in two:
+        for name, message in zip(["optimizer", "scheduler"], rank["messages"], strict=True):
+            assert message.startswith(f"The DeepSpeed config has its own `{name}`, which would train all parts at one")
 
 
 # Supervised training

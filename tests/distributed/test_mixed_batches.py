@@ -67,7 +67,8 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
         assert_encoders_run_together(name, engine, encoders, [rank["forwards"] for rank in results[name]])
         assert not any(dummies for _, dummies in alone[name][0]["forwards"]), name
     for rank in results["mixed_parts"] + results["mixed_parts_shared"]:
-        assert all(step["token_budget/parts"] >= 2 for step in rank["steps"])
+        # The last step's completions are alike in each group, so that nothing is forwarded
+        assert all(step["token_budget/parts"] >= 2 for step in rank["steps"][:-1] if "loss" in step)
     # The trainer finds the trainable encoders once per run, in the policy and in the critic if it exists
     for name, kinds in ENCODERS.items():
         n_towers = max(len(kinds), 1) * (2 if name == "mixed_critic" else 1)

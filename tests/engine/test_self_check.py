@@ -57,10 +57,9 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     drawn = []
 
     class Remembering(MultimodalRLOOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            drawn.append((torch.tensor(self._logs["advantages"]), output))  # as in the logs, without weights
-            return output
+        def _compute_loss(self, model, inputs):
+            drawn.append((inputs["advantages"], inputs))  # without weights, which the scores of this step give
+            return super()._compute_loss(model, inputs)
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
     trainer = make(Remembering, MultimodalRLOOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
@@ -69,15 +68,17 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     assert len(drawn) == 3
     weights = []
     for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
-        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * output["completion_mask"]
+        mask, rows = output.scored_mask, output.rows_to_score or [*range(len(output))]
+        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * mask
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)
         torch.testing.assert_close(output["advantages"], before * ratios)
+        ratios = ratios[rows]
         weights.append(ratios)
         for name in ("min", "mean", "max"):
             expected = getattr(ratios, name)().item()
             assert logged[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(expected, rel=1e-5)
-        expected = differences.abs().sum() / output["completion_mask"].sum()
+        expected = differences.abs().sum() / mask.sum()
         assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(expected.item(), rel=1e-5)
     # Placeholders, which the engine excludes, have some probability
     assert 0.9 < torch.cat(weights).min() < torch.cat(weights).max() == pytest.approx(0.98)
@@ -119,7 +120,7 @@ def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
     assert any(exchanged)
     for batch in (each.batch for each in trainer.micro_batches):
         old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        ratios, mask = batch["importance_sampling_ratio"], batch["completion_mask"]
+        ratios, mask = batch["importance_sampling_ratio"], batch.scored_mask
         if ratios.size(1) == 1:
             differences = torch.where(mask.bool(), old - sampled, 0.0).nan_to_num(nan=0.0)
             expected = differences.sum(1).exp().clamp(max=3.0)

@@ -20,7 +20,11 @@ beneath = pytest.mark.skipif(not LOADS_BENEATH_ADAPTERS, reason="vLLM before 0.2
 
 def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path)
+    engine, loads = trainer.vllm_generation._runner.model, []
+    load = engine.load_weights
+    monkeypatch.setattr(engine, "load_weights", lambda weights: loads.append(1) or load(weights))
     assert_follows(trainer)
+    assert len(loads) == 3  # one per sync
     change(trainer, "visual")
     assert difference(trainer) < 1e-5
     change(trainer, "visual")

@@ -2,13 +2,15 @@
 # Fills a folder with what `wheels.txt` names and with this package, for a machine with Python 3.12 and no network.
 #
 #   tests/gpu/pack.sh FOLDER [PYTHON]
+#   VLLM=1 tests/gpu/pack.sh FOLDER [PYTHON]  # with vLLM, by `wheels-vllm.txt`
 set -euo pipefail
 folder=$(realpath -m "$1") python=${2:-python3}
 cd "$(dirname "$0")/../.."
 mkdir -p "$folder"
 where=(--dest "$folder" --no-deps --quiet)
-for glibc in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
-grep -v '^#\|^deepspeed' tests/gpu/wheels.txt | "$python" -m pip download "${where[@]}" --only-binary=:all: \
+lists=(tests/gpu/wheels.txt ${VLLM:+tests/gpu/wheels-vllm.txt})
+for minor in $(seq 34 -1 5); do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
+cat "${lists[@]}" | grep -v '^#\|^deepspeed' | "$python" -m pip download "${where[@]}" --only-binary=:all: \
     --python-version 3.12 --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --requirement /dev/stdin
 # DeepSpeed is published as source, which is Python as long as nothing is built ahead
 DS_BUILD_OPS=0 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" \

@@ -12,6 +12,10 @@ python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir 
 export PYTHONPATH=$site HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python3 -m pip list 2>/dev/null > "$out/packages.txt"
 nvidia-smi > "$out/gpu.txt" 2>&1
+if ! command -v "${CC:-gcc}" gcc clang > /dev/null; then
+    echo "No C compiler: Triton can't compile the kernels of TRL's LM head and of linear attention. Install gcc, or set CC." |
+        tee "$out/no_compiler.txt"
+fi
 which=gpu preset=${PRESET:-3b} tests_end=540 report_end=590  # seconds
 if [ "$device" = cpu ]; then which=slow preset=tiny tests_end=0 report_end=0; fi
 code=0

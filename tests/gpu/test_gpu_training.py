@@ -23,11 +23,12 @@ from helpers.trainer_utils import (
 )
 from policy_update import PRESETS, Case, build_dataset, build_model, build_processor
 from transformers import Qwen2_5_VLProcessor
-from trl.trainer import utils as trl_utils
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
 from trl_multimodal_rft.cli import arguments, estimate
 from trl_multimodal_rft.cli.fake_run import Watch
+from trl_multimodal_rft.forward import head
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ def test_self_check_in_bfloat16(family, rows, device, tmp_path):
     trainer.train()
     check = trainer.checks.self_check
     assert trainer.accelerator.device.type == device and trainer.state.global_step == 2
-    assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= check.tolerance
+    limit = check.tolerance + NOISE_FACTOR * check.rounding
+    assert check.tolerance > 1e-3 and max(check.padded, check.packed, check.rows, check.sampled) <= limit
     assert check.fallbacks.packing and check.fallbacks.shared_prefill and not check.fallbacks.logits_from_model
     assert min(check.media.values()) > 0
 
@@ -124,8 +126,8 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
     test counts live tensors.
     """
     on_gpu = device == "cuda"
-    if not on_gpu:  # otherwise TRL's tile of the logits dominates a tiny model's memory
-        monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 512)
+    if not on_gpu:  # otherwise the head's tile of the logits dominates a tiny model's memory
+        monkeypatch.setattr(head, "_CHUNK_SIZE", 512)
     preset, group, completion, side = ("3b", 8, 512, 448) if on_gpu else ("tiny", 4, 48, 112)
     processor = build_processor()
     plain = Qwen2_5_VLProcessor(**{name: getattr(processor, name) for name in processor.get_attributes()})

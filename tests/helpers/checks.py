@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -43,10 +44,11 @@ def subject(
     policy_class: type[PolicyForward] = PolicyForward,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    objects: Any = None,
     **more: Any,
 ) -> Subject:
-    """Returns a tiny policy and the prompts of rows; `more` are settings of the run."""
-    model, processor = load(family)
+    """Returns a tiny policy, or the one of `objects`, and the prompts of rows; `more` are settings of the run."""
+    model, processor = objects or load(family)
     fallbacks = Fallbacks(
         packing=sharing_obstacle(model) is None,
         isolate=family_of(model).isolate,
@@ -84,3 +86,27 @@ def subject(
     return Subject(
         model, policy, [prompts[i] for i in repeated], [messages[i] for i in repeated], RunSettings(**settings | more)
     )
+
+
+def released(family: str, rows: Any, **options: Any) -> Subject:
+    """
+    Returns a tiny policy in bfloat16 with logits of up to 25, whose layers round at random, as different kernels of a
+    GPU do.
+    """
+    made = subject(family, rows, **options)
+    model = made.model.bfloat16()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    inputs = {"input_ids": torch.arange(40, 60)[None]}
+    generator, half = torch.Generator().manual_seed(1), torch.finfo(torch.bfloat16).eps / 2
+
+    def rounded(module, args, output):
+        factors = torch.rand(output.shape, generator=generator)
+        return (output * (1 + half * (factors < 0.2) - half * (factors > 0.8))).to(output.dtype)
+
+    with torch.no_grad():
+        head.weight *= 25 / model(**inputs).logits.abs().max()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            module.register_forward_hook(rounded)
+    return made

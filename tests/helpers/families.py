@@ -715,11 +715,14 @@ def ovis2():
 
 @family(MORE_FAMILIES, image_prompts, "image")
 def kimi_k25():
-    """No video: the model's forward pass fails on any video that it pools over time."""
+    """
+    No video: the model's forward pass fails on any video that it pools over time. Heads of queries are half as long
+    again as those of values, as in the checkpoints.
+    """
     image = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
     tokens = {"image": "<|media_pad|>", "video": "<|kimi_k25_video_placeholder|>"}
     tokens |= {name: f"<|media_{name}|>" for name in ("begin", "content", "end")}
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     experts = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **ROUTED_EXPERTS}
     return build(
         "Kimi_K25",
@@ -1067,7 +1070,7 @@ def gemma4():
         hf.Gemma4ImageProcessor(**sizes),
         hf.Gemma4VideoProcessor(**sizes, do_sample_frames=False),
         text={
-            "global_head_dim": 16,
+            "global_head_dim": 32,
             "vocab_size_per_layer_input": len,
             "use_bidirectional_attention": "vision",
             **GEMMA_TEXT,

@@ -31,7 +31,7 @@ AS_TRL |= {"entropy_scope", "entropy_source"}
 
 # Drawn options, as far as a config has them. The first value is the default.
 SWITCHES = [
-    *("bootstrap_truncated", "cast_lm_head_to_fp32", "dynamic_sampling", "entropy_renormalize"),
+    *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling", "dynamic_sampling", "entropy_renormalize"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
     *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
 ]
@@ -69,9 +69,11 @@ VALUES = {
     "cpgd_drift_coef": [0.01, 0.5],
     "cpgd_weight": ["clip_filter_like", "none", "std"],
     "dynamic_sampling_max_rounds": [4, 2],
+    "dynamic_sampling_range": [None, [0.5, 2.5]],
     "ema_decay": [None, 0.9],
     "entropy_scope": ["batch", "sequence", "micro_batch"],
     "entropy_source": ["rollout", "current"],
+    "freeze": [None, ["projector"]],
     "freezing_actor_steps": [0, 1],
     "gamma": [1.0, 0.9],
     "kl_estimator": [None, "k1", "k2", "k3"],
@@ -79,8 +81,10 @@ VALUES = {
     "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
     "lam": [0.95, 0.5],
+    "learning_rates": [None, {"language_model": 0.02}],
     "loss_type": ["dapo", *(name for name in LOSSES if name != "dapo")],
     "max_length": [None, 30],
+    "max_pixels": [None, 2 * 28 * 28],
     "max_tokens_per_microbatch": [None, 50],
     "norm_level": ["token", "sequence"],
     "num_ppo_epochs": [2, 1],
@@ -116,8 +120,9 @@ NEUTRAL = {
 
 # Options without use here, because these runs have no files, tools or engine
 NOT_DRAWN = {
-    *RULE_NAMES,
+    *(name for name in RULE_NAMES if name not in VALUES),
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
+    "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
@@ -135,7 +140,7 @@ NEEDS = {
     "norm_level": ("advantage_estimator", ["reinforce_baseline"]),
     "cpgd_weight": ("advantage_estimator", ["cpgd"]),
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
-    "dynamic_sampling_max_rounds": ("dynamic_sampling", [True]),
+    **dict.fromkeys(["dynamic_sampling_max_rounds", "dynamic_sampling_range"], ("dynamic_sampling", [True])),
     "replay_max_age": ("replay_buffer_size", [4]),
     "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
@@ -188,6 +193,8 @@ def neutral(draw: Draw, run: str) -> dict:
     names = {each.name for each in fields(CONFIGS[draw.kind])}
     if draw.rows in ("audio", "video"):
         names -= {"remove_unused_columns"}  # `with_media` needs it
+    if "difficulty_sampling" in draw.options:
+        names -= {"media_prefetch"}  # rows that are drawn ahead depend on fewer measurements
     return {name: generator.choice(values) for name, values in NEUTRAL.items() if name in names}
 
 

@@ -6,11 +6,11 @@ import inspect
 import pytest
 import torch
 from transformers.masking_utils import create_chunked_causal_mask
-from trl.trainer.utils import add_fused_lm_head
 
 from helpers.completions import G
 from helpers.encoding import build_encoded
 from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scoring import completion_scores
 from trl_multimodal_rft.models.modes import checkpoint_activations
@@ -31,7 +31,7 @@ def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
     model, _, prompts = build_encoded(name)
     if attention != "sdpa":
         model.get_decoder().set_attn_implementation(attention)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_fused_head(model, outputs=("log_probs", "entropy"))
     skip_linear_attention(model)
     assert sharing_obstacle(model) is None
     install_prefix_attention(model)

@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, answer: Callable):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.requests, self.images_sent = answer, [], 0
+        self.headers_seen: list = []
         self.busy = self.most_busy = 0
         self.location = "/elsewhere"  # target of answers with a redirect status
         self.more_headers: dict[str, str] = {}
@@ -47,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             server.requests.append(request)
+            server.headers_seen.append(self.headers)
             server.busy += 1
             server.most_busy = max(server.most_busy, server.busy)
         answer = server.answer(request)

@@ -371,8 +371,14 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
 
 
 def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
-    """Returns the largest difference of two histories' metrics, relative to 1 or the metric, and its name."""
+    """
+    Returns the largest difference of two histories' metrics, relative to 1 or the metric, and its name. Entropies are
+    compared where no update left out completions.
+    """
+    skips = any(entry.get("packing/skipped_frac") for entry in [*a, *b])
     a, b = metrics(a), metrics(b)
+    for entry in [*a, *b] if skips else ():
+        entry.pop("entropy", None)
     assert [entry.keys() for entry in a] == [entry.keys() for entry in b]
     differences = [
         (abs(x[key] - y[key]) / max(1, abs(x[key])), f"{key}: {x[key]} and {y[key]}")

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .kl import approx_kl
-from .metrics import Metric, completion_means, largest, rank_mean, smallest, token_mean
+from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
 from .papers import Paper, paper_of
 
 
@@ -43,6 +43,7 @@ class LossInputs:
     ref_logps: torch.Tensor | None = None  # under the reference, for a KL term in the loss, `(B, T)`
     entropies: Any = None  # of the policy, `(B, T)`
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
+    scored: torch.Tensor | None = None  # 1 on tokens that have scores, by default the mask's, `(B, T)`
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def grpo_loss(
     if inputs.aux_loss is not None:
         loss = loss + aux_coef * inputs.aux_loss / accumulation
         metrics["aux_loss"] = rank_mean(inputs.aux_loss)
-    metrics["entropy"] = token_mean(inputs.entropies, mask)
+    metrics["entropy"] = scored_mean(inputs.entropies, mask if inputs.scored is None else inputs.scored)
     return LossOutput(loss, metrics)
 
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Metrics of a micro-batch: numbers of each rank and how to combine them, so that one gather serves all metrics."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ class Metric:
     combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
     # How micro-batches combine until the next log; `None` for TRL's mean
     merge: Callable[[list[float]], float] | None = None
+    optional: bool = False  # whether NaN is left out of the log
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
@@ -23,6 +25,12 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
     return Metric(torch.stack([total.float(), mask.sum().float()]), _ratio)
+
+
+def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
+    """A mean over tokens `(B, T)`, which isn't logged where none counts."""
+    metric = token_mean(values, mask)
+    return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], optional=True)
 
 
 def rank_mean(value: torch.Tensor) -> Metric:
@@ -47,19 +55,42 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(1) / mask.sum(1)
 
 
+class PendingMetrics:
+    """Metrics on the device: reading them between forward and backward pass would make the host wait."""
+
+    def __init__(self):
+        self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
+
+    def add(self, metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
+        """Gathers metrics at once, for `logged`, those of the next log. All ranks must pass the same names."""
+        if metrics:
+            numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
+            self._pending.append((metrics, gather(numbers[None]), logged))
+
+    def read(self) -> None:
+        """Appends all metrics to those of the next log."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        widths = [numbers.size(1) for _, numbers, _ in pending]
+        everything = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
+        for (metrics, _, logged), everyone in zip(pending, everything, strict=True):
+            parts = everyone.split([len(metric.numbers) for metric in metrics.values()], dim=1)
+            for (name, metric), part in zip(metrics.items(), parts, strict=True):
+                value = metric.combine(part).item()
+                if metric.optional and math.isnan(value):
+                    continue
+                if metric.merge is None:
+                    logged[name].append(value)
+                else:
+                    logged[name] = [metric.merge([value, *logged[name]])]
+
+
 def log_metrics(metrics: dict[str, Metric], gather: Callable, logged: dict[str, list[float]]) -> None:
     """Gathers metrics at once and appends them to those of the next log. All ranks must pass the same names."""
-    if not metrics:
-        return
-    numbers = torch.cat([metric.numbers.float() for metric in metrics.values()])
-    everyone = gather(numbers[None]).cpu().double()
-    parts = everyone.split([len(metric.numbers) for metric in metrics.values()], dim=1)
-    for (name, metric), part in zip(metrics.items(), parts, strict=True):
-        value = metric.combine(part).item()
-        if metric.merge is None:
-            logged[name].append(value)
-        else:
-            logged[name] = [metric.merge([value, *logged[name]])]
+    pending = PendingMetrics()
+    pending.add(metrics, gather, logged)
+    pending.read()
 
 
 class Window:

@@ -13,8 +13,9 @@ from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
+from ..models.wrapped import computing_dtype
 from ..policy import Completions, PolicyForward
-from .measure import tolerance_of
+from .rounding import STRICT, measure_noise, tolerance_of
 from .self_check import SelfCheck
 
 
@@ -31,8 +32,9 @@ class EngineCheck:
     Compares an engine on the first batch, on the first one after the weights have moved so far that an engine without
     them would show, and on the first media that tools return.
 
-    A few completions of each rank are scored one by one. `check` gets the results; `dtype` is the engine's,
-    `logit_bias` what it adds to logits.
+    A few completions of each rank are scored one by one. In half precision, where they differ by more than the
+    constant, the noise of the policy's own scores is measured, see [`rounding`]. `check` gets the results; `dtype` is
+    the engine's, `logit_bias` what it adds to logits.
     """
 
     def __init__(self, policy: PolicyForward, check: SelfCheck, dtype: torch.dtype, logit_bias: dict[int, float]):
@@ -40,7 +42,9 @@ class EngineCheck:
         self.policy = policy
         self.check = check
         check.engine = check.engine_updated = check.engine_conversation = None
+        self.dtype = dtype
         self.tolerance = max(check.tolerance, tolerance_of(dtype))
+        self.noise = 0.0  # on average
         self.logit_bias = logit_bias
         self.accelerator = policy.accelerator
         self.step = -1  # the last one that was considered
@@ -58,7 +62,8 @@ class EngineCheck:
         if check.engine_updated is not None or step == self.step:
             return False
         self.step = step
-        if self.first is not None and not self._moved(model) > _SHOWS * self._limit():
+        moved = math.inf if self.first is None else self._moved(model)
+        if not moved > _SHOWS * self._limit():
             return False
         mask = mask * ~sampled.isnan()  # an engine may not return all
         rows = _diverse(completions[0], mask)
@@ -67,7 +72,10 @@ class EngineCheck:
         measured = self._difference(logps, sampled[rows], mask)
         if measured is None:
             return False
+        self._allow_noise(model, measured, probes, mask)
         limit, before = self._limit(), check.engine
+        if not moved > _SHOWS * limit:
+            return False
         if before is None:
             check.engine, self.first = measured, (probes, logps, mask)
             when = "on the first batch"
@@ -94,9 +102,10 @@ class EngineCheck:
         row = [int(mask.sum(1).argmax())]
         if not self.accelerator.reduce(mask[row].sum(), reduction="sum").item():
             return False
-        logps = self._score(model, _select(completions, row))
-        measured = self._difference(logps, sampled[row], mask[row])
+        probes = _select(completions, row)
+        measured = self._difference(self._score(model, probes), sampled[row], mask[row])
         assert measured is not None
+        self._allow_noise(model, measured, probes, mask[row])
         limit, self.check.engine_conversation = self._limit(), measured
         reason = "it processes media that tools return differently, or has them at other positions"
         self._judge(measured, limit, "after tool media", reason)
@@ -104,8 +113,7 @@ class EngineCheck:
 
     def _judge(self, measured: tuple[float, float], limit: float, when: str, reason: str) -> None:
         mean, largest = measured
-        is_strict = self.tolerance <= tolerance_of(torch.float32)
-        if not mean <= limit or (is_strict and not largest <= self.tolerance):
+        if not mean <= limit or (self.tolerance <= STRICT and not largest <= self.tolerance):
             raise RuntimeError(
                 f"self-check: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from "
                 f"the policy's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set "
@@ -114,10 +122,23 @@ class EngineCheck:
 
     def _limit(self) -> float:
         """Bound of the mean difference: after an update, not much more than before it."""
-        limit = self.tolerance / 2
+        limit = self.tolerance / 2 + 2 * self.noise
         if self.check.engine is None:
             return limit
-        return min(limit, max(_GROWS * self.check.engine[0], self.tolerance**2 / 2, tolerance_of(torch.float32) / 2))
+        before = max(self.check.engine[0], self.noise)
+        return min(limit, max(_GROWS * before, self.tolerance**2 / 2, STRICT / 2))
+
+    def _allow_noise(
+        self, model: nn.Module, measured: tuple[float, float], completions: Completions, mask: torch.Tensor
+    ) -> None:
+        """Measures the noise of completions where their difference is more than the limit."""
+        if self.tolerance <= STRICT or measured[0] <= self._limit():
+            return
+        policy = self.policy.unwrapped(model)
+        dtype = max(self.dtype, computing_dtype(self.accelerator, policy), key=tolerance_of)
+        noise = measure_noise(policy, dtype, lambda: self._score(model, completions), mask)
+        found = self._difference(noise, torch.zeros_like(noise), mask)
+        self.noise = max(self.noise, found[0] if found else 0.0)
 
     def _moved(self, model: nn.Module) -> float:
         """Mean change of the policy's log-probabilities of the first batch."""

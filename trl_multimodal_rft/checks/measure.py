@@ -2,6 +2,7 @@
 """Log-probabilities of a policy against those of the model's own forward, with decisions common to all ranks."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -12,12 +13,13 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from ..encoding.join import continued_field
-from ..encoding.prompts import EncodedPrompt, prompt_position_ids
+from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
 from ..forward.scoring import takes_logits_to_keep, to_model
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
+from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps
 
 
 logger = get_logger(__name__)
@@ -25,16 +27,16 @@ logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Largest difference of log-probabilities from rounding."""
-    # Scores are computed in float32 at best, even for a model in float64
-    return 2 * math.sqrt(max(torch.finfo(each).eps for each in (dtype, torch.float32)))
-
-
-def raise_out_of_memory(error: Exception) -> None:
-    """Reraises an error that says nothing about exactness."""
-    if isinstance(error, MemoryError) or should_reduce_batch_size(error):
-        raise error
+def is_out_of_memory(error: Any) -> bool:
+    """Whether an error, or one that it was raised for, says nothing about exactness."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(error):
+            return True
+        # Of allocations outside PyTorch's allocator
+        if isinstance(error, RuntimeError) and re.search("(?i)out of memory|STATUS_ALLOC_FAILED", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Measure:
@@ -51,11 +53,13 @@ class Measure:
         self.model = policy.unwrapped(model)
         self.accelerator = policy.accelerator
         self.device = self.accelerator.device
-        self.tolerance = tolerance_of(computing_dtype(self.accelerator, self.model))
+        self.dtype = computing_dtype(self.accelerator, self.model)
+        self.tolerance = tolerance_of(self.dtype)
         self.fallbacks = replace(policy.fallbacks)
         self.model_type = self.model.config.model_type
         self.has_engine = engine_positions
         self.failure = ""
+        self.largest_logit = 0.0  # of the truth, on this rank
 
     # The policy
 
@@ -66,13 +70,18 @@ class Measure:
         mask: torch.Tensor,
         packed: bool,
         isolate: Literal["media", "prompt"] | None = None,
+        model: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Log-probabilities `(P * B, N)` of the same completions `(B, N)` to each of `P` prompts."""
+        """
+        Log-probabilities `(P * B, N)` of the same completions `(B, N)` to each of `P` prompts, by default by the model
+        as it was prepared.
+        """
         fresh = [replace(prompt, mask_cache={}) for prompt in prompts]
         repeated = [prompt for prompt in fresh for _ in range(len(ids))]
         rows = [each.repeat(len(prompts), 1) for each in (ids, mask)]
         fallbacks = replace(self.fallbacks, isolate=isolate)
-        return self.policy.score(self.prepared, repeated, *rows, packed=packed, fallbacks=fallbacks).logps
+        model = self.prepared if model is None else model
+        return self.policy.score(model, repeated, *rows, packed=packed, fallbacks=fallbacks).logps
 
     # The model's own forward
 
@@ -88,17 +97,15 @@ class Measure:
         inputs = to_model(outputs, self.model, self.device)
         return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
-    def model_logps(
-        self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Log-probabilities of completions `(B, N)` by the model's own forward, one by one; `None` if it fails."""
+    def model_logps(self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of completions `(B, N)` by the model's own forward, one by one."""
         if self.at_engine_positions(prompt):
             positions = prompt.position_ids.to(self.device)
             following = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
             inputs = {**inputs, "position_ids": torch.cat([positions, following], dim=-1)}
-        return self.attempt(
-            "the model's forward", lambda: torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
-        )
+        elif hears_videos(self.model, prompt.input_ids):
+            inputs = {**inputs, "use_audio_in_video": torch.tensor(True)}
+        return torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
 
     def _model_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Those of one completion `(1, N)`."""
@@ -117,8 +124,12 @@ class Measure:
 
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `(B, N)` of ids, from logits that may stop where completions end."""
-        logps = (logits.float() / self.policy.temperature).log_softmax(-1)
-        logps = logps.gather(-1, ids[:, : logits.size(1), None])[..., 0]
+        ids_of_logits = ids[:, : logits.size(1), None]
+        logits = logits.float() / self.policy.temperature
+        # Those that matter, without tokens that are masked by the lowest number
+        ends = torch.cat([logits.amax(-1, keepdim=True), logits.gather(-1, ids_of_logits)], dim=-1)
+        self.largest_logit = max(self.largest_logit, ends.abs().max().item() * self.policy.temperature)
+        logps = logits.log_softmax(-1).gather(-1, ids_of_logits)[..., 0]
         return nn.functional.pad(logps, (0, ids.size(1) - logits.size(1)))
 
     # Decisions common to all ranks
@@ -130,21 +141,52 @@ class Measure:
             value = torch.where(mask.bool(), a - b, 0.0).abs().max().item()
         return self.worst(math.inf if math.isnan(value) else value)
 
+    def compare(
+        self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor, noise: Callable[[], torch.Tensor | None]
+    ) -> tuple[float, bool]:
+        """
+        The largest difference over all ranks, and whether rounding explains those of each rank. `noise` returns that
+        of the log-probabilities `b`, see [`noise`].
+        """
+        largest = self.difference(a, b, mask)
+        if largest <= self.tolerance:
+            return largest, True
+        scale = noise() if math.isfinite(largest) else None
+        if a is None or scale is None:
+            return largest, False
+        steps = two_steps(self.dtype, self.worst(self.largest_logit)) / self.policy.temperature
+        self.tolerance = max(self.tolerance, steps)
+        kept = mask.bool()
+        return largest, not self.worst(float(exceeds((a - b)[kept], scale[kept], self.tolerance)))
+
+    def noise(self, score: Callable[[], torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
+        """The noise of what `score` returns, as in [`rounding`]; `None` in float32, or if it can't be measured."""
+        if self.tolerance <= STRICT:
+            return None
+        return self.attempt("measuring the noise", lambda: measure_noise(self.model, self.dtype, score, mask))
+
     def worst(self, value: float) -> float:
         """The largest value over all ranks."""
         return self.accelerator.gather(torch.tensor([value], device=self.device)).max().item()
 
     def attempt(self, what: str, measure: Callable[[], _Result], quiet: bool = False) -> _Result | None:
-        """Warns if something fails; returns `None` on all ranks if it failed on one."""
-        result = None
+        """
+        Warns if something fails; returns `None` on all ranks if it failed on one. Running out of memory raises on all.
+        """
+        result = failed = None
         try:
             result = measure()
         except Exception as error:
-            raise_out_of_memory(error)
-            self.failure = f"{type(error).__name__}: {error}"
+            failed = error
+        no_memory = is_out_of_memory(failed)
+        outcome = self.worst(2.0 if no_memory else float(result is None))
+        if outcome == 2:
+            raise failed if no_memory and failed else MemoryError(f"{what} ran out of memory in another process")
+        if failed is not None:
+            self.failure = f"{type(failed).__name__}: {failed}"
             if not quiet:
                 logger.warning(f"self-check: {self.model_type}: {what} failed ({self.failure}).")
-        return None if self.worst(float(result is None)) else result
+        return None if outcome else result
 
     def require(self, what: str, measure: Callable[[], _Result]) -> _Result:
         """Raises if something fails."""

@@ -5,8 +5,8 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,8 +27,10 @@ from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config
 from ..models.modes import measuring
+from ..models.wrapped import is_unsharded
 from ..policy import Fallbacks, PolicyForward
-from .measure import Measure, raise_out_of_memory
+from .measure import Measure, is_out_of_memory
+from .rounding import NOISE_FACTOR, STRICT
 from .targets import choose, traits_of, with_other_media
 
 
@@ -38,6 +40,9 @@ _NEW_TOKENS = 4
 
 # A model ignores a medium that moves log-probabilities by less than this share of the tolerance
 _MOVES = 1e-2
+
+# Errors of as many nats must show in any dtype
+_HIDES = 1.0
 
 
 @dataclass
@@ -61,7 +66,7 @@ class SelfCheck:
     changes: tuple[str, ...]  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
     changed: float | None  # how far these move log-probabilities of sampled tokens; `None` if sampling returns none
     training: float  # training mode against evaluation mode
-    tolerance: float  # of rounding, from the dtype of the computation
+    tolerance: float  # least limit of a difference, from the dtype of the computation
     fallbacks: Fallbacks  # under which the numbers hold
     engine_positions: bool = False  # whether the truth has the positions of an engine that samples
     # Mean and largest difference of an engine's log-probabilities from recomputed ones: on the first batch, after
@@ -70,6 +75,7 @@ class SelfCheck:
     engine_updated: tuple[float, float] | None = None
     engine_conversation: tuple[float, float] | None = None
     conversation: float | None = None  # after the first media that a tool returned, against the model's own forward
+    rounding: float | None = None  # largest noise of a token, measured in half precision, see `rounding`
 
     def __str__(self) -> str:
         facts = self._facts()
@@ -82,13 +88,13 @@ class SelfCheck:
         fallbacks = self.fallbacks
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
-        is_packed = self.packed is None or self.packed <= self.tolerance
         changed = (math.nan if self.changed is None else self.changed) if self.changes else None
-        trains_alike = self.training <= self.tolerance
+        trains_alike = self.training <= self.tolerance + NOISE_FACTOR * (self.rounding or 0.0)
         compared = [
+            ("rounding noise", self.rounding, f"{NOISE_FACTOR} times a token's adds to its tolerance"),
             ("features vs. processor", self.features, ""),
             ("padded rows vs. model's forward", self.padded, ", ".join(notes)),
-            ("packed rows vs. model's forward", self.packed, "" if is_packed else "falls back to padded rows"),
+            ("packed rows vs. model's forward", self.packed, "" if fallbacks.packing else "falls back to padded rows"),
             ("batched vs. one by one", self.rows, f"one forward per {fallbacks.isolate}" if fallbacks.isolate else ""),
             ("sampled vs. model's forward", self.sampled, "" if fallbacks.shared_prefill else "separate prefills"),
             ("sampled vs. full distribution", changed, ", ".join(self.changes)),
@@ -145,8 +151,12 @@ def run_self_check(
     check = _Check(policy, model, settings, media)
     with measuring(model, check.device):
         measurements = check.run(messages, prompts)
-    with measuring(model, check.device, evaluation=False):
-        return replace(measurements, training=check.training_mode())
+    with check.same_statistics():
+        with measuring(model, check.device, evaluation=False):
+            training = check.training_mode()
+        with measuring(model, check.device, evaluation=False, checkpointing=True):
+            check.backward()
+    return replace(measurements, training=training)
 
 
 def check_conversation(
@@ -180,6 +190,7 @@ class _Case:
     prompt: EncodedPrompt
     plain: Any  # outputs of the processor, for prompts that are compared with it, else `None`
     error: str | None = None
+    no_memory: bool = False
 
 
 class _Check(Measure):
@@ -193,6 +204,8 @@ class _Check(Measure):
         self.changed: float | None = None
         self.scored: tuple[EncodedPrompt, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.cannot_sample = False
+        self.truth_noise: Callable[[], torch.Tensor | None] = lambda: None
+        self.rounding: float | None = None
 
     def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
         self.n_rows = len(prompts)
@@ -205,6 +218,7 @@ class _Check(Measure):
             ids, mask, sampled, truth = self._sample_and_recompute(target)
             if sampled is not None:
                 worst["sampled"].append(sampled)
+            self._keep_noise()
             padded, scores = self._padded(target.prompt, ids, mask, truth)
             worst["padded"].append(padded)
             self.scored = target.prompt, ids, mask, scores
@@ -213,6 +227,10 @@ class _Check(Measure):
             for kind in sorted(target.prompt.modalities - self.media.keys()):
                 self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
         rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
+        # The shortest, with media if any
+        self.shortest = min(
+            [*(each.prompt for each in targets), *partners], key=lambda each: (not each.media, len(each))
+        )
         features, padded, packed, sampled = (max(values, default=None) for values in worst.values())
         assert padded is not None  # there is a target
         return SelfCheck(
@@ -228,17 +246,80 @@ class _Check(Measure):
             tolerance=self.tolerance,
             fallbacks=self.fallbacks,
             engine_positions=any(self.at_engine_positions(target.prompt) for target in targets),
+            rounding=self.rounding,
         )
+
+    def _keep_noise(self) -> None:
+        """Keeps the largest noise, and warns where it is so large that errors could hide behind it."""
+        noise = self.truth_noise()
+        if noise is None:
+            return
+        self.rounding = max(self.rounding or 0.0, self.worst(noise.max().item()))
+        hidden = self.tolerance + NOISE_FACTOR * self.rounding
+        if hidden > _HIDES:
+            logger.warning(
+                f"self-check: {self.model_type}: rounding in {self.dtype} moves log-probs by {self.rounding:.0e}, so "
+                f"errors below {hidden:.0e} can't be told from it; check the model in float32."
+            )
+
+    # Training mode
+
+    @contextmanager
+    def same_statistics(self) -> Iterator[None]:
+        """Restores what batch norms update."""
+        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in statistics:
+                    buffer.copy_(value)
 
     def training_mode(self) -> float:
         """How far log-probabilities of the last completions are from those in evaluation mode."""
         assert self.scored is not None
         prompt, ids, mask, scores = self.scored
-        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # that batch norms update
         other = self.attempt("scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False))
-        for buffer, value in statistics:
-            buffer.copy_(value)
         return self.difference(other, scores, mask)
+
+    def backward(self) -> None:
+        """
+        Runs a backward pass of the shortest prompt, so that a kernel without one shows before the first update.
+
+        `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP would take
+        a backward for that of a training step, so it doesn't run there, nor with reentrant checkpointing, which
+        refuses `autograd.grad`.
+        """
+        module = self.accelerator.unwrap_model(self.prepared)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not is_unsharded(self.accelerator) or not trained:
+            return
+        assert self.scored is not None
+        _, ids, mask, _ = self.scored
+
+        def run(packed: bool) -> bool:
+            rows = (each[: 2 if packed else 1] for each in (ids, mask))
+            with torch.enable_grad():
+                total = self.score([self.shortest], *rows, packed=packed, model=module).sum()
+                try:
+                    if total.requires_grad:
+                        torch.autograd.grad(total, trained, allow_unused=True)
+                except RuntimeError as error:
+                    if "use_reentrant" not in str(error):
+                        raise
+            return True
+
+        for packed in (True, False) if self.fallbacks.packing else (False,):
+            rows = "packed" if packed else "padded"
+            if self.attempt(f"the backward pass of {rows} rows", lambda packed=packed: run(packed)):
+                return
+            if packed:
+                self.warn("packed rows have no backward pass", "padded rows")
+                self.fallbacks.packing = False
+        raise RuntimeError(
+            f"self-check: {self.model_type} can't be trained: its backward pass fails ({self.failure}). Install what "
+            "its kernels need, or load it with another `attn_implementation`."
+        )
 
     # Cases
 
@@ -255,6 +336,8 @@ class _Check(Measure):
             if each.process == process:
                 case = self._case(*local[each.index]) if each in targets else _Case(local[each.index][0], None)
             cases[each] = broadcast_object_list([case], from_process=each.process)[0]
+            if cases[each].no_memory:
+                raise MemoryError(f"the self-check can't process a row again ({cases[each].error})")
         return (
             [cases[each] for each in targets],
             {kind: cases[each].prompt for kind, each in donors.items()},
@@ -276,8 +359,7 @@ class _Check(Measure):
             media = decode_media(list(iter_refs(messages)), self.processor, overlong)
             outputs = processor_outputs(messages, self.processor, *media, template)
         except Exception as error:
-            raise_out_of_memory(error)
-            return _Case(prompt, None, f"{type(error).__name__}: {error}")
+            return _Case(prompt, None, f"{type(error).__name__}: {error}", is_out_of_memory(error))
         try:
             read = outputs_of_files(messages, self.processor, overlong, template)
         except Exception as error:  # it may support fewer formats
@@ -301,10 +383,12 @@ class _Check(Measure):
         worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if worst == 0 else ():
             if value.numel():
-                gap = (ours[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1)
+                expected = value.to(ours[name].dtype).double()  # trainers cast features when they read them
+                gap = (ours[name].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
                 worst = max(worst, gap.item())
         worst = self.worst(worst)
-        if not worst <= self.tolerance:
+        steps = [torch.finfo(value.dtype).eps for value in prompt.media.values() if value.is_floating_point()]
+        if not worst <= max([STRICT, *steps]):  # whatever dtype the model has
             raise self.inexact(
                 f"its media tensors differ by {worst:.0e} from those of its processor as "
                 "`AutoProcessor.from_pretrained` loads it; pass that as `processing_class`"
@@ -322,12 +406,12 @@ class _Check(Measure):
         truth = self._truth(target, ids, mask, sampled)
         if sampled is None:
             return ids, mask, None, truth
-        difference = self.difference(truth, sampled, mask)
-        if not difference <= self.tolerance and self.fallbacks.shared_prefill:
+        difference, is_exact = self.compare(sampled, truth, mask, self.truth_noise)
+        if not is_exact and self.fallbacks.shared_prefill:
             self.warn(f"sampling from a shared prefill differs by {difference:.0e}", "one prefill per completion")
             self.fallbacks.shared_prefill = False
             return self._sample_and_recompute(target)
-        if not difference <= self.tolerance:
+        if not is_exact:
             raise self.inexact(
                 f"it samples with log-probabilities that differ by {difference:.0e} from those of its own forward"
             )
@@ -376,7 +460,7 @@ class _Check(Measure):
         self.changed = max(self.changed or 0.0, self.difference(_logps(logits, ids), drawn, mask))
         expected = _logps(logits.index_fill(-1, suppressed, -math.inf), ids)
         unexplained = self.difference(expected, drawn, mask)
-        if not self.settings.changes and not unexplained <= self.tolerance:
+        if not self.settings.changes and not unexplained <= STRICT:  # from the same logits
             raise self.inexact(
                 f"`generate` draws from a distribution other than the one that is scored: log-probabilities differ by "
                 f"{unexplained:.0e} where only suppressed tokens are left out"
@@ -395,12 +479,15 @@ class _Check(Measure):
 
     def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
         inputs = self.model_inputs(target.plain)
-        logps = self.model_logps(inputs, target.prompt, ids)
+        own = functools.partial(self.model_logps, inputs, target.prompt, ids)
+        logps = self.attempt("the model's forward", own)
+        score: Callable[[], Any] = own if logps is not None else functools.partial(self._generate, inputs, ids)
+        self.truth_noise = functools.cache(lambda: self.noise(score, mask))
         if self.at_engine_positions(target.prompt):
             if logps is None:
                 raise self.inexact(f"its own forward fails at the engine's positions ({self.failure})")
             return logps
-        if logps is not None and sampled is not None and self.difference(logps, sampled, mask) <= self.tolerance:
+        if logps is not None and sampled is not None and self.compare(logps, sampled, mask, self.truth_noise)[1]:
             return logps
         generated = self.attempt("`generate`", lambda: self._generate(inputs, ids), quiet=sampled is None)
         if generated is not None:
@@ -430,8 +517,8 @@ class _Check(Measure):
     def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
         """Distance of padded rows from the truth, and their log-probabilities."""
         scores = self.attempt("scoring padded rows", lambda: self.score([prompt], ids, mask, packed=False))
-        difference = self.difference(scores, truth, mask)
-        if scores is not None and difference <= self.tolerance:
+        difference, is_exact = self.compare(scores, truth, mask, self.truth_noise)
+        if scores is not None and is_exact:
             return difference, scores
         if self.fallbacks.logits_from_model:
             found = f"log-probabilities in a batch differ by {difference:.0e} from the model's forward on one prompt"
@@ -443,8 +530,8 @@ class _Check(Measure):
 
     def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
         scores = self.attempt("scoring packed rows", lambda: self.score([prompt], ids, mask, packed=True))
-        difference = self.difference(scores, truth, mask)
-        if not difference <= self.tolerance:
+        difference, is_exact = self.compare(scores, truth, mask, self.truth_noise)
+        if not is_exact:
             self.warn(f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows")
             self.fallbacks.packing = False
         return difference
@@ -472,17 +559,25 @@ class _Check(Measure):
             for each in prompts[:-1]
         ]
         separate = torch.cat([*alone, alone[0]])
+
+        @functools.cache
+        def noise() -> torch.Tensor | None:
+            scores = [functools.partial(self.score, [each], ids, mask, packed=False) for each in prompts[:-1]]
+            parts = [each for score in scores if (each := self.noise(score, mask)) is not None]
+            return torch.cat([*parts, parts[0]]) if len(parts) == len(scores) else None
+
         difference = math.inf
         splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
         splits = splits[splits.index(self.fallbacks.isolate) :]
         packings = [True, False] if self.fallbacks.packing else [False]
         for packed, isolate in itertools.product(packings, splits):
             # Batches that gain nothing from packing are padded, and so are prompts to sample from
-            difference = max(
-                self._rows_together(prompts, ids, mask, rows_packed, isolate, separate)
+            measured = [
+                self._rows_together(prompts, ids, mask, rows_packed, isolate, separate, noise)
                 for rows_packed in {packed, False}
-            )
-            if difference <= self.tolerance:
+            ]
+            difference = max(each for each, _ in measured)
+            if all(is_exact for _, is_exact in measured):
                 if isolate != self.fallbacks.isolate:
                     self.warn("batching prompts changes their log-probabilities", f"one forward per {isolate}")
                 if packed != self.fallbacks.packing:
@@ -491,14 +586,19 @@ class _Check(Measure):
                 return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
 
-    def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate) -> float:
+    def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate, noise) -> tuple[float, bool]:
         n = len(ids) if packed else 1
         rows = [each[:n] for each in (ids, mask)]
         scores = self.attempt(
             "scoring several prompts at once", lambda: self.score(prompts, *rows, packed=packed, isolate=isolate)
         )
-        expected = separate.view(len(prompts), len(ids), -1)[:, :n].flatten(0, 1)
-        return self.difference(scores, expected, rows[1].repeat(len(prompts), 1))
+
+        places = torch.arange(len(separate), device=self.device).view(len(prompts), -1)[:, :n].flatten()
+
+        def noise_of_rows() -> torch.Tensor | None:
+            return None if (found := noise()) is None else found[places]
+
+        return self.compare(scores, separate[places], rows[1].repeat(len(prompts), 1), noise_of_rows)
 
 
 def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: list[int]) -> float:
@@ -514,7 +614,8 @@ def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: li
     inputs = measure.model_inputs({**{name: value[None] for name, value in tokens.items()}, **whole.media})
     ids = torch.tensor([completion_ids], device=measure.device)
     mask = torch.ones_like(ids)
-    truth = measure.model_logps(inputs, whole, ids[:, n:])
+    own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])
+    truth = measure.attempt("the model's forward", own)
     if truth is None:
         raise measure.inexact(f"its own forward fails on a conversation with tool media ({measure.failure})")
     packed = measure.fallbacks.packing
@@ -522,8 +623,8 @@ def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: li
         "scoring a conversation",
         lambda: measure.score([prompt], ids, mask, packed=packed)[:, n:],
     )
-    difference = measure.difference(scores, truth, mask[:, n:])
-    if difference <= measure.tolerance:
+    difference, is_exact = measure.compare(scores, truth, mask[:, n:], lambda: measure.noise(own, mask[:, n:]))
+    if is_exact:
         return difference
     found = f"log-probabilities after tool media differ by {difference:.0e} from those of its own forward"
     if not packed:

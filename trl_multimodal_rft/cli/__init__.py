@@ -20,7 +20,7 @@ LAUNCHED = {
     "ppo": "train a model and its critic with PPO",
     "sft": "train a model on completions, such as before GRPO or PPO",
     "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
-    "filter": "keep the rows of a dataset whose answers need their audio, image or video",
+    "filter": "keep the rows of a dataset of medium difficulty, or whose answers need their audio, image or video",
 }
 COMMANDS = {
     **LAUNCHED,

@@ -4,20 +4,25 @@
 import argparse
 import json
 import os
+from collections.abc import Collection
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
-from ..data.rules import MediaRules
+from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
 LAYOUTS = (
     "avqa",
+    "audiomcq",
     "mmau",
     "geometry3k",
     "video-r1",
     "easyr1",
     "verl",
+    "deepeyes",
+    "mm-eureka",
+    "charades-sta",
     "sharegpt",
     "llama-factory",
     "llava",
@@ -32,13 +37,14 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="run config or built-in recipe; keys for other commands are ignored")
 
 
-def _add_rules(parser: argparse.ArgumentParser, *but: str) -> None:
+def _add_rules(parser: argparse.ArgumentParser, names: Collection[str] = RULE_NAMES) -> None:
     for rule in fields(MediaRules):
-        if rule.name in but:
+        if rule.name not in names:
             continue
-        kind = str if rule.default is None else type(rule.default)
-        several: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": kind}
-        parser.add_argument(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **several)
+        kind = (get_args(rule.type) or (rule.type,))[0]
+        options: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": kind}
+        options = {"action": argparse.BooleanOptionalAction} if kind is bool else options
+        parser.add_argument(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **options)
 
 
 def chat(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +57,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
     add("--system_prompt", help="system message (default: the one in the model card)")
     add("--max_completion_length", type=int, default=256, help="maximum tokens of an answer")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy decoding")
+    _add_rules(parser, BUDGET_NAMES)
     add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
     add("--trust_remote_code", action="store_true", help=_TRUST)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")
@@ -72,6 +79,7 @@ def check(parser: argparse.ArgumentParser) -> None:
     add("--trust_remote_code", action="store_true", help=_TRUST)
     add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
     add("--max_completion_length", type=int, default=256, help="maximum tokens of a completion")
+    add("--vllm_max_model_length", type=int, help="context of vLLM's engine, as in the trainer's config")
     add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
     add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
     _add_rules(parser)
@@ -105,6 +113,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--completion_tokens", type=int, default=1024, help="tokens of a completion")
     add("--images", type=int, help="images per prompt (default: 1 if the model takes images)")
     add("--image_size", type=int, default=448, help="image edges in pixels, before the processor resizes them")
+    _add_rules(parser, ("min_pixels", "max_pixels"))
     add("--audio_seconds", type=float, help="audio per prompt (default: 30 if the model takes audio but no images)")
     add("--packing", choices=("prefix", "padded"), default="prefix", help="prefix: completions share their prompt")
     add("--max_tokens_per_microbatch", type=int, help="maximum tokens of a forward (default: no limit)")
@@ -112,6 +121,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
     add("--bf16", action=yes_no, default=True, help="compute in bfloat16 (autocast)")
     add("--optim", choices=OPTIMIZERS, default="adamw_torch_fused", help="optimizer")
+    add("--freeze", nargs="+", help="parts of the model, or patterns of names, that aren't trained, as in the config")
     add("--use_peft", action="store_true", help="train LoRA adapters on all linear layers")
     add("--lora_r", type=int, default=16, help="rank of the adapters")
     add("--load_in_4bit", action="store_true", help="keep frozen linear layers in 4 bits (QLoRA)")
@@ -162,6 +172,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--task", choices=("sft", "rl"), help="whole conversations, or prompts with a solution")
     add("--prompt_key", help="column of the problem")
     add("--answer_key", help="column of the answer")
+    add("--contribution", choices=("weak", "strong"), help="keep rows with this label of AudioMCQ")
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
-    _add_rules(parser, "media_dir")
+    add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
+    _add_rules(parser, {*RULE_NAMES} - {"media_dir", *BUDGET_NAMES})

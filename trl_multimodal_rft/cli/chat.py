@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 
 from ..data.columns import MediaRef, file_kind, rows_to_messages, without_credentials
 from ..data.loading import require_module
+from ..data.rules import BUDGET_NAMES
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES
@@ -301,7 +302,8 @@ def _shown_name(name: str) -> str:
 
 def open_page(args: argparse.Namespace, **options: Any) -> Any:
     """Loads the models and serves the page."""
-    config = EvaluationConfig(max_completion_length=args.max_completion_length, temperature=args.temperature)
+    names = ("max_completion_length", "temperature", *BUDGET_NAMES)
+    config = EvaluationConfig(**{name: getattr(args, name) for name in names})
     system, text, media = example_of(args.model_name_or_path)
     answerers, kinds = load(args)
     media = {kind: path for kind, path in media.items() if kind in kinds}

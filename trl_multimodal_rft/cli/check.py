@@ -5,7 +5,8 @@ import argparse
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..data.columns import MEDIA_COLUMNS, iter_refs, without_credentials
+from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, without_credentials
 from ..data.features import undecoded
 from ..data.named import load_rows
 from ..data.rows import DatasetRows, Row
 from ..data.rules import RULE_NAMES, MediaRules
+from ..data.sizes import media_size
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
-from ..families import MODALITIES
+from ..families import MODALITIES, family_of_processor
 from ..models.pretrained import read_config
 from ..reporting.model_card import in_code
 from ..rollout.prompts import PromptEncoder
@@ -34,6 +36,17 @@ from ..scripts.prompts import with_system_message, with_texts
 
 
 _LISTED = 20  # rows and columns of a cause
+_OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
+# What the limits of a run apply to, by their options
+_LIMITED = {
+    "min_pixels": ("pixels of an image", "pixels of a video"),
+    "max_pixels": ("pixels of an image", "pixels of a video"),
+    "max_image_pixels": ("pixels of an image", "pixels of a video"),
+    "max_audio_seconds": ("seconds of a sound",),
+    "max_video_seconds": ("seconds of a video",),
+    "max_frames": ("sampled frames of a video",),
+    "max_video_pixels": ("pixels of all sampled frames",),
+}
 
 
 @dataclass
@@ -44,6 +57,7 @@ class CheckedRow:
     media: dict[str, int] = field(default_factory=dict)  # number of media, by kind
     tokens: int | None = None  # of its prompt; `None` if it can't be encoded
     media_tokens: dict[str, int] = field(default_factory=dict)  # those that stand for media, by kind
+    sizes: dict[str, list[float]] = field(default_factory=dict)  # of its media, by what is measured
     is_cut: bool = False  # whether it has audio longer than the model's window
     error: str | None = None  # why it would not train
     column: str | None = None  # of the error
@@ -62,6 +76,7 @@ class RowChecker(torch.utils.data.Dataset):
             args.chat_template_kwargs,
             media_rules=rules,
             ignored_media_columns=args.ignored_media_columns or (),
+            keep_decoded=True,
         )
         self.token_ids = {
             kind: torch.tensor(sorted(ids)) for kind, ids in placeholder_token_ids(model, processor).items()
@@ -87,8 +102,12 @@ class RowChecker(torch.utils.data.Dataset):
         read = [column for column in MEDIA_COLUMNS if column not in self.encoder.ignored_media_columns]
         if isinstance(prompt, str) and any(column in row for column in read):
             prompt = [{"role": "user", "content": prompt}]  # as in a batch with media
-        for ref in iter_refs(prompt):
+        refs = list(iter_refs(prompt))
+        for ref in refs:
             checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
+            with suppress(MediaError):  # which encoding says
+                for name, size in media_size(ref).items():
+                    checked.sizes.setdefault(f"{name} {_OF[ref.kind]}", []).append(size)
         try:
             encoded = self.encoder.encode(prompt, row.number)
         except ValueError as error:
@@ -102,6 +121,12 @@ class RowChecker(torch.utils.data.Dataset):
             if self.raises_overlong:
                 raise
         checked.tokens = len(encoded)
+        checked.sizes["tokens of a prompt"] = [len(encoded)]
+        for _, decoded in encoded.decoded:
+            for frames in decoded.media.get("video", ()):
+                height, width = sorted(frames.shape[1:])[1:]  # without the channels
+                checked.sizes.setdefault("sampled frames of a video", []).append(len(frames))
+                checked.sizes.setdefault("pixels of all sampled frames", []).append(len(frames) * height * width)
         counts = {kind: int(torch.isin(encoded.input_ids, ids).sum()) for kind, ids in self.token_ids.items()}
         if checked.media.keys() == {"video"} and not counts["video"]:
             counts["video"] = counts["image"]  # some processors write videos with the image's token
@@ -154,11 +179,49 @@ class Rows:
         return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
 
 
+@dataclass(frozen=True)
+class Limit:
+    """A limit of the run."""
+
+    of: str  # size
+    value: float
+    is_least: bool = False
+
+    def excludes(self, size: float) -> bool:
+        """Whether a size is beyond it."""
+        return size < self.value if self.is_least else size > self.value
+
+
+def limits_of(args: argparse.Namespace, limit: int | None, context: int | None, window: float | None) -> dict:
+    """The limits of a run by their names, each for one size."""
+    tokens = {"prompt": limit, "the model's context": context, "`vllm_max_model_length`": args.vllm_max_model_length}
+    limits = {name: Limit("tokens of a prompt", value) for name, value in tokens.items() if value is not None}
+    if window is not None:
+        limits["the model's window"] = Limit("seconds of a sound", window)
+    for option, sizes in _LIMITED.items():
+        if (value := getattr(args, option)) is not None:
+            for of in sizes:
+                name = f"`{option}`" + " of frames" * (of == "pixels of a video")
+                limits[name] = Limit(of, value, option == "min_pixels")
+    return limits
+
+
 class Report:
     """The findings in Markdown. Memory grows by numbers per row alone, not with texts or media."""
 
-    def __init__(self, dataset: str, split: str, model: str, limit: int | None, cuts: bool = False):
+    def __init__(
+        self,
+        dataset: str,
+        split: str,
+        model: str,
+        limit: int | None,
+        cuts: bool = False,
+        limits: Mapping[str, Limit] | None = None,
+    ):
         self.dataset, self.split, self.model, self.limit, self.cuts = dataset, split, model, limit, cuts
+        self.limits = limits or {}
+        self.sizes: dict[str, array] = {}
+        self.beyond = dict.fromkeys(self.limits, 0)  # rows
         self.warnings: list[str] = []
         self.is_refused = False
         self.rows = 0
@@ -179,6 +242,10 @@ class Report:
         self.rows += 1
         for kind, number in row.media.items():
             self.media[kind].append(number)
+        for name, values in row.sizes.items():
+            self.sizes.setdefault(name, array("d")).extend(values)
+        for name, limit in self.limits.items():
+            self.beyond[name] += any(limit.excludes(size) for size in row.sizes.get(limit.of, ()))
         if row.is_cut:
             self.cut.add(row)
         if row.error is not None:
@@ -208,6 +275,7 @@ class Report:
             *(f"    {' '.join(warning.split())}" for warning in self.warnings),
             *self._causes(),
             *self._lengths(),
+            *self._sizes(),
             *self._media(),
         ]
         return "\n\n".join(parts) + "\n"
@@ -239,6 +307,21 @@ class Report:
         if self.limit is not None:
             parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
         return parts
+
+    def _sizes(self) -> list[str]:
+        if not self.sizes:
+            return []
+        rows = []
+        for name, numbers in self.sizes.items():
+            points = np.percentile(numbers, (0, 50, 90, 99, 100), method="higher")
+            rows.append([name, len(numbers), *(f"{point:.6g}" for point in points)])
+        parts = ["## Sizes and limits", _table(["size", "number", "min", "median", "p90", "p99", "max"], rows)]
+        rows = [
+            [name, limit.of, f"{limit.value:.10g}", self._share(self.beyond[name])]
+            for name, limit in self.limits.items()
+            if limit.of in self.sizes
+        ]
+        return parts + [_table(["limit", "of", "is", "rows beyond it"], rows)] * bool(rows)
 
     def _media(self) -> list[str]:
         rows = [
@@ -275,12 +358,20 @@ def run(args: argparse.Namespace) -> None:
     model = without_weights(config, model_class)
     limit = args.max_prompt_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is None and positions is not None:
-        limit = positions - args.max_completion_length
+    contexts = [each for each in (positions, args.vllm_max_model_length) if each is not None]
+    if limit is None and contexts:
+        limit = min(contexts) - args.max_completion_length
+    audio_limit = family_of_processor(processor).audio_limit
+    window = None if audio_limit is None else audio_limit(processor)
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     report = Report(
-        args.dataset_name, args.dataset_split, args.model_name_or_path, limit, cuts=args.audio_overlong == "truncate"
+        args.dataset_name,
+        args.dataset_split,
+        args.model_name_or_path,
+        limit,
+        cuts=args.audio_overlong == "truncate",
+        limits=limits_of(args, limit, positions, window),
     )
     try:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)

@@ -19,7 +19,10 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scoring import completion_scores, completion_values
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
+from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
+from ..reporting.console import parts_lines
+from ..trainers.arguments import as_names
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
 from .synthetic import EncoderInputs, synthetic_prompt
 
@@ -56,7 +59,9 @@ class Measured:
     frozen: int  # weights that are not
     in_4_bits: int  # frozen weights of linear layers
     tensors: int  # tensors that are trained
-    critic: int  # weights of a separate critic
+    modules: dict[str, tuple[int, int]]  # weights of the vision tower and others, and how many are trained
+    critic: int  # weights of a separate critic that are trained
+    frozen_critic: int  # and those that are not
     layer: int  # weights of the largest layer
     ends: int  # weights of embeddings and LM head
     held: int  # bytes in use at the start of the backward pass, without weights and gradients
@@ -115,6 +120,9 @@ def measure(args: argparse.Namespace) -> Measured:
             for parameter in model.parameters():
                 if parameter.requires_grad and (args.load_in_4bit or _is_sharded(args)):
                     parameter.data = parameter.data.to(base.dtype)
+    freeze(model, as_names(args.freeze))
+    if critic is not None:
+        freeze_backbone(critic.model, as_names(args.freeze))
     prompt, encoders = synthetic_prompt(base, args)
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     prompts = [replace(prompt) for _ in range(-(-args.per_device_train_batch_size // group))]
@@ -133,7 +141,9 @@ def measure(args: argparse.Namespace) -> Measured:
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         in_4_bits=in_4_bits if args.load_in_4bit else 0,
         tensors=len(trained),
-        critic=0 if critic is None else sum(p.numel() for p in critic.model.parameters()),
+        modules=count_parts(model),
+        critic=_count(critic, trained=True),
+        frozen_critic=_count(critic, trained=False),
         layer=layer,
         ends=sum(ends.values()),
         held=held,
@@ -144,6 +154,11 @@ def measure(args: argparse.Namespace) -> Measured:
         parts=len(parts),
         operations=scale * (update + again * forward),
     )
+
+
+def _count(critic: Critic | None, trained: bool) -> int:
+    weights = critic.model.parameters() if critic is not None else ()
+    return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
 
 
 def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
@@ -221,7 +236,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
         optimizer += 4 * measured.tensors  # step counters
-    critic = sum(_states(args, measured.critic, 0, loaded, loaded))
+    critic = sum(_states(args, measured.critic, measured.frozen_critic, loaded, loaded))
     shards_weights = SHARDS[args.strategy][0]
     reference = 0.0
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
@@ -236,7 +251,9 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         gathered = gathered_to_sample = 2 * (3 * measured.layer + measured.ends)
     elif args.strategy == "zero3":
         gathered = 2 * min(trained + frozen, 1e9)  # `stage3_max_live_parameters`
-        gathered_to_sample = 2 * (trained + frozen + measured.critic)  # `ds3_gather_for_generation`
+        gathered_to_sample = 2 * (
+            trained + frozen + measured.critic + measured.frozen_critic
+        )  # `ds3_gather_for_generation`
     completions = args.per_device_train_batch_size * args.steps_per_generation
     cache = completions * (measured.prompt_tokens + args.completion_tokens) * measured.cache_per_token
     vllm = 0.0
@@ -377,6 +394,7 @@ def run(args: argparse.Namespace) -> None:
         f"{args.completion_tokens:,} tokens to prompts of {measured['prompt_tokens']:,}; {measured['parts']} "
         f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
     )
+    print(*parts_lines(measured["modules"]), sep="\n")
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
     if "note" in result:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from trl.kernels import chunked_logprob
 
-from ..forward import attention
+from ..forward import head, kernels
 
 
 _ATEN = torch.ops.aten
@@ -143,12 +143,9 @@ def _of_all_heads(query, *states) -> list[tuple[int, ...]]:
 @contextmanager
 def kernels_of_gpus() -> Iterator[None]:
     """
-    Within the context, fake tensors on the CPU use the kernels of a GPU: variable-length attention for packed rows,
-    and TRL's LM head with in-place tiles of logits.
+    Within the context, fake tensors on the CPU use the kernels of a GPU: variable-length attention, and an LM head on
+    labels alone with in-place tiles of logits.
     """
-
-    def takes_varlen(base, query, kind, layout, dropout=0.0, **kwargs):
-        return base != "eager" and dropout == 0.0 and kind in layout.causal_layers
 
     def fold(*args, **kwargs):
         pass
@@ -158,7 +155,11 @@ def kernels_of_gpus() -> Iterator[None]:
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
     tiles = {"_forward_tile": fold, "_backward_tile": fold, "_addmm_fp32": add_product}
-    with replaced(attention, _takes_varlen=takes_varlen), replaced(chunked_logprob, **tiles):
+    with (
+        replaced(kernels, has_varlen_kernel=lambda query: True),
+        replaced(head, _has_kernel=lambda device: True),
+        replaced(chunked_logprob, **tiles),
+    ):
         yield
 
 

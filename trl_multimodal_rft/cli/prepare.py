@@ -7,19 +7,32 @@ from collections.abc import Callable
 
 from datasets import Dataset, DatasetDict
 
-from ..data.benchmarks import load_avqa, load_mmau
+from ..data.benchmarks import load_audiomcq, load_avqa, load_mmau
 from ..data.folders import check_empty, write_folder
-from ..data.layouts import load_conversations, load_easyr1, load_geo3k, load_verl, load_video_r1
-from ..data.rules import RULE_NAMES, MediaRules
+from ..data.layouts import (
+    load_charades_sta,
+    load_conversations,
+    load_deepeyes,
+    load_easyr1,
+    load_geo3k,
+    load_mm_eureka,
+    load_verl,
+    load_video_r1,
+)
+from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
 
 
 LAYOUTS: dict[str, Callable[..., Dataset]] = {
     "avqa": load_avqa,
+    "audiomcq": load_audiomcq,
     "mmau": load_mmau,
     "geometry3k": load_geo3k,
     "video-r1": load_video_r1,
     "easyr1": load_easyr1,
     "verl": load_verl,
+    "deepeyes": load_deepeyes,
+    "mm-eureka": load_mm_eureka,
+    "charades-sta": load_charades_sta,
     "sharegpt": load_conversations,
     "llama-factory": load_conversations,
     "llava": load_conversations,
@@ -27,7 +40,7 @@ LAYOUTS: dict[str, Callable[..., Dataset]] = {
 }
 # Options of some layouts, by the names of their loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
-_OPTIONS += ("nframes", "max_pixels")
+_OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
@@ -55,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
     """Converts and writes a dataset, and prints its splits and columns."""
     check_empty(args.output_dir)
     dataset = convert(args)
-    write_folder(dataset, args.output_dir, MediaRules(**{name: getattr(args, name) for name in RULE_NAMES}))
+    rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES if name not in BUDGET_NAMES})
+    write_folder(dataset, args.output_dir, rules)
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from ..data.columns import MediaRef
+from ..data.rules import MediaRules
+from ..encoding.budgets import budgeted_size
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
@@ -56,10 +58,14 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     prompt, encoders = empty, EncoderInputs()
     if images or seconds:
         processor = _processor(args.model_name_or_path)
+        rules = MediaRules(min_pixels=args.min_pixels, max_pixels=args.max_pixels)
         if processor is None:
-            encoders = _from_config(model, images, args.image_size, seconds)
+            limits = {name: getattr(args, name) for name in ("min_pixels", "max_pixels")}
+            given = {name: limit for name, limit in limits.items() if limit is not None}
+            side, _ = budgeted_size(args.image_size, args.image_size, given)
+            encoders = _from_config(model, images, side, seconds)
         else:
-            prompt = _encoded(model, processor, images, args.image_size, seconds)
+            prompt = _encoded(model, processor, images, args.image_size, seconds, rules)
     return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
 
 
@@ -72,12 +78,13 @@ def _processor(name: str):
         return None
 
 
-def _encoded(model, processor, images: int, size: int, seconds: float) -> EncodedPrompt:
+def _encoded(model, processor, images: int, size: int, seconds: float, rules: MediaRules) -> EncodedPrompt:
     blocks = []
     for i in range(images):
         # Some models need fewer tokens for uniform images
         pixels = np.random.default_rng(i).integers(0, 256, (size, size, 3), dtype=np.uint8)
-        blocks.append({"type": "image", "image": MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0)})
+        ref = MediaRef("image", PIL.Image.fromarray(pixels), {}, "image", 0, rules)
+        blocks.append({"type": "image", "image": ref})
     if seconds:
         extractors = [getattr(processor, name, None) for name in AUDIO_EXTRACTORS]
         rate = next(extractor.sampling_rate for extractor in extractors if extractor is not None)

@@ -4,13 +4,14 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count, cycle, islice
 from typing import Any
 
 import torch
 from datasets import IterableDataset
 
+from .difficulty import DifficultySampler
 from .rows import Row
 
 
@@ -20,11 +21,23 @@ class RowBatch(Sequence):
     batch whose completions come from a checkpoint is never read.
     """
 
-    def __init__(self, keys: list[Any], read: Callable[["RowBatch"], list[Any]], place: int | None = None):
-        self.keys = keys  # numbers of rows, or rows of a stream
+    def __init__(
+        self,
+        keys: list[Any] | Callable[[], list[Any]],
+        read: Callable[["RowBatch"], list[Any]],
+        place: int | None = None,
+    ):
+        self._keys = keys
         self.place = place  # among the batches of the run
         self._read = read
         self._rows: list[Any] | None = None
+
+    @property
+    def keys(self) -> list[Any]:
+        """Numbers of rows, or rows of a stream."""
+        if callable(self._keys):  # those of a sampler are drawn when the batch is read
+            self._keys = self._keys()
+        return self._keys
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -72,17 +85,26 @@ class BatchShape:
 
 
 class EpochBatches:
-    """Batches of a dataset. All micro-batches that use a batch get the same object, which reads its rows once."""
+    """
+    Batches of a dataset. All micro-batches that use a batch get the same object, which reads its rows once. The rows
+    come in the `order` of an epoch, or from a `sampler`, which knows those that are `left_out`.
+    """
 
     epoch = 0
 
     def __init__(
-        self, n_rows: int, shape: BatchShape, read: Callable, order: Callable[[int, int], torch.Tensor] | None
+        self,
+        n_rows: int,
+        shape: BatchShape,
+        read: Callable,
+        order: Callable[[int, int], torch.Tensor] | None,
+        sampler: DifficultySampler | None = None,
+        left_out: Callable[[], Collection[int]] = tuple,
     ):
         self.n_batches = n_rows // shape.n_rows if shape.drop_last else math.ceil(n_rows / shape.n_rows)
         if self.n_batches == 0:
             raise shape.too_few_rows(n_rows)
-        self._shape, self._read = shape, read
+        self._shape, self._read, self._sampler, self._left_out = shape, read, sampler, left_out
         # Of two epochs, as rows of the next one are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
 
@@ -92,12 +114,15 @@ class EpochBatches:
     def __iter__(self) -> Iterator[RowBatch]:
         epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
         for place in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
-            batch = RowBatch(self.keys(place), self._read, place)
+            batch = RowBatch(partial(self.keys, place), self._read, place)
             for _ in range(self._shape.repeats):
                 yield batch
 
     def keys(self, place: int) -> list[int]:
         """The rows of a batch, counted from the first one of the run."""
+        if self._sampler is not None:
+            rows = self._sampler.rows(place, self._left_out())
+            return self._shape.keys(rows, rows)
         epoch, index = divmod(place, self.n_batches)
         order, n = self._order(epoch), self._shape.n_rows
         return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
@@ -106,7 +131,10 @@ class EpochBatches:
         """The rows of the next `n` batches of a run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
-        return [key for after in range(place + 1, min(place + 1 + n, end)) for key in self.keys(after)]
+        places = range(place + 1, min(place + 1 + n, end))
+        if self._sampler is not None:
+            return [key for rows in self._sampler.coming(places) for key in self._shape.keys(rows, rows)]
+        return [key for after in places for key in self.keys(after)]
 
     def set_epoch(self, epoch: int) -> None:
         """Selects the order of an epoch."""

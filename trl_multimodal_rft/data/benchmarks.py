@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
@@ -132,6 +132,71 @@ def load_avqa(
 
     names = ("id", "video_name", "question_relation", "question_type", "dataset_name")
     return _assemble(rows, audio, ask, template, names)
+
+
+def load_audiomcq(
+    path: str | Path,
+    split: str = "train",
+    *,
+    task: Literal["sft", "rl"] = "rl",
+    contribution: Literal["weak", "strong"] | None = None,
+    audio_dir: str | Path | None = None,
+    template: str = CHOICE_TEMPLATE,
+    skip_missing: bool = False,
+) -> Dataset:
+    """
+    Reads [AudioMCQ](https://huggingface.co/papers/2509.21060), multiple-choice questions about speech, sounds and
+    music, with a label that says whether models need the audio to answer.
+
+    The layout is that of https://huggingface.co/datasets/inclusionAI/AudioMCQ, whose audio files come from its
+    sources, and of https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT, which holds them: JSON Lines,
+    a JSON list or a dataset whose entries have `audio_path`, `question`, `choices`, `answer` (the text of a choice),
+    and also `id`, `source_dataset`, `question_type` and `audio-contribution`.
+
+    See [`load_mmau`] for the other arguments and the errors.
+
+    Args:
+        task (`str`, *optional*):
+            `"rl"` gives `prompt`, `solution` and `choices`, `"sft"` gives `prompt` and `completion`, the right choice
+            in answer tags.
+        contribution (`str`, *optional*):
+            Keeps only rows with this label: `"weak"` where most models answer without the audio, `"strong"` where they
+            don't. By default, all rows.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution`, `choices`, `id`, `source_dataset`,
+        `question_type` and `audio_contribution`; or with `completion` instead of solution and choices.
+
+    Example:
+    ```python
+    cold_start = load_audiomcq("AudioMCQ.jsonl", task="sft", contribution="weak", audio_dir="audio")
+    dataset = load_audiomcq("AudioMCQ.jsonl", contribution="strong", audio_dir="audio")
+    ```
+    """
+    rows, audio = _read(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
+    if contribution is not None:
+        labels = [required(row, index, "audio-contribution") for index, row in enumerate(rows)]
+        kept = [index for index, label in enumerate(labels) if label == contribution]
+        if not kept:
+            raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
+        rows, audio = [rows[index] for index in kept], audio.select(kept)
+
+    def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str]:
+        choices, answer = required(row, index, "choices"), required(row, index, "answer")
+        if answer not in choices:
+            raise ValueError(
+                f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; "
+                "correct it."
+            )
+        return required(row, index, "question"), choices, answer
+
+    names = ("id", "source_dataset", "question_type", "audio-contribution")
+    dataset = _assemble(rows, audio, ask, template, names)
+    if task == "rl":
+        return dataset
+    answers = [[{"role": "assistant", "content": f"<answer>{each}</answer>"}] for each in dataset["solution"]]
+    completions = Dataset.from_dict({"completion": answers}, Features({"completion": dataset.features["prompt"]}))
+    return concatenate_datasets([dataset.remove_columns(["solution", "choices"]), completions], axis=1)
 
 
 def _read(

@@ -40,7 +40,7 @@ OPTIONS = {
     "video": (*_SIZE_OPTIONS, *_LIMIT_OPTIONS, "nframes", "fps", "sample_fps", "video_start", "video_end"),
 }
 # Options that only qwen-vl-utils reads
-QWEN_OPTIONS = (*_SIZE_OPTIONS, *_LIMIT_OPTIONS)
+QWEN_OPTIONS = {*_SIZE_OPTIONS, *_LIMIT_OPTIONS}
 FRACTIONAL_OPTIONS = {"sampling_rate", "fps", "sample_fps", "video_start", "video_end"}
 _ORDERED_OPTIONS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), ("video_start", "video_end"))
 

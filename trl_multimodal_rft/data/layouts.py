@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Converts datasets in the layouts of other tools to rows for the trainers."""
 
+import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,8 +22,15 @@ from .nested import is_media_feature
 from .rows import Row
 
 
+logger = logging.getLogger(__name__)
+
 # The prompt of [`load_geo3k`] with options
 OPTIONS_TEMPLATE = "{problem}\n{options}\nOutput the final answer in <answer> </answer>."
+# The prompt of [`load_charades_sta`]
+SPAN_TEMPLATE = (
+    'When does "{problem}" happen in the video? Output the start and the end in seconds in <answer> </answer>, as in '
+    "<answer>12.54 to 17.83</answer>."
+)
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
@@ -126,15 +135,138 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         chat, _ = _conversation(row, number, ("prompt",))
-        prompt = place(chat)
-        options = {kind: iter(_media_options(row, kind, number)) for kind in MODALITIES}
-        for block in (block for message in prompt for block in message["content"]):
-            block.update(next(options.get(block["type"], iter(())), {}))
-        answer = required(row, number, "reward_model")
-        solution = required(answer if isinstance(answer, dict) else {}, number, "ground_truth")
-        return {"prompt": prompt, "solution": solution}
+        return {"prompt": _with_options(place(chat), row, number), "solution": _ground_truth(row, number)}
 
     return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
+
+
+def load_deepeyes(
+    path: str | Path, split: str = "train", *, template: str = PROBLEM_TEMPLATE, media_dir: str | Path | None = None
+) -> Dataset:
+    """
+    Reads questions about details of images in the layout of [DeepEyes](https://huggingface.co/papers/2505.14362).
+
+    The layout of https://huggingface.co/datasets/ChenShawn/DeepEyes-Datasets-47k is verl's, see [`load_verl`], with
+    the `question` in `extra_info`. Its prompts describe DeepEyes' own tool in their text, so they are replaced: the
+    chat template describes the tools of a run. The Parquet files of a folder may have different columns.
+
+    See [`load_conversations`] for the other arguments and the errors.
+
+    Args:
+        template (`str`, *optional*):
+            Prompt, with `{problem}`.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `images`, `solution`, `question`,
+        `data_source` and `env_name` (what the source calls the tools of this row, `None` without tools).
+
+    Example:
+    ```python
+    dataset = load_deepeyes("DeepEyes-Datasets-47k")
+    ```
+    """
+
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
+        chat, _ = _conversation(row, number, ("prompt",))
+        question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
+        prompt = place([{"role": "user", "content": template.format(problem=question)}])
+        kept = {name: row.get(name) for name in ("data_source", "env_name")}
+        return {"prompt": prompt, "solution": _ground_truth(row, number), "question": question, **kept}
+
+    files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
+    return concatenate_datasets([_convert(file, split, media_dir, convert, None) for file in files])
+
+
+def load_mm_eureka(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
+    """
+    Reads prompts with their answers in the layout of [MM-EUREKA](https://huggingface.co/papers/2503.07365).
+
+    A row has `message`, the JSON text of messages whose blocks hold their media, as qwen-vl-utils reads them
+    (`{"type": "image", "image": "file:///..."}`, with options such as `max_pixels`), and `answer`. Other columns are
+    kept. The layout is that of https://github.com/ModalMinds/MM-EUREKA/tree/qwen, whose dataset on the Hub,
+    https://huggingface.co/datasets/FanqingM/MMK12, is read by [`load_easyr1`] with `prompt_key="question"`.
+
+    See [`load_conversations`] for the arguments and errors.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows as those of [`load_verl`].
+
+    Example:
+    ```python
+    dataset = load_mm_eureka("data/k12.jsonl")
+    ```
+    """
+
+    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
+        text, turns = required(row, number, "message"), []
+        media: dict[str, list[Any]] = {kind: [] for kind in MODALITIES}
+        try:
+            for message in json.loads(text):
+                content = message["content"]
+                blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                for block in blocks:
+                    if (kind := block["type"]) != "text":
+                        media[kind].append({**block, kind: block[kind].removeprefix("file://")})
+                said = [block["text"] if block["type"] == "text" else f"<{block['type']}>" for block in blocks]
+                turns.append({"role": message["role"], "content": "".join(said)})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"row {number}, column 'message': {shortened(repr(text))} is no JSON text of messages with blocks of "
+                "text and media; is it of another layout?"
+            ) from error
+        return {**row, "message": turns, **{f"{kind}s": found for kind, found in media.items()}}
+
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
+        chat, _ = _conversation(row, number, ("message",))
+        return {"prompt": _with_options(place(chat), row, number), "solution": required(row, number, "answer")}
+
+    return _convert(path, split, media_dir, convert, {"message", "answer"}, with_media)
+
+
+def load_charades_sta(
+    path: str | Path,
+    split: str = "train",
+    *,
+    template: str = SPAN_TEMPLATE,
+    total_pixels: int | None = None,
+    media_dir: str | Path | None = None,
+) -> Dataset:
+    """
+    Reads [Charades-STA](https://huggingface.co/papers/1705.02101), sentences and when videos show what they say.
+
+    It reads two layouts: lines `<video> <start> <end>##<sentence>`, as https://github.com/jiyanggao/TALL publishes
+    them, and JSON as [VideoChat-R1](https://huggingface.co/papers/2504.06958) reads it, an object whose keys are
+    videos and whose values have `timestamps` (a start and an end each), `sentences` and `duration`. A video is
+    `<video>.mp4`.
+
+    See [`load_conversations`] for the other arguments and the errors.
+
+    Args:
+        template (`str`, *optional*):
+            Prompt, with `{problem}`, the sentence in lower case without its full stop.
+        total_pixels (`int`, *optional*):
+            Most pixels of all frames of a video, by default the processor's.
+
+    Returns:
+        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the video), `videos`, `solution` (start and
+        end in seconds), `video_id` and `duration` (in seconds, `None` in lines).
+
+    Example:
+    ```python
+    dataset = load_charades_sta("charades_sta_train.txt", media_dir="Charades_v1_480")
+    ```
+    """
+
+    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
+        sentence = required(row, number, "sentence").strip().lower().removesuffix(".")
+        prompt = place([{"role": "user", "content": template.format(problem=sentence)}])
+        if total_pixels is not None:
+            for block in prompt[0]["content"]:
+                block["total_pixels"] = total_pixels if block["type"] == "video" else None
+        kept = {name: row[name] for name in ("video_id", "duration")}
+        return {"prompt": prompt, "solution": row["span"], **kept}
+
+    return _convert(path, split, media_dir, convert, None, read=_charades_sta)
 
 
 def load_easyr1(
@@ -215,7 +347,10 @@ def load_video_r1(
     The layout is that of https://huggingface.co/datasets/Video-R1/Video-R1-data: a list in JSON whose entries have
     `problem`, `options` (with letters, empty where nothing is to be chosen), `solution` (the answer, or its letter, in
     answer tags), `path`, `data_type` (`"video"` or `"image"`), `problem_type`, `problem_id` and `data_source`; those
-    for supervised training also `process`, the thoughts before the solution.
+    for supervised training also `process`, the thoughts before the solution. In
+    https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1, the dataset of
+    [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` has a path by
+    kind, `{"image": path, "audio": path}`.
 
     See [`load_conversations`] for the other arguments and the errors.
 
@@ -230,9 +365,9 @@ def load_video_r1(
             Most pixels of an image or a frame, by default the processor's.
 
     Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the medium), `videos`, `images`, `solution`,
-        `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and `data_source`; or of
-        `messages` instead of prompt, solution and choices.
+        [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the media), `videos`, `images`, `audios`,
+        `solution`, `choices` (without letters, `None` where there are none), `problem_type`, `problem_id` and
+        `data_source`; or of `messages` instead of prompt, solution and choices.
 
     Example:
     ```python
@@ -242,10 +377,14 @@ def load_video_r1(
     """
 
     def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
-        kind = required(row, number, "data_type")
-        if kind not in ("image", "video"):
-            raise ValueError(f"row {number}, column 'data_type': {kind!r} is neither 'video' nor 'image'; correct it.")
-        return {**row, f"{kind}s": [required(row, number, "path")]}
+        kind, path = required(row, number, "data_type"), required(row, number, "path")
+        paths = path if isinstance(path, dict) else {kind: path}
+        if kind not in ("image", "video", "image_audio", "video_audio") or [*paths] != kind.split("_"):
+            raise ValueError(
+                f"row {number}, column 'data_type': {kind!r} with the path {shortened(repr(path))} is neither 'image' "
+                "nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
+            )
+        return {**row, **{f"{each}s": [file] for each, file in paths.items()}}
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         options = row.get("options") or []
@@ -258,7 +397,7 @@ def load_video_r1(
             if nframes is not None:
                 block["nframes"] = nframes if block["type"] == "video" else None
             if max_pixels is not None:
-                block["max_pixels"] = max_pixels if block["type"] != "text" else None
+                block["max_pixels"] = max_pixels if block["type"] in ("image", "video") else None
         kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
             return {"messages": placed, **kept}
@@ -268,6 +407,30 @@ def load_video_r1(
     return _convert(path, split, media_dir, convert, None, with_media)
 
 
+def _charades_sta(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file in one of the layouts of Charades-STA."""
+    text, rows = file.read_text(encoding="utf-8"), []
+    if text.lstrip().startswith("{"):
+        for video, said in json.loads(text).items():
+            for span, sentence in zip(said["timestamps"], said["sentences"], strict=True):
+                rows.append((video, span, sentence, said["duration"]))
+    else:
+        for number, line in enumerate(text.splitlines()):
+            place, mark, sentence = line.partition("##")
+            words = place.split()
+            if not mark or len(words) != 3:
+                raise ValueError(f"row {number}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
+            rows.append((words[0], words[1:], sentence, None))
+    spans = [(video, [*map(float, span)], sentence, length) for video, span, sentence, length in rows]
+    if empty := sum(start >= end for _, (start, end), *_ in spans):
+        logger.warning(f"{empty} of {len(rows)} rows are skipped, whose spans end before they start.")
+    return [
+        {"video_id": video, "video": f"{video}.mp4", "span": span, "sentence": sentence, "duration": length}
+        for video, span, sentence, length in spans
+        if span[0] < span[1]
+    ]
+
+
 def _convert(
     path: str | Path,
     split: str,
@@ -275,9 +438,10 @@ def _convert(
     convert: Callable[[dict[str, Any], int, _Place], dict[str, Any]],
     used: set[str] | None,
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, number: row,
+    read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
     """A dataset of what `convert` returns for each row, messages first, media, and columns that aren't `used`."""
-    rows, media, counts = _read(path, split, media_dir, with_media)
+    rows, media, counts = _read(path, split, media_dir, with_media, read)
     converted = [
         convert(row, number, partial(_placed, counts=counts[number], number=number)) for number, row in enumerate(rows)
     ]
@@ -302,7 +466,7 @@ def _convert(
 
 
 def _read(
-    path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable
+    path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
     """Rows, columns of media, and how many media each row has in each of these columns."""
     file = json_file(path, "*.json*")
@@ -310,7 +474,7 @@ def _read(
     folder = Path(media_dir) if media_dir is not None else place.parent if place.is_file() else place
     media: list[Dataset] = []
     if file is not None:
-        rows = read_json(file)
+        rows = read(file)
     else:
         dataset = load_rows(str(path), None, split, streaming=False)
         media = [stored for name in dataset.column_names if (stored := _stored(dataset, name)) is not None]
@@ -385,8 +549,22 @@ def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[An
     return found
 
 
+def _ground_truth(row: dict[str, Any], number: int) -> Any:
+    """The answer of a row of verl's layout."""
+    answer = required(row, number, "reward_model")
+    return required(answer if isinstance(answer, dict) else {}, number, "ground_truth")
+
+
+def _with_options(prompt: list[dict[str, Any]], row: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """A placed prompt whose blocks have the options that the row keeps with its media."""
+    options = {kind: iter(_media_options(row, kind, number)) for kind in MODALITIES}
+    for block in (block for message in prompt for block in message["content"]):
+        block.update(next(options.get(block["type"], iter(())), {}))
+    return prompt
+
+
 def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
-    """The options of the media of a kind, which verl keeps with the media as qwen-vl-utils does."""
+    """The options of the media of a kind, which verl and MM-EUREKA keep with the media."""
     found = []
     for i, item in enumerate(row.get(f"{kind}s") or ()):
         others = item.items() if isinstance(item, dict) else ()

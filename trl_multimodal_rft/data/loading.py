@@ -142,7 +142,7 @@ def load_audio(
 
     with decoding(ref):
         count, rate, pieces, resampler = 0, None, [], None
-        with closing(_read_pieces(ref, max_seconds if cuts else None, check_length)) as read:
+        with closing(read_pieces(ref, max_seconds if cuts else None, check_length)) as read:
             for piece, rate in read:
                 if rate is None:
                     raise ref.error("array without a rate; give {'array': ..., 'sampling_rate': ...} or a file")
@@ -200,10 +200,10 @@ def load_video(
         MediaError: If the video is missing, unreadable, cut off, has no frames, or frames of different sizes.
         ImportError: If PyAV isn't installed.
     """
-    with decoding(ref), _open_video(ref) as (metadata, read):
+    with decoding(ref), open_video(ref) as (metadata, read):
         if metadata.frames_indices is None:
             _check_video(ref, metadata)
-            sample = sample_indices_fn or partial(_sample_indices, ref)
+            sample = sample_indices_fn or partial(sample_indices, ref)
             metadata.frames_indices = [int(index) for index in sample(metadata=metadata)]
         indices = list(metadata.frames_indices)
         frames, done, shape = None, 0, None
@@ -365,14 +365,14 @@ def read_audio(ref: MediaRef) -> tuple[np.ndarray, float | None]:
     def check_length(count: float, rate: float) -> None:
         _check_seconds(ref, count / rate, "max_audio_seconds")
 
-    with closing(_read_pieces(ref, None, check_length)) as read:
+    with closing(read_pieces(ref, None, check_length)) as read:
         pieces = list(read)
     if not pieces:
         raise ref.error("the audio is empty; remove the row")
     return np.concatenate([piece for piece, _ in pieces]), pieces[0][1]
 
 
-def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
+def read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[float, float], None]) -> _Pieces:
     """
     Chunks of audio of shape (N,), channels averaged, up to `stop` seconds, and their rate. `check_length` gets the
     number of samples in the header and after each chunk.
@@ -405,7 +405,7 @@ def _read_pieces(ref: MediaRef, stop: float | None, check_length: Callable[[floa
 
 
 def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, float], None]) -> _Pieces:
-    """Chunks of shape (N, channels), see [`_read_pieces`], which may exceed `stop` seconds."""
+    """Chunks of shape (N, channels), see [`read_pieces`], which may exceed `stop` seconds."""
     source = ref.source
     if hasattr(source, "get_all_samples"):
         # One second more, as samples are counted and times aren't exact
@@ -532,7 +532,8 @@ def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndar
     )
 
 
-def _sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
+def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
+    """Indices of the frames that the options of a block choose."""
     start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
     count, fps = ref.options.get("nframes"), ref.options.get("fps")
     if count is not None and fps is not None:
@@ -566,10 +567,10 @@ def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
 
 
 @contextmanager
-def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[int]], Iterator[np.ndarray]]]]:
+def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[int]], Iterator[np.ndarray]]]]:
     """The metadata of a video, and a function that reads frames of it in chunks of shape (N, H, W, 3)."""
     source = encoded_source(ref)
-    if isinstance(source, (np.ndarray, torch.Tensor, list)):
+    if holds_frames(ref):
         yield _listed_frames(ref, source)
     elif hasattr(source, "get_frames_at"):
         yield _torchcodec_frames(ref, source)
@@ -587,6 +588,16 @@ def _open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[i
                 yield metadata, partial(_decode_frames, stream)
 
 
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most so many indices, the first and the last included."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
+
+
+def holds_frames(ref: MediaRef) -> bool:
+    """Whether a video is a list or an array of frames."""
+    return isinstance(encoded_source(ref), (np.ndarray, torch.Tensor, list))
+
+
 def _listed_frames(ref: MediaRef, source: Any):
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
@@ -596,7 +607,8 @@ def _listed_frames(ref: MediaRef, source: Any):
         raise ref.error(f"{', '.join(unused)} has no effect on a list of frames, which is used whole; remove it")
     count = len(source)
     metadata = VideoMetadata(count, fps, duration=count / fps if fps else None)
-    metadata.frames_indices = list(range(count))
+    most = count if ref.rules.max_frames is None else ref.rules.max_frames
+    metadata.frames_indices = evenly_spaced(count, most)
 
     def read(indices):
         for i in indices:

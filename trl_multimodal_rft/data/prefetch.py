@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Prefetches rows in worker processes."""
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -80,8 +81,7 @@ class PrefetchPool:
         while self._can_fork:
             try:
                 if self._pool is None:
-                    context = multiprocessing.get_context("fork")
-                    self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._read,))
+                    return self._fork(row)
                 return self._pool.submit(_work, row)
             except BrokenProcessPool:  # a worker was killed while it read another row
                 self._pool = None
@@ -91,6 +91,16 @@ class PrefetchPool:
         unread: Future = Future()
         unread.set_result(None)
         return unread
+
+    def _fork(self, row: int) -> Future:
+        """Starts the workers with a row."""
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._read,))
+        gc.freeze()  # workers can't destroy tensors of the parent's GPU, so their collector must not find any
+        try:
+            return self._pool.submit(_work, row)
+        finally:
+            gc.unfreeze()
 
 
 _read: Callable[[int], Any]

@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Allowed sources and sizes of media."""
+"""Allowed sources and sizes of media, and their budgets."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 # Files, web servers, the Hub, object stores, and archives within them
@@ -12,7 +13,7 @@ PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abf
 @dataclass(frozen=True)
 class MediaRules:
     """
-    Allowed sources and sizes of media.
+    Allowed sources and sizes of media, which refuse, and budgets, which resize and sample.
 
     Args:
         allowed_media_protocols (`Sequence[str]`, *optional*):
@@ -37,9 +38,20 @@ class MediaRules:
         media_dir (`str`, *optional*):
             Folder that relative paths in rows start from, by default the working directory; `~` is the home folder.
             Files must still be in `allowed_media_folders`.
+        min_pixels (`int`, *optional*):
+            Budget: images and frames with fewer pixels are enlarged to this many, unless their block sets its own.
+        max_pixels (`int`, *optional*):
+            Budget: images and frames with more pixels are made smaller, unless their block sets its own.
+        video_fps (`float`, *optional*):
+            Budget: frames per second that are sampled from a video, unless its block sets `fps` or `nframes`.
+        max_frames (`int`, *optional*):
+            Budget: frames of a video, evenly spaced, unless its block sets `max_frames` or `nframes`.
+        use_audio_in_video (`bool`, *optional*, defaults to `False`):
+            Whether the model hears the sound of a video with its frames.
 
     Raises:
-        `ValueError`: If a list is a string, a limit isn't positive, or `media_dir` isn't a folder.
+        `ValueError`: If a list is a string, a limit isn't positive, `media_dir` isn't a folder, or `min_pixels` is
+            above `max_pixels`.
     """
 
     allowed_media_protocols: tuple[str, ...] = PROTOCOLS
@@ -52,6 +64,11 @@ class MediaRules:
     max_video_pixels: int = 2**29
     media_timeout: float = 60.0
     media_dir: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_fps: float | None = None
+    max_frames: int | None = None
+    use_audio_in_video: bool = False
 
     def __post_init__(self):
         if self.media_dir is not None:
@@ -60,7 +77,7 @@ class MediaRules:
             if not os.path.isdir(self.media_dir):
                 raise ValueError(f"`media_dir` is {self.media_dir!r}, which isn't a folder; correct it.")
         for name, value in vars(self).items():
-            if name == "media_dir":
+            if name in ("media_dir", "use_audio_in_video"):
                 continue
             if isinstance(value, str):
                 raise ValueError(f"`{name}` must be a list, got {value!r}; write [{value!r}].")
@@ -68,13 +85,28 @@ class MediaRules:
                 object.__setattr__(self, name, tuple(value))
             elif value is not None and not value > 0:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"`min_pixels` of {self.min_pixels} is above `max_pixels` of {self.max_pixels}; correct them."
+            )
         forms = {"protocols": "names alone, such as 'https'", "domains": "hosts alone, such as 'example.com'"}
         for name, form in forms.items():
             for each in getattr(self, f"allowed_media_{name}") or ():
                 if not each or ":" in each or "/" in each:
                     raise ValueError(f"`allowed_media_{name}` has {each!r}; write {form}.")
 
+    def without_budgets(self) -> "MediaRules":
+        """The same rules for another model, which has the sizes of its own processor."""
+        return replace(self, **{name: getattr(DEFAULT_RULES, name) for name in BUDGET_NAMES})
+
 
 DEFAULT_RULES = MediaRules()
 
+BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
 RULE_NAMES = tuple(each.name for each in fields(MediaRules))
+
+
+def budgets_of(config: Any) -> dict[str, Any]:
+    """The budgets that a config sets."""
+    given = {name: getattr(config, name) for name in BUDGET_NAMES}
+    return {name: value for name, value in given.items() if value is not None}

@@ -49,15 +49,20 @@ def join_media(prompts: Iterable[EncodedPrompt]) -> dict[str, torch.Tensor]:
     Joins the media of several prompts for one forward: concatenated on the first dimension (rows of patches on the
     last), right-padded on the others. Indices into another tensor are shifted by its length in earlier prompts.
     """
+    return join_tensors(prompt.media for prompt in prompts)
+
+
+def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The same from tensors by name, on any device."""
     collected: dict[str, list[torch.Tensor]] = {}
     lengths: Counter[str] = Counter()  # of each tensor so far
-    for prompt in prompts:
-        for name, value in prompt.media.items():
+    for tensors in media:
+        for name, value in tensors.items():
             indexed = indexed_media(name)
             if indexed is not None:
                 value = torch.where(value < 0, value, value + lengths[indexed])
             collected.setdefault(name, []).append(value)
-        lengths.update({name: value.shape[:-1].numel() for name, value in prompt.media.items()})
+        lengths.update({name: value.shape[:-1].numel() for name, value in tensors.items()})
     rows = {PATCH_ROWS[name] for name in collected if name in PATCH_ROWS}
     return {
         name: cat_padded(values, media_padding(name), dim=-1 if name in rows else 0)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..data.columns import QWEN_OPTIONS, MediaRef
 from ..data.loading import (
+    holds_frames,
     load_audio,
     load_image,
     load_video,
@@ -26,12 +27,18 @@ from ..data.loading import (
     qwen_frame_indices,
     qwen_frame_size,
     require_module,
+    sample_indices,
 )
+from ..data.soundtrack import load_sound_of_video
 from ..families import AUDIO_EXTRACTORS, family_of_processor
 from .ablation import Ablation, blank, fitted
+from .budgets import at_most, budgeted_frames, budgeted_image, own_terms, size_factor, with_budgets
 
 
 logger = logging.get_logger(__name__)
+
+# Those of qwen-vl-utils that work for all models
+_BUDGETS = {"min_pixels", "max_pixels", "max_frames"}
 
 # Options of a block that select the frames of its video, and their size, and those that only qwen-vl-utils has
 _FRAME_OPTIONS = {"fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"}
@@ -40,6 +47,12 @@ _SIZE_OPTIONS = {"min_pixels", "max_pixels", "total_pixels", "resized_height", "
 
 # Settings that a video processor doesn't pass to `sample_frames`
 _NOT_FOR_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+
+# Keyword of the sounds of videos, in their order, for [`processor_outputs`]
+SOUNDS = "sounds_of_videos"
+
+# Rates of frames that differ by rounding count as one
+_SAME_RATE = 1.5
 
 # Default frames per second of Qwen's models
 _QWEN_FPS = 2.0
@@ -56,12 +69,18 @@ def decode_media(
     video_metadata: list[dict[str, Any]] = []
     kwargs: dict[str, Any] = {}
     family = family_of_processor(processor)
+    budgeted = [with_budgets(ref) for ref in refs]
     # A call of the processor resizes all images or none
-    resized = {ref.kind for ref in refs if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)}
-    others = [_decode(ref, processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())]
+    resized = {
+        ref.kind for ref in budgeted if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)
+    }
+    others = [
+        _decode(with_budgets(ref), processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())
+    ]
     turns = itertools.cycle(others)
-    for ref in refs:
-        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS)
+    sounds: list[np.ndarray | None] = []
+    for given, ref in zip(refs, budgeted, strict=True):
+        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if unused:
             logger.warning_once(
                 f"{type(processor).__name__} ignores {', '.join(unused)} of blocks; set them in the configuration of "
@@ -72,14 +91,59 @@ def decode_media(
             medium = fitted(next(turns), medium) if others else blank(medium)
         if ref.kind == "audio" and family.takes_base64_audio:
             medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
-        decoded[id(ref)] = medium
+        decoded[id(given)] = medium
         if metadata is not None:
             video_metadata.append(metadata)
+        if ref.kind == "video" and ref.rules.use_audio_in_video:
+            check_hears_videos(processor)
+            sound = load_sound_of_video(ref, *_audio_limits(ref, processor), audio_overlong)
+            if sound is not None and ablation is not None and ablation.kind == "audio":
+                sound = fitted(next(turns), sound) if others else blank(sound)
+            sounds.append(sound)
+    videos = [ref for ref in budgeted if ref.kind == "video"]
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
+    if family.hears_videos and (rate := _common_rate(videos, video_metadata)) is not None:
+        kwargs["videos_kwargs"]["fps"] = rate
+    if any(sound is not None for sound in sounds):
+        for ref, sound in zip(videos, sounds, strict=True):
+            if sound is None:
+                raise ref.error(
+                    "the video has no sound and another video of the prompt has one, which the model's positions "
+                    "don't allow; add a silent sound track, or remove the row"
+                )
+        kwargs[SOUNDS] = sounds
     for kind in resized:
         kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
+    for kind in {ref.kind for ref in budgeted} - {"audio", *resized}:
+        most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.kind == kind)
+        terms = own_terms(getattr(processor, f"{kind}_processor", None), most)
+        if terms:
+            kwargs.setdefault(f"{kind}s_kwargs", {}).update(terms)
     return decoded, kwargs
+
+
+def check_hears_videos(processor) -> None:
+    """Refuses `use_audio_in_video` for processors without it."""
+    if not family_of_processor(processor).hears_videos:
+        raise ValueError(
+            f"{type(processor).__name__} can't take the sound of videos with their frames; set "
+            "`use_audio_in_video=False`, or use Qwen2.5-Omni or Qwen3-Omni."
+        )
+
+
+def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> float | None:
+    """The frames per second at which the videos of a prompt are sampled, `None` if unknown."""
+    rates = {}
+    for ref, each in zip(videos, metadata, strict=True):
+        if not holds_frames(ref) or ref.options.keys() & {"fps", "sample_fps"}:
+            rates[each["fps"] * len(each["frames_indices"]) / each["total_num_frames"]] = ref
+    if rates and max(rates) > _SAME_RATE * min(rates):
+        raise rates[max(rates)].error(
+            f"{max(rates):.3g} frames of it are sampled per second, and {min(rates):.3g} of another video in the "
+            "prompt, but the processor takes one rate; set 'fps' of both blocks, or shorten the longer video"
+        )
+    return max(rates, default=None)
 
 
 def _decode(
@@ -92,17 +156,25 @@ def _decode(
         if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
             raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
         if "image" not in resized:
-            return load_image(ref), None
+            return budgeted_image(
+                load_image(ref), ref.options, size_factor(getattr(processor, "image_processor", None))
+            ), None
         options = {**_pixel_limits(processor.image_processor.size, ref.options), **ref.options}
+        _check_fits_a_token(ref, processor.image_processor)
         return load_with_qwen_vl_utils(replace(ref, options=options), processor.image_processor.patch_size), None
     if "video" in resized:
         return _qwen_video(ref, processor)
-    return load_video(ref, _frame_sampler(ref, processor))
+    sampler, most = _frame_sampler(ref, processor), ref.options.get("max_frames")
+    if most is not None and not holds_frames(ref):
+        sampler = partial(at_most, sampler or partial(sample_indices, ref), most)
+    factor = size_factor(processor.video_processor)
+    return load_video(ref, sampler, lambda frames, count: budgeted_frames(frames, ref.options, factor))
 
 
 def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
     """A video, sampled and resized by the options of its block within the processor's limits, or by the processor."""
     video_processor, options = processor.video_processor, ref.options
+    _check_fits_a_token(ref, video_processor)
     # Which its call uses; before transformers 5.23, a class of arguments holds its defaults
     defaults = getattr(processor, "videos_kwargs", None)
     if defaults is None:
@@ -151,6 +223,14 @@ def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> 
 
 def _chooses_its_size(ref: MediaRef) -> bool:
     return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
+
+
+def _check_fits_a_token(ref: MediaRef, processor) -> None:
+    side, most = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
+    if most is not None and most < side**2:
+        raise ref.error(f"`max_pixels` of {most} is less than the {side} x {side} pixels of a token; raise it")
+    if ref.options.get("max_frames") == 1:
+        raise ref.error("`max_frames` of 1 is less than the two frames of a token; raise it")
 
 
 def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, float]:

@@ -4,6 +4,7 @@
 import copy
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +23,9 @@ from ..data.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from .ablation import Ablation
+from .budgets import with_budgets
 from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
-from .media import decode_media, frame_sampling, replace_refs
+from .media import SOUNDS, decode_media, frame_sampling, replace_refs
 
 
 logger = logging.get_logger(__name__)
@@ -273,9 +275,17 @@ def encode_messages(
         media=media if refs or family.blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
         decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
-        modalities=frozenset(ref.kind for ref in refs),
+        modalities=frozenset(ref.kind for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
     )
+
+
+def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Media with features in a dtype. Lists of numbers, such as the times that positions follow from, are kept."""
+    return {
+        name: value.to(dtype) if value.is_floating_point() and value.dim() > 1 else value
+        for name, value in media.items()
+    }
 
 
 def _needed_media(model: PreTrainedModel) -> list[str]:
@@ -306,15 +316,17 @@ def processor_outputs(
             )
         messages = _prepared(messages, processor, row)
         options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
-        if processor_kwargs:
+        if processor_kwargs and SOUNDS not in processor_kwargs:
             options["processor_kwargs"] = _flat(processor_kwargs)
         try:
-            encoded = processor.apply_chat_template(
-                [replace_refs(messages, decoded)],
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                **options,
+            encoded = _with_sounds(messages, processor, decoded, processor_kwargs, options) or (
+                processor.apply_chat_template(
+                    [replace_refs(messages, decoded)],
+                    tokenize=True,
+                    return_dict=True,
+                    return_tensors="pt",
+                    **options,
+                )
             )
         except ImportError:
             raise
@@ -331,6 +343,43 @@ def processor_outputs(
         for name, value in encoded.items()
         if name not in ("attention_mask", "labels")
     }
+
+
+def _with_sounds(
+    messages: list[dict[str, Any]],
+    processor,
+    decoded: dict[int, Any],
+    processor_kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Mapping[str, Any] | None:
+    """Calls a processor on one prompt whose videos it hears, `None` if there are none."""
+    if SOUNDS not in processor_kwargs:
+        return None
+    given = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
+    text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
+    sounds = iter(given.pop(SOUNDS))
+    media: dict[str, list] = {kind: [] for kind in MODALITIES}
+    slots: list[int | None] = []  # for each sound, in the order of the prompt, the index of its video
+    for ref in iter_refs(messages):
+        media[ref.kind].append(decoded[id(ref)])
+        if ref.kind == "video":
+            media["audio"].append(next(sounds))
+        if ref.kind != "image":
+            slots.append(len(media["video"]) - 1 if ref.kind == "video" else None)
+    if hasattr(processor, "load_audio_from_video"):
+        given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
+    else:  # before transformers 5.23
+        given["videos_kwargs"]["use_audio_in_video"] = True
+    rate = processor.feature_extractor.sampling_rate
+    return processor(
+        text=[text],
+        images=[media["image"]] if media["image"] else None,
+        videos=[media["video"]],
+        audio=media["audio"],
+        audio_kwargs={"sampling_rate": rate},
+        return_tensors="pt",
+        **given,
+    )
 
 
 def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> list[dict[str, Any]]:
@@ -364,7 +413,11 @@ def outputs_of_files(
     """
     refs = list(iter_refs(messages))
     videos = [ref for ref in refs if ref.kind == "video"]
-    if not videos or not is_torchcodec_usable() or any(ref.options for ref in videos):
+    if (
+        not videos
+        or not is_torchcodec_usable()
+        or any(with_budgets(ref).options or ref.rules.use_audio_in_video for ref in videos)
+    ):
         return None
     sources = [encoded_source(ref) for ref in videos]
     if not all(isinstance(source, (str, os.PathLike)) for source in sources):
@@ -390,7 +443,9 @@ def prompt_position_ids(
     `(P,)`. Text after the prompt continues at `positions[..., -1:] + 1`.
     """
     ids = input_ids[None]
-    model_kwargs = {**media, **{name: value[None] for name, value in token_fields.items()}}
+    model_kwargs: dict[str, Any] = {**media, **{name: value[None] for name, value in token_fields.items()}}
+    if hears_videos(model, input_ids):
+        model_kwargs["use_audio_in_video"] = True
     # The rule stores its offset on the backbone for the decoding steps of `generate`, which aren't used here
     holder: Any = next((m for m in (model, model.base_model) if hasattr(m, "rope_deltas")), None)
     before = holder.rope_deltas if holder is not None else None
@@ -400,6 +455,28 @@ def prompt_position_ids(
     if holder is not None:
         holder.rope_deltas = before
     return positions
+
+
+def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
+    """
+    Whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
+
+    Raises:
+        [`MediaError`]: If the prompt has videos without sounds, too.
+    """
+    if not family_of(model).hears_videos:
+        return False
+    names = ("vision_start_token_id", "audio_start_token_id", "video_token_id")
+    config: Any = model.config
+    start, sound, video = (getattr(config, name) for name in names)
+    after = input_ids[1:][input_ids[:-1] == start].tolist()
+    heard = sound in after
+    if heard and video in after:
+        raise MediaError(
+            "The prompt has a video with a sound and one without, which the model's positions don't allow; add a "
+            "silent sound track."
+        )
+    return heard
 
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+from ..data.rules import MediaRules, budgets_of
 from ..data.unread import check_ignored
 from ..families import MODALITIES
 from ..trainers.arguments import help_from_docstring
@@ -59,6 +60,17 @@ class EvaluationConfig:
         on_media_error (`str`, *optional*):
             What happens to an unreadable row: `"raise"` ends the evaluation with an error that names the row, `"skip"`
             excludes it from all metrics. By default that of the trainer, if there is one, or else `"raise"`.
+        min_pixels (`int`, *optional*):
+            Budget of images and frames, see [`MultimodalGRPOConfig`]. By default the trainer's, if there is one, as
+            with the next four.
+        max_pixels (`int`, *optional*):
+            Budget of images and frames.
+        video_fps (`float`, *optional*):
+            Frames per second that are sampled from videos.
+        max_frames (`int`, *optional*):
+            Most frames of a video.
+        use_audio_in_video (`bool`, *optional*):
+            Whether the model hears the sound of a video with its frames.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -82,6 +94,11 @@ class EvaluationConfig:
     seed: int = 0
     ignored_media_columns: list[str] | None = None
     on_media_error: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["on_media_error"]]})
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_fps: float | None = None
+    max_frames: int | None = None
+    use_audio_in_video: bool | None = None
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size"):
@@ -103,6 +120,7 @@ class EvaluationConfig:
                         f"`{name}` has {k}, but must be between 1 and `num_samples` ({self.num_samples})."
                     )
         check_ignored(self.ignored_media_columns)
+        MediaRules(**budgets_of(self))  # which checks them
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices and (value is not None or name == "ablate_with"):

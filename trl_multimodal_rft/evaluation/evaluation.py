@@ -18,6 +18,7 @@ from trl import is_conversational
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs, strip_media
 from ..data.features import restore_rows
 from ..data.rows import DatasetRows, Row
+from ..data.rules import budgets_of
 from ..data.unread import check_columns, check_has_prompt, columns_known
 from ..encoding.ablation import Ablation
 from ..encoding.join import same_prompt
@@ -76,6 +77,9 @@ class Evaluation:
         self.policy, self.toolbox, self.encoder = policy, policy.toolbox, policy.encoder
         if args.ignored_media_columns is not None:
             self.encoder = replace(self.encoder, ignored_media_columns=args.ignored_media_columns)
+        rules = replace(self.encoder.media_rules, **budgets_of(args))
+        self.encoder = replace(self.encoder, media_rules=rules)
+        self.toolbox.media_rules = rules
         processor: Any = self.encoder.processor
         self.tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
@@ -320,13 +324,14 @@ class Evaluation:
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)
-        limits = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
+        limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         loop = policy.tool_loop(
             tools=[self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)],
             complete=complete,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
             loop=self.loop,
+            media_rules=self.encoder.media_rules,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )
         return run_turns(rollout, ids, None, first_turns(rollout, ids, self.encoder.processor, self.toolbox), loop)

@@ -1,28 +1,33 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
-from .layout import PrefixLayout
-from .states import install_prefix_states
+from . import kernels
+from .encoders import install_encoder_attention, original_encoders
+from .layout import PrefixLayout, Sequences
+from .states import gather_copies, install_prefix_states
 
 
 _PREFIX = "prefix_shared_"
+_LIBRARY = "flash_attention_2"
 
 # Implementations that are wrapped under the same name
 _WRAPPED: set[str] = set()
+
+# Config of the decoder that runs a packed row, whose layers read no mask of the model
+_runs_packed: ContextVar[PreTrainedConfig | None] = ContextVar("_runs_packed", default=None)
 
 
 def install_prefix_attention(model: PreTrainedModel) -> None:
@@ -30,14 +35,15 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     Makes the text decoder of a model able to run packed rows.
 
     Its attention function, and layers that carry a state ([`~forward.states.install_prefix_states`]), take a
-    [`PrefixLayout`] from the keyword arguments of the forward; without one they compute what they did. Encoders of
-    images and audio aren't changed.
+    [`PrefixLayout`] from the keyword arguments of the forward; without one they compute what they did. Encoders
+    compute the same faster ([`~forward.encoders.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Unwrapped model.
     """
     install_prefix_states(model)
+    install_encoder_attention(model)
     decoder = model.get_decoder()
     base = decoder.config._attn_implementation
     if base.startswith(_PREFIX) or base in _WRAPPED:
@@ -49,7 +55,8 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         if token_places is not None:
             query = _rescaled(module, query, token_places)
         if prefix_layout is None:
-            return base_attention(module, query, key, value, attention_mask, **kwargs)
+            with kernels.without_cudnn():
+                return base_attention(module, query, key, value, attention_mask, **kwargs)
         return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
 
     if "flash" in base:  # transformers loads these kernels by their name, so it must stay
@@ -58,7 +65,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     name = _PREFIX + base
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    AttentionMaskInterface.register(name, _unless_packed(ALL_MASK_ATTENTION_FUNCTIONS[base]))
     decoder.set_attn_implementation(name)
 
 
@@ -75,14 +82,35 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _unless_packed(create_mask: Callable) -> Callable:
+    """A function that creates masks, `(T, T)` for a row of `T` tokens, unless no layer reads them."""
+
+    def create(*args, config=None, **kwargs):
+        runs_packed = config is not None and config is _runs_packed.get()
+        return None if runs_packed else create_mask(*args, config=config, **kwargs)
+
+    return create
+
+
+@contextmanager
+def without_masks(decoder: Any) -> Iterator[None]:
+    """Within the context, a decoder that runs packed rows, and the model around it, create no masks for it."""
+    token = _runs_packed.set(decoder.config)
+    try:
+        yield
+    finally:
+        _runs_packed.reset(token)
+
+
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the attention implementation from before [`install_prefix_attention`] within the context."""
+    """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
     name = config._attn_implementation
     config._attn_implementation = name.removeprefix(_PREFIX)
     try:
-        yield
+        with original_encoders(model):
+            yield
     finally:
         config._attn_implementation = name
 
@@ -103,8 +131,14 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    if _takes_varlen(base, query, kind, layout, **kwargs):
-        return _varlen_attention(base, query, key, value, layout, **kwargs)[None], None
+    window, with_prompts = layout.windows.get(kind, (None, False))
+    takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, **kwargs)
+    branches = None
+    if takes_varlen and layout.has_sequences(with_prompts):
+        sequences = layout.sequences(window, with_prompts)
+        branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+        if with_prompts:
+            return branches[None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -116,20 +150,29 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     outputs = []
     for block in layout.blocks:
         # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
-        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, is_causal=base != "eager", groups=groups)
-        index = block.prompt_index
-        output, _ = base_attention(
-            module, _gather(query, index), _gather(key, index), _gather(value, index), prompt_mask, **kwargs
-        )
+        options = {"is_causal": base != "eager", "groups": groups, "with_branches": not takes_varlen}
+        local = layout.local_prompts(block, kind, query.dtype)
+        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, **options, with_prompts=local is None)
+        queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
+        prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+        with kernels.without_cudnn():
+            output, _ = base_attention(module, *prompts, prompt_mask, **kwargs)
+        if local:
+            output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
         outputs.append(output.flatten(0, 1))
-        if block.branch_index.numel() == 0:
+        if takes_varlen or block.branch_index.numel() == 0:
             continue
-        branches = _gather(query, block.branch_index), _gather(key, block.key_index), _gather(value, block.key_index)
-        if groups > 1:
-            output = _grouped_attention(*branches, branch_mask, groups, **kwargs)
-        else:
-            output, _ = base_attention(module, *branches, branch_mask, **kwargs)
+        keys = block.key_index[:, block.unseen_keys(kind) :]
+        states = _gather(query, block.branch_index), _gather(key, keys), _gather(value, keys)
+        with kernels.without_cudnn():
+            if groups > 1:
+                output = _grouped_attention(*states, branch_mask, groups, **kwargs)
+            else:
+                output, _ = base_attention(module, *states, branch_mask, **kwargs)
         outputs.append(output.flatten(0, 1))
+    if takes_varlen:
+        outputs += [] if branches is None else [branches]
+        return torch.cat(outputs).index_select(0, layout.restore_sequences)[None], None
     return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
 
 
@@ -153,37 +196,32 @@ def _rescaled(module, query, places: torch.Tensor):
 
 def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`(1, heads, T, head_dim)` at `(N, L)` positions becomes `(N, heads, L, head_dim)`."""
-    picked = states[0].index_select(1, index.flatten())
+    picked = gather_copies(states.squeeze(0), index.flatten(), dim=1)
     return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
 
 
-def _takes_varlen(base, query, kind, layout, dropout=0.0, softcap=None, **kwargs) -> bool:
-    if base == "eager" or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=None, **kwargs) -> bool:
+    """Whether a variable-length kernel computes the attention of a causal layer."""
+    if base == "eager" or dropout != 0.0 or position_bias is not None or not kernels.has_varlen_kernel(query):
         return False
-    # Torch's kernel pads no head dimension and runs from Ampere on
-    head_dim, capability = query.size(-1), torch.cuda.get_device_capability(query.device)
-    torch_kernel = softcap is None and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
-    return (base == "flash_attention_2" or torch_kernel) and dropout == 0.0 and kind in layout.causal_layers
+    return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
 
 
-def _varlen_attention(base, query, key, value, layout: PrefixLayout, scaling=None, softcap=None, **kwargs):
-    keys, query_starts, key_starts, longest_query, longest_key = layout.varlen
+def _varlen_attention(
+    base, query, key, value, queries, keys, sequences: Sequences, window, scaling=None, softcap=None, **kwargs
+) -> torch.Tensor:
+    """Attention `(Q, heads, head_dim)` of the row's tokens at `queries` to those at `keys`, in these sequences."""
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    key, value = key.index_select(0, keys), value.index_select(0, keys)
-    sequences = (query_starts, key_starts, longest_query, longest_key)
-    if base == "flash_attention_2":
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func(
-            query, key, value, *sequences, softmax_scale=scaling, causal=True, softcap=softcap or 0.0
-        )
-    from torch.nn.attention.varlen import varlen_attn  # whose import takes longer than that of this folder
-
-    return varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), **_gqa_option(varlen_attn))
-
-
-@functools.cache
-def _gqa_option(kernel: Callable) -> dict[str, Any]:
-    """What permits fewer heads of keys than of queries, which torch before 2.13 always does."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    query = query if queries is None else query.index_select(0, queries)
+    key, value = gather_copies(key, keys), gather_copies(value, keys)
+    return kernels.varlen_attention(
+        query,
+        key,
+        value,
+        *sequences,
+        scaling=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap,
+        library=base == _LIBRARY,
+    )

@@ -91,7 +91,8 @@ def add_fused_head(
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
     The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
-    the text model; here they are what the model does.
+    the text model; here they are what the model does. It also takes `label_index`, the places `(N,)` of labels in
+    flattened `shift_labels`, for which the host else waits.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -113,7 +114,7 @@ def add_fused_head(
 
     # `generate` validates its arguments by the signature
     @functools.wraps(type(model).forward)
-    def fused_forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, **kwargs):
+    def fused_forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, label_index=None, **kwargs):
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
@@ -121,7 +122,9 @@ def add_fused_head(
         if shift_labels is None:
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
-        scored = _fused_scores(states, shift_labels, head, rule, temperature, cast_lm_head_to_fp32, outputs)
+        scored = _fused_scores(
+            states, shift_labels, label_index, head, rule, temperature, cast_lm_head_to_fp32, outputs
+        )
         if kwargs.get("output_router_logits"):
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import
 
@@ -138,6 +141,7 @@ def add_fused_head(
 def _fused_scores(
     states: torch.Tensor,
     labels: torch.Tensor,
+    index: torch.Tensor | None,
     head: Any,
     rule: HeadRule,
     temperature: float,
@@ -150,15 +154,15 @@ def _fused_scores(
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
-    # Elsewhere, the number of labels in a shape would recompile the kernel for each batch
-    compact = device in ("cuda", "xpu")
+    compact = _has_kernel(device)
+    places: Any = mask.flatten().nonzero()[:, 0] if compact and index is None else index
     autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
     with autocast, maybe_gather_lm_head_ctx(weight, bias):
         scores = ChunkedLogProbFunction.apply(
-            states[mask] if compact else states.flatten(0, 1),
+            states.flatten(0, 1).index_select(0, places) if compact else states.flatten(0, 1),
             weight,
             bias,
-            labels[mask] if compact else labels.clamp(min=0).flatten(),
+            labels.flatten().index_select(0, places) if compact else labels.clamp(min=0).flatten(),
             temperature,
             _CHUNK_SIZE,
             rule.softcap,
@@ -169,12 +173,17 @@ def _fused_scores(
     def placed(values: torch.Tensor) -> torch.Tensor:
         if compact:
             # Depends on the model even without labels, so that the backward pass runs on all ranks
-            return values.new_zeros(mask.shape).masked_scatter(mask, values)
+            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
         return values.view(mask.shape).masked_fill(~mask, 0)
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**found, label_mask=mask)
+
+
+def _has_kernel(device: str) -> bool:
+    """Whether the head scores labels alone. Elsewhere, their number would recompile the kernel for each batch."""
+    return device in ("cuda", "xpu")
 
 
 def scores_of_logits(

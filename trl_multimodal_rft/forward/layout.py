@@ -15,6 +15,9 @@ from ..families import IMAGE_SIZES
 
 T = TypeVar("T")
 
+# Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest of each
+Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
+
 # Prompts share an attention call if the longest exceeds the shortest by no more than this factor, which bounds padding
 _LENGTH_TOLERANCE = 1.25
 
@@ -24,6 +27,23 @@ MASK_ENTRIES = 2**18
 
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Causal:
+    """
+    Attention of a prompt and of text behind it: each token sees the last `window` tokens up to itself (`None`: all),
+    and the prompt's tokens those of a boolean mask `prompt` `(P, P)`, if there is one: none before the window, and
+    none more than `ahead` tokens later (`None`: any).
+    """
+
+    window: int | None = None
+    prompt: torch.Tensor | None = None
+    ahead: int | None = 0
+
+
+# Attention of a prompt and of text behind it in layers of one type: a boolean mask, or `None` for plain causal
+LayerMask = torch.Tensor | Causal | None
 
 
 @dataclass(eq=False)
@@ -38,9 +58,16 @@ class PrefixBlock:
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`
     branch_index: torch.Tensor  # of the branches, `(M, L)`
     key_index: torch.Tensor  # of a branch's keys: its prompt without the last token, then itself, `(M, P - 1 + L)`
+    starts: list[int]  # of each prompt in the row
     sizes: list[int]  # tokens of each prompt
     owner: torch.Tensor  # prompt of each branch, `(M,)`
-    linear: list[dict[str | None, torch.Tensor | None]]  # `linear_masks` of each prompt
+    linear: list[dict[str | None, LayerMask]]  # `linear_masks` of each prompt
+
+    def unseen_keys(self, kind: str | None) -> int:
+        """The first keys of a branch, which no branch sees in layers of type `kind`."""
+        masks = [linear[kind] for linear in self.linear]
+        windows = [mask.window for mask in masks if isinstance(mask, Causal) and mask.window is not None]
+        return max(min(self.sizes) - max(windows), 0) if len(windows) == len(masks) else 0
 
 
 @dataclass(eq=False)
@@ -67,34 +94,56 @@ class PrefixLayout:
     # In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt shares 0
     # tokens, a branch all but the last of its prompt
     segments: list[tuple[int, int, int, int]]
-    causal_layers: set  # layer types that are plain causal for every prompt, where varlen kernels need no mask
+    # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
+    # whether the prompts are, too
+    windows: dict[str | None, tuple[int | None, bool]]
 
     @cached_property
     def places(self) -> torch.Tensor:
         """Place of each row position in its own sequence, `(1, T)`."""
-        places = [torch.arange(shared, shared + length) for _, length, _, shared in self.segments]
-        return torch.cat(places)[None].to(self.restore_index.device)
+        _, lengths, _, shared = torch.tensor(self.segments).T
+        return to_device(_ranges(shared, lengths)[None], self.restore_index.device)
+
+    def has_sequences(self, with_prompts: bool) -> bool:
+        """Whether the row holds branches, or prompts that count as sequences."""
+        return with_prompts or len(self.segments) > sum(len(block.sizes) for block in self.blocks)
+
+    def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
+        """
+        The branches, and the prompts or not, as `S` sequences of variable length for a kernel, cached for all layers.
+
+        Attention is causal, aligned to the last key, so that a sequence needs only the keys of its prompt that its
+        first token sees in a `window`. Returns positions in the row of queries `(Q,)`, `None` for all, and of keys
+        `(K,)`, and the arguments of the kernel.
+        """
+        key = ("sequences", window, with_prompts)
+        if key not in self._masks:
+            segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+            starts, lengths, prompt_starts, shared = torch.tensor(segments).T
+            seen = shared if window is None else shared.clamp(max=window - 1)
+            firsts = torch.stack([prompt_starts + shared - seen, starts], dim=1)
+            keys = _ranges(firsts, torch.stack([seen, lengths], dim=1))
+            bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
+            device = self.restore_index.device
+            queries = None if with_prompts else to_device(_ranges(starts, lengths), device)
+            sequences = [to_device(each, device) for each in bounds]
+            longest = int(lengths.max()), int((seen + lengths).max())
+            self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
+        return self._masks[key]
 
     @cached_property
-    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """
-        The layout as `S` sequences of variable length: queries are the row itself, keys are gathered per segment.
-
-        Returns key positions `(K,)`, cumulative query and key lengths `(S + 1,)` as int32, and the longest query and
-        key segment, for causal attention that is aligned to the last key.
-        """
-        keys = [
-            torch.cat([torch.arange(prompt_start, prompt_start + shared), torch.arange(start, start + length)])
-            for start, length, prompt_start, shared in self.segments
-        ]
-        query_lengths = torch.tensor([length for _, length, _, _ in self.segments])
-        key_lengths = torch.tensor([len(k) for k in keys])
-        device = self.restore_index.device
-        query_starts, key_starts = (
-            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
-            for lengths in (query_lengths, key_lengths)
-        )
-        return torch.cat(keys).to(device), query_starts, key_starts, int(query_lengths.max()), int(key_lengths.max())
+    def restore_sequences(self) -> torch.Tensor:
+        """Place of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
+        spans, taken = [], 0
+        for block in self.blocks:
+            n, width = block.prompt_index.shape
+            spans += [(block.starts[i], block.sizes[i], taken + i * width) for i in range(n)]
+            taken += n * width
+        for start, length, prompt_start, _ in self.segments:
+            if start != prompt_start:
+                spans.append((start, length, taken))
+                taken += length
+        return to_device(_places(spans), self.restore_index.device)
 
     @cached_property
     def continued(self) -> Continued:
@@ -129,33 +178,46 @@ class PrefixLayout:
 
         device = self.restore_index.device
         return Continued(
-            head_index.to(device),
-            None if is_head.all() else is_head.to(device),
-            branch_index.to(device),
-            owner.to(device),
-            restore.to(device),
+            to_device(head_index, device),
+            None if is_head.all() else to_device(is_head, device),
+            to_device(branch_index, device),
+            to_device(owner, device),
+            to_device(restore, device),
         )
 
     def masks(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True, groups: int = 1
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self,
+        block: PrefixBlock,
+        kind: str | None,
+        dtype: torch.dtype,
+        is_causal: bool = True,
+        groups: int = 1,
+        with_prompts: bool = True,
+        with_branches: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """
         What a block adds to its scores in layers of type `kind`; cached, on the row's device, for all layers.
 
         `is_causal` says whether the caller is causal where the mask of the prompts is `None`; `groups` `G` is the
-        number of query heads that share a key and are attended as one sequence in branches.
+        number of query heads that share a key and are attended as one sequence in branches. Masks that the caller
+        doesn't need are `None`.
 
         Returns the masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
-        branches, `(1 or M, 1, L * G, P - 1 + L)`: one for all branches, except for short prompts of unequal length.
+        branches, `(1 or M, 1, L * G, K)` for their keys without the unseen ones: one for all branches, except for
+        short prompts of unequal length.
         """
-        key = (block, kind, dtype, is_causal, groups)
+        key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
         if key not in self._masks:
             plain = all(linear[kind] is None for linear in block.linear)
-            if not plain:
+            if not with_prompts:
+                prompts = None
+            elif not plain:
                 prompts = self._prompt_masks(block, kind, dtype)
             else:
                 prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
-            if plain and len(set(block.sizes)) == 1:
+            if not with_branches:
+                branches = None
+            elif plain and len(set(block.sizes)) == 1:
                 branches = self._causal_mask("branches", block, dtype, groups)
             else:
                 branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
@@ -198,23 +260,65 @@ class PrefixLayout:
             mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
         return masks[:, None]
 
+    def local_prompts(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """
+        A block's prompts in `C` chunks, whose tokens see only the keys nearby; `None` unless windows are much shorter.
+        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and masks `(N * C, 1, L, K)`.
+        """
+        key = ("local", block, kind, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
+        return self._masks[key]
+
+    def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
+        causal = [
+            (m.window, m.ahead, m.prompt) for m in masks if isinstance(m, Causal) and m.window and m.ahead is not None
+        ]
+        if len(causal) < len(masks):
+            return None
+        window, ahead = max(each[0] for each in causal), max(each[1] for each in causal)
+        size, width = max(window, ahead), block.prompt_index.size(1)
+        n_keys = window - 1 + size + ahead
+        if width < 2 * n_keys:
+            return None
+        firsts = torch.arange(0, width, size)[:, None]
+        queries, keys = firsts + torch.arange(size), firsts + torch.arange(n_keys) - window + 1
+        distance = queries[:, :, None] - keys[:, None]
+        allowed = []
+        for (own_window, _, prompt), length in zip(causal, block.sizes, strict=True):
+            rows, columns = (each.clamp(0, length - 1) for each in (queries[:, :, None], keys[:, None]))
+            seen = (distance >= 0) & (distance < own_window) if prompt is None else prompt[rows, columns]
+            allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
+        device = self.restore_index.device
+        seen = to_device(torch.cat(allowed), device)
+        added = self._hidden(len(seen), size, n_keys, dtype).masked_fill_(seen, 0.0)[:, None]
+        starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
+        queries, keys = (starts + each.clamp(min=0).minimum(lengths - 1) for each in (queries, keys))
+        return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), added
+
     def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-        n, shared = block.prompt_index.size(0), block.prompt_index.size(1) - 1
-        longest = block.branch_index.size(1)
+        n, skipped, longest = len(block.sizes), block.unseen_keys(kind), block.branch_index.size(1)
+        shared = block.prompt_index.size(1) - 1 - skipped
         masks = self._hidden(n, longest, shared + longest, dtype)
         masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
         for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
             seen = self._seen(linear[kind], size - 1, size - 1 + longest)
-            mask[:, : size - 1].masked_fill_(seen[:, : size - 1], 0.0)
+            mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
             mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
         return masks[block.owner.to(masks.device)] if n > 1 else masks
 
-    def _seen(self, linear: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+    def _seen(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
         """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""
         device = self.restore_index.device
-        if linear is None:
-            return torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
-        return linear[start:end, :end].to(device)
+        if isinstance(mask, torch.Tensor):
+            return mask[start:end, :end].to(device)
+        mask = mask or Causal()
+        if mask.prompt is not None and end == len(mask.prompt):
+            return mask.prompt[start:].to(device)
+        seen = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
+        return seen if mask.window is None else seen.triu(start - mask.window + 1)
 
     def _repeat_rows(self, masks: torch.Tensor, groups: int) -> torch.Tensor:
         if groups == 1:
@@ -242,6 +346,7 @@ class PackedRow:
     prompts: list[EncodedPrompt]  # in row order
     parts: list[EncodedPrompt]  # the same, each followed by what holds media of its completions
     layout: PrefixLayout
+    label_index: torch.Tensor  # positions with a label, `(N,)`
     score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
 
 
@@ -396,18 +501,20 @@ def pack(
             offset += taken + 1
         units.append((start, size, branches))
 
+    labels = torch.cat(labels)
     steps = torch.arange(completion_ids.size(1))
     in_row = steps < torch.tensor(lengths)[:, None]
     score_index = torch.where(in_row, score_start[:, None] + steps, 0)
     return PackedRow(
-        input_ids=torch.cat(ids)[None].to(device),
-        shift_labels=torch.cat(labels)[None].to(device),
-        position_ids=torch.cat(same_rank(positions), dim=-1).to(device),
-        token_fields={name: torch.cat(values)[None].to(device) for name, values in columns.items()},
+        input_ids=to_device(torch.cat(ids)[None], device),
+        shift_labels=to_device(labels[None], device),
+        position_ids=to_device(torch.cat(same_rank(positions), dim=-1), device),
+        token_fields={name: to_device(torch.cat(values)[None], device) for name, values in columns.items()},
         prompts=list(groups),
         parts=parts,
-        layout=_layout(units, masks, segments, offset, device),
-        score_index=score_index.to(device),
+        layout=_layout(units, masks, segments, device),
+        label_index=to_device((labels != -100).nonzero()[:, 0], device),
+        score_index=to_device(score_index, device),
     )
 
 
@@ -417,7 +524,7 @@ def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
 
-def _layout(units, masks, segments, total, device) -> PrefixLayout:
+def _layout(units, masks, segments, device) -> PrefixLayout:
     # Clusters of prompts of similar length, so that many short ones need few attention calls
     clusters: list[list[tuple]] = []
     for each in sorted(zip(units, masks, strict=True), key=lambda each: each[0][1]):
@@ -426,19 +533,53 @@ def _layout(units, masks, segments, total, device) -> PrefixLayout:
         else:
             clusters.append([each])
 
-    blocks, sources, taken = [], torch.empty(total, dtype=torch.long), 0
+    blocks, spans, taken = [], [], 0
     for cluster in clusters:
         members, member_masks = zip(*cluster, strict=True)
         block = _block(members, member_masks, device)
         prompts = [unit[:2] for unit in members]
         branches = [branch for *_, owned in members for branch in owned]
         for index, sequences in ((block.prompt_index, prompts), (block.branch_index, branches)):
-            for row, (start, size) in enumerate(sequences):
-                sources[start : start + size] = taken + row * index.size(1) + torch.arange(size)
+            spans += [(start, size, taken + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
             taken += index.numel()
         blocks.append(block)
-    causal = {kind for kind in masks[0] if all(mask[kind] is None for mask in masks)}
-    return PrefixLayout(blocks, sources.to(device), segments, causal)
+    reaches = [size - 1 + max((length for _, length in owned), default=1) for _, size, owned in units]
+    windows = {kind: _window([mask[kind] for mask in masks], reaches) for kind in masks[0]}
+    windows = {kind: window for kind, window in windows.items() if window is not None}
+    return PrefixLayout(blocks, to_device(_places(spans), device), segments, windows)
+
+
+def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | None, bool] | None:
+    """
+    The window in which text behind each prompt is causal, and whether the prompts are, too; `None` for other masks.
+
+    Transformers creates no mask for sequences, of lengths `reaches`, that are shorter than the window.
+    """
+    causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
+    if len(causal) < len(masks):
+        return None
+    window = max((mask.window for mask in causal if mask.window is not None), default=None)
+    for mask, reach in zip(causal, reaches, strict=True):
+        if mask.window != window and (mask.window is not None or window is None or reach > window):
+            return None
+    return window, all(mask.prompt is None for mask in causal)
+
+
+def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor from the host without waiting for what the device still computes."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
+def _places(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """The place of each row position, from spans with their start, length and place."""
+    starts, lengths, places = torch.tensor(spans).T
+    return _ranges(places, lengths)[_ranges(starts, lengths).argsort()]
+
+
+def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The integers from each start, as many as its length, one after the other."""
+    starts, lengths = starts.flatten(), lengths.flatten()
+    return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _share_a_call(units, masks) -> bool:
@@ -468,6 +609,7 @@ def _block(units, masks, device) -> PrefixBlock:
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
     key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
 
-    return PrefixBlock(
-        prompt_index.to(device), branch_index.to(device), key_index.to(device), sizes.tolist(), owner, list(masks)
+    prompt_index, branch_index, key_index = (
+        to_device(index, device) for index in (prompt_index, branch_index, key_index)
     )
+    return PrefixBlock(prompt_index, branch_index, key_index, starts.tolist(), sizes.tolist(), owner, list(masks))

@@ -2,6 +2,7 @@
 """The attention masks of a model family, from the family's own function."""
 
 import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from .layout import Causal, LayerMask
 from .states import STATE_LAYERS, names_in_code, states_obstacle
 
 
@@ -40,14 +42,14 @@ def attention_implementation(model: PreTrainedModel, name: str):
         config._attn_implementation = before
 
 
-def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, torch.Tensor | None]:
+def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
     The masks the model itself would create for a prompt followed by text, by layer type (`None` for models with one
     type), cached on the prompt.
 
     They hold all that a family does to its masks: sliding windows, bidirectional images or prefixes. A causal mask
-    instead would be wrong by up to 2 nats, silently. Each is boolean, at least `(P + n_new, P + n_new)`, or `None` for
-    plain causal attention.
+    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layout.Causal`] is boolean, at least
+    `(P + n_new, P + n_new)`.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -78,9 +80,32 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
                 f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
                 "can't be shared."
             )
-    masks = {kind: None if mask is None else mask[0, 0] for kind, mask in masks.items()}
-    prompt.mask_cache["linear"] = (n_new, masks)
-    return masks
+    described = {kind: None if mask is None else _described(mask[0, 0], len(prompt)) for kind, mask in masks.items()}
+    prompt.mask_cache["linear"] = (n_new, described)
+    return described
+
+
+def _described(mask: torch.Tensor, size: int) -> LayerMask:
+    """A mask of a prompt and of text behind it, without what follows from a window."""
+    seen = int(mask[-1].sum())
+    window = None if seen == len(mask) else seen
+
+    def by_rows(first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        # A few at a time, as long prompts have large masks
+        for rows in torch.arange(first, last).split(1024):
+            yield mask[rows[0] : rows[-1] + 1, :last], rows[:, None] - torch.arange(last)
+
+    def follows(first: int, last: int) -> bool:
+        expected = (allowed.equal((far >= 0) & (far < (window or last))) for allowed, far in by_rows(first, last))
+        return all(expected)
+
+    if not follows(size - 1, len(mask)):
+        return mask
+    if follows(0, size):
+        return Causal(window)
+    reaches = [(far[allowed].max(), -far[allowed].min()) for allowed, far in by_rows(0, size)]
+    back, ahead = (int(max(each)) for each in zip(*reaches, strict=True))
+    return Causal(window, mask[:size, :size].clone(), ahead if back < (window or size) else None)
 
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:

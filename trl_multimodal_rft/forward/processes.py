@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..encoding.dummies import dummy_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
+from ..models.parts import CRITIC, named_parts
 from ..models.towers import find_tower
 from ..models.wrapped import is_unsharded, unwrapped
 from .layout import split_samples
@@ -30,8 +31,9 @@ class Processes:
     def __init__(self, accelerator: Accelerator | None, processor: Any = None):
         self.accelerator = accelerator
         self.processor = processor
-        self._dummies: dict[str, EncodedPrompt] = {}
-        self._trained: tuple[nn.Module, set[str]] | None = None  # a wrapped model and its trained encoders
+        self._dummies: dict[str | None, EncodedPrompt] = {}
+        # A wrapped model, its trained encoders, and whether text is trained, too
+        self._trained: tuple[nn.Module, set[str], bool] | None = None
         self._used: set[str] = set()  # kinds whose encoders got a gradient on any rank
 
     def dummies(
@@ -40,12 +42,15 @@ class Processes:
         """
         Dummy prompts with the kinds of media that this rank's prompts don't have, but the collectives of an engine
         need, as all ranks gather sharded weights, and reduce gradients, of the same encoders. `with_others` says that
-        another batch of the same forward has them already.
+        another batch of the same forward has them already. Where the language model is frozen, text alone gets them,
+        too, as it would have no gradient.
         """
-        if self.accelerator is None or self.accelerator.num_processes == 1:
+        if self.accelerator is None:
             return []
-        present = kinds_of(prompts)
-        if not is_unsharded(self.accelerator):
+        present, needed = kinds_of(prompts), set()
+        if self.accelerator.num_processes == 1:
+            pass
+        elif not is_unsharded(self.accelerator):
             held = torch.tensor([[kind in present for kind in MODALITIES]], device=self.accelerator.device)
             everyone = self.accelerator.gather(held).any(0).tolist()
             needed = {kind for kind, any_has in zip(MODALITIES, everyone, strict=True) if any_has}
@@ -58,9 +63,16 @@ class Processes:
             # With `find_unused_parameters` it also reduces weights that only an earlier forward used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
-        else:
-            return []
+        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trains_text(model):
+            needed = self._encoders_to_train(model)
         return [self._dummy(kind, model) for kind in sorted(needed - present)]
+
+    def in_place_of(
+        self, model: nn.Module, prompts: Sequence[EncodedPrompt], chosen: Sequence[EncodedPrompt]
+    ) -> list[EncodedPrompt]:
+        """Dummy prompts that give the encoders of all prompts a gradient where some are chosen, or none."""
+        kinds: list[str | None] = [*sorted(kinds_of(prompts) - kinds_of(chosen))]
+        return [self._dummy(kind, model) for kind in kinds or ([] if chosen else [None])]
 
     def n_forwards(
         self,
@@ -88,17 +100,25 @@ class Processes:
                 )
         return count
 
-    def _dummy(self, kind: str, model: nn.Module) -> EncodedPrompt:
+    def _dummy(self, kind: str | None, model: nn.Module) -> EncodedPrompt:
         if kind not in self._dummies:
             self._dummies[kind] = dummy_prompt(kind, self.processor, unwrapped(self.accelerator, model))
         return self._dummies[kind]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
         """[`trained_encoders`] of a wrapped model, from when it was wrapped, as the engine knows them."""
+        return self._what_trains(model)[1]
+
+    def _trains_text(self, model: nn.Module) -> bool:
+        """Whether a forward of text alone reaches weights that are trained, those of a critic included."""
+        return self._what_trains(model)[2]
+
+    def _what_trains(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
         if self._trained is None or self._trained[0] is not model:
             module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
-            self._trained = model, trained_encoders(module, unwrapped(self.accelerator, model))
-        return self._trained[1]
+            text = any(p.requires_grad for _, part, p in named_parts(module) if part in ("language_model", CRITIC))
+            self._trained = model, trained_encoders(module, unwrapped(self.accelerator, model)), text
+        return self._trained
 
 
 def refuse_separate_runs(num_processes: int, consequence: str) -> None:

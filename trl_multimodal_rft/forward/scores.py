@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .layout import to_device
+
 
 def _per_completion() -> Any:
     return field(default=None, metadata={"per_completion": True})
@@ -49,6 +51,16 @@ class Scores:
         """Scores of some completions; fields without a row per completion stay."""
         chosen = {name: value[index] for name, value in self._chosen(per_completion=True).items()}
         return Scores(**chosen, **self._chosen(per_completion=False))
+
+    def spread(self, places: Sequence[int], n: int) -> "Scores":
+        """The first scores at these places among `n` completions, and 0 at the others."""
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            index = to_device(torch.tensor(places, dtype=torch.long), values.device)
+            return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(places)])
+
+        chosen = {name: spread(value) for name, value in self._chosen(per_completion=True).items()}
+        return Scores(**chosen, **self._chosen(per_completion=False), deferred=self.deferred)
 
     @classmethod
     def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":

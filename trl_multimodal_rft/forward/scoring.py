@@ -3,8 +3,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.dummies import DummyPrompt
-from ..encoding.join import continued_field, join_media
+from ..encoding.join import continued_field, join_tensors
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
+from .attention import without_masks
+from .encoders import remember_on_host
 from .head import scores_of_logits
-from .layout import group_by_prompt, pack, same_rank, split_samples
+from .layout import group_by_prompt, pack, same_rank, split_samples, to_device
 from .masks import linear_masks
 from .scores import Scores, router_statistics
 
@@ -38,7 +40,8 @@ def inject(decoder: nn.Module, **kwargs):
         lambda module, args, received: (args, {**received, **kwargs}), with_kwargs=True
     )
     try:
-        yield
+        with without_masks(decoder) if "prefix_layout" in kwargs else nullcontext():
+            yield
     finally:
         handle.remove()
 
@@ -127,7 +130,8 @@ def completion_scores(
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
         ):
             if is_fused:
-                outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True)
+                places = {} if batch.label_index is None else {"label_index": batch.label_index}
+                outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
             else:
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
@@ -232,6 +236,7 @@ class _Batch:
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
+    label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Values at each position, from values at all, or at those that are scored."""
@@ -265,6 +270,7 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
     batch.labels[rows.expand_as(places)[scored], places[scored]] = following[scored]
     return replace(
         batch,
+        label_index=None,
         kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
         of_completions=lambda values: torch.where(scored, values[rows, places], 0.0),
     )
@@ -283,7 +289,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
         "position_ids": row.position_ids,
-        **to_model(join_media(row.parts), model, completion_ids.device),
+        **media_inputs(row.parts, model, completion_ids.device),
         **row.token_fields,
     }
 
@@ -302,9 +308,10 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         inputs,
         {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
         row.shift_labels,
-        lambda: (row.shift_labels[0] != -100).nonzero()[:, 0],
+        lambda: row.label_index,
         n_rows,
         lambda values: torch.where(completion_mask.bool(), values[0][row.score_index], 0.0),
+        row.label_index,
     )
 
 
@@ -323,7 +330,7 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
         "position_ids": torch.cat([batch["position_ids"], torch.cat(following, dim=-2)], dim=-1).to(device),
-        **to_model(join_media(part for prompt in prompts for part in prompt.parts), model, device),
+        **media_inputs((part for prompt in prompts for part in prompt.parts), model, device),
         **{name: value.to(device) for name, value in fields.items()},
     }
     # Each position predicts the next token; prompts aren't scored
@@ -377,9 +384,31 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     }
 
 
+def media_inputs(
+    prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """
+    Media of prompts for one forward. Features are joined and cast on its device, and pinned once, so that the host
+    neither copies nor waits.
+    """
+    moved = []
+    for prompt in prompts:
+        features = {name: value for name, value in prompt.media.items() if value.is_floating_point()}
+        if device.type == "cuda":
+            features = {name: value.pin_memory() for name, value in features.items()}
+            prompt.media.update(features)
+        features = {name: to_device(value, device).to(model.dtype) for name, value in features.items()}
+        moved.append({**prompt.media, **features})
+    joined = join_tensors(moved)
+    return {
+        name: value if value.is_floating_point() else remember_on_host(to_device(value, device), value)
+        for name, value in joined.items()
+    }
+
+
 def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
     """Moves media to a device and features to the model's dtype."""
     return {
-        name: value.to(device, model.dtype if value.is_floating_point() else value.dtype)
+        name: remember_on_host(value.to(device, model.dtype if value.is_floating_point() else value.dtype), value)
         for name, value in media.items()
     }

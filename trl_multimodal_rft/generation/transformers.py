@@ -15,12 +15,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
-from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from ..forward.layout import group_by_prompt
+from ..forward.layout import Causal, group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
-from ..forward.scoring import left_pad, to_model
+from ..forward.scoring import left_pad, media_inputs
 
 
 # Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
@@ -154,7 +153,7 @@ def generate_completions(
     batch = left_pad(rows, pad_token_id)
     batch = {**batch.pop("fields"), **batch}
     batch = {name: value.to(device) for name, value in batch.items()}
-    media = to_model(join_media(rows), unwrapped_model, device)
+    media = media_inputs(rows, unwrapped_model, device)
     inputs: dict[str, Any]
     if cached:
         order = None if past is not None else torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
@@ -327,10 +326,10 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
     if layer_types <= ATTENTION_LAYERS:
         return 1
     # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
+    masks = [(prompt, mask) for prompt in prompts for mask in linear_masks(model, prompt, 1).values()]
+    allowed = [(prompt, mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
     sees_last = any(
-        mask is not None and bool(mask[: len(prompt) - 1, len(prompt) - 1].any())
-        for prompt in prompts
-        for mask in linear_masks(model, prompt, 1).values()
+        mask is not None and bool(mask[: len(prompt) - 1, len(prompt) - 1].any()) for prompt, mask in allowed
     )
     return 0 if sees_last or min(map(len, prompts)) < 2 else -1
 

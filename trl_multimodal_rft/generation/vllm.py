@@ -34,7 +34,7 @@ from .vllm_server import (
     server_renderer,
 )
 from .vllm_versions import engine_obstacle
-from .vllm_weights import checkpoint_weights
+from .vllm_weights import checkpoint_weights, load_and_find_unread
 
 
 logger = get_logger(__name__)
@@ -102,6 +102,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapter = adapter
         self._adapter_folder = adapter_folder
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
+        self._takes_all_weights = False  # known after the first sync
         # Processed media, for as long as the decoded ones exist
         self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
         super().__init__(**kwargs)
@@ -249,6 +250,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     "completions would be scored against a different prompt; set `use_vllm=False`."
                 )
         options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
+        if "video" not in media:  # vLLM counts the tokens of images by arguments that aren't nested
+            options |= options.pop("images_kwargs", {})
         if "video" in media:
             videos = options["videos_kwargs"]
             metadata = [
@@ -410,18 +413,19 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _load_weights(self) -> None:
         model = self._runner.model
-        unneeded = _of_unused_towers(model)
-        # vLLM returns the names of weights that it loaded, and silently drops others
-        left_out = [
-            name
-            for name, weight in self._iter_named_params()
-            if not model.load_weights([(name, weight)]) and not unneeded(name)
-        ]
+        is_unneeded = _of_unused_towers(model)
+        weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
+        if self._takes_all_weights:
+            model.load_weights(weights)
+            return
+        # vLLM silently drops weights that it has no place for, and returns names of its own
+        left_out = load_and_find_unread(model.load_weights, weights)
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
                 f"'{left_out[0]}', so it would sample from another model; set `use_vllm=False`."
             )
+        self._takes_all_weights = True
 
     def _load_adapter(self, adapter: EngineAdapter) -> None:
         engine, last = self.llm.llm_engine, self._adapter_request

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Training and evaluation mode, and randomness in training mode."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -32,10 +32,13 @@ def checkpoint_activations(model: PreTrainedModel, kwargs: Any = None, enable: b
 
 
 @contextmanager
-def measuring(model: nn.Module, device: torch.device, evaluation: bool = True) -> Iterator[None]:
+def measuring(
+    model: nn.Module, device: torch.device, evaluation: bool = True, checkpointing: bool = False
+) -> Iterator[None]:
     """Makes forwards within the context leave no trace: gradients, modes, random states, checkpointing."""
     # `vars`, as wrappers forward attributes of what they wrap
-    checkpointed = [vars(part) for part in model.modules() if vars(part).get("gradient_checkpointing")]
+    parts = [] if checkpointing else [vars(part) for part in model.modules()]
+    checkpointed = [part for part in parts if part.get("gradient_checkpointing")]
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -62,11 +65,27 @@ def fix_encoders(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if module in language_model or "lora_dropout" in name:
             continue
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_forward_pre_hook(_use_running_statistics)
+        fix_batch_norms([module])
         for attribute, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in attribute or isinstance(module, nn.modules.dropout._DropoutNd)):
                 setattr(module, attribute, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether forwards in training mode draw random numbers."""
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            drops = "drop" in attribute or isinstance(module, nn.modules.dropout._DropoutNd)
+            if drops and isinstance(value, float) and value > 0:
+                return True
+    return False
+
+
+def fix_batch_norms(modules: Iterable[nn.Module]) -> None:
+    """Keeps those of the modules that are batch norms at their running statistics."""
+    for module in modules:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_pre_hook(_use_running_statistics)
 
 
 def _use_running_statistics(module: nn.Module, args: tuple) -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -18,14 +16,13 @@ from ..data.columns import MediaError, MediaRef, iter_refs
 from ..data.encode import spread_frames
 from ..data.loading import load_image, read_audio
 from ..encoding.prompts import placeholder_token_ids
-from ..models.towers import find_tower
+from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
 
 
 _LONGEST_TEXT = 2000  # characters of a prompt or completion
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
-_PARTS = ("language model", "LM head", "vision encoder", "audio encoder", "projector", "critic", "adapter")
 
 
 class CompactLogCallback(TrainerCallback):
@@ -70,7 +67,10 @@ class CompactLogCallback(TrainerCallback):
             model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
             trained = type(unwrapped(None, model)).__name__
             print(f"{type(self.trainer).__name__} trains {trained} for {state.max_steps} steps:")
-            print(*parts_lines(model_parts(model)), sep="\n", flush=True)
+            # An optimizer that was passed has its own rates
+            made_here = getattr(self.trainer, "_made_optimizer", False)
+            rates = rates_of_parts(model, self.trainer.args) if made_here else {}
+            print(*parts_lines(count_parts(model), rates), sep="\n", flush=True)
 
     def show_example(
         self,
@@ -168,57 +168,22 @@ def waiting_display(trainer: Any) -> CompactLogCallback | None:
 # Parts of the model
 
 
-def model_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Numbers of all and of trained parameters of a model's parts."""
-    base: Any = unwrapped(None, model)
-    adapter = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
-    encoders = {}
-    for kind, label in (("image", "vision encoder"), ("audio", "audio encoder")):
-        if kind in base.input_modalities:
-            try:
-                tower = base.get_submodule(find_tower(base, kind))
-            except ValueError:  # a model without an encoder
-                continue
-            encoders.update({id(parameter): label for parameter in tower.parameters()})
-    language = {}
-    for module, label in (
-        (base.get_output_embeddings(), "LM head"),
-        (base.get_decoder(), "language model"),
-        (base.get_input_embeddings(), "language model"),
-    ):
-        language.update({id(each): label for each in (module.parameters() if module is not None else ())})
-
-    def part(name: str, parameter: nn.Parameter) -> str:
-        if re.search(r"(^|\.)critic\.", name):
-            return "critic"
-        if adapter in name or re.search(r"(^|\.)(modules_to_save|prompt_encoder|trainable_tokens_layer)\.", name):
-            return "adapter"
-        if re.search(r"(^|\.)(merger|deepstack_merger_list)\.", name):  # within encoders of Qwen
-            return "projector"
-        if re.search(r"vision_(model|tower|encoder)\.", name) and id(parameter) not in language:
-            return "vision encoder"
-        return encoders.get(id(parameter)) or language.get(id(parameter)) or "projector"
-
-    counts = dict.fromkeys(_PARTS, (0, 0))
-    for name, parameter in model.named_parameters():
-        size, (total, trained) = _size(parameter), counts[label := part(name, parameter)]
-        counts[label] = total + size, trained + size * parameter.requires_grad
-    return {label: sizes for label, sizes in counts.items() if sizes[0]}
+def show_parts(trainer: Any) -> None:
+    """Prints the parts of the model, what is trained of them and at which rates, where no callback does."""
+    callbacks = trainer.callback_handler.callbacks
+    if trainer.is_world_process_zero() and not any(isinstance(each, CompactLogCallback) for each in callbacks):
+        model = trainer.model
+        print(*parts_lines(count_parts(model), rates_of_parts(model, trainer.args)), sep="\n", flush=True)
 
 
-def _size(parameter: Any) -> int:
-    size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
-    if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
-        size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize
-    return size
-
-
-def parts_lines(parts: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Lines of [`model_parts`]."""
+def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
+    """A line for each part of a model, from numbers of all and of trained parameters, and one for the whole."""
     total, trained = (sum(each) for each in zip(*parts.values(), strict=True))
-    return [f"  {label:<15}{_count(n):>8}  {_trained(n, t)}" for label, (n, t) in parts.items()] + [
-        f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"
-    ]
+    lines = []
+    for part, (size, n_trained) in parts.items():
+        rate = " and ".join(f"{each:g}" for each in (rates or {}).get(part, ()))
+        lines.append(f"  {part:<15}{_count(size):>8}  {_trained(size, n_trained)}{rate and f' at {rate}'}")
+    return [*lines, f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"]
 
 
 def _trained(total: int, trained: int) -> str:

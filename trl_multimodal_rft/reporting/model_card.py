@@ -22,6 +22,8 @@ from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale
 from ..data.columns import without_credentials
+from ..data.difficulty import DifficultySampler
+from ..data.rules import BUDGET_NAMES
 from ..families import MODALITIES
 from .curves import FILE_NAME as CURVES
 from .origins import base_metadata, is_hub_name
@@ -58,12 +60,15 @@ PAPERS: dict[str, Any] = {
     "soft_overlong_cache": _DAPO,
     "reward_running_scale": paper_of(RunningScale),
     "dynamic_sampling": _DAPO,
+    "dynamic_sampling_range": Paper("MM-EUREKA", "2503.07365"),
     "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
+    "difficulty_sampling": paper_of(DifficultySampler),
 }
 
 
 # Options that are named where they are on, and where they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
+_IF_ON += ("dynamic_sampling_range", "difficulty_sampling")
 _IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
 _IF_SET += ("ema_decay",)
 
@@ -249,9 +254,22 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     if quantile < 1:
         share = f"those of the highest entropy, `top_entropy_quantile={quantile}`"
         lines.append(("Tokens trained on", share + _cited("top_entropy_quantile")))
+    lines += common_lines(options)
     shown = [name for name in _IF_ON if options.get(name)]
     shown += [name for name in _IF_SET if options.get(name) is not None]
     return [*lines, *((f"`{name}`", f"`{options[name]}`{_cited(name)}") for name in shown)]
+
+
+def common_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is frozen, the learning rates of parts, and budgets of media, in the lines of any trainer."""
+    frozen, rates = options.get("freeze") or (), options.get("learning_rates") or {}
+    budgets = {name: options[name] for name in BUDGET_NAMES if options.get(name)}
+    lines = {
+        "Frozen": map(in_code, frozen),
+        "Learning rates of parts": (f"{in_code(key)} {rate:g}" for key, rate in rates.items()),
+        "Budgets of media": (f"`{name}={value}`" for name, value in budgets.items()),
+    }
+    return [(title, text) for title, each in lines.items() if (text := ", ".join(each))]
 
 
 def _divergence(options: dict[str, Any]) -> str:

@@ -123,6 +123,39 @@ def format_reward(completions, **kwargs) -> list[float]:
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
+def boxed_format_reward(completions, think: bool = True, **kwargs) -> list[float]:
+    """
+    Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
+    `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. Only the last message of a conversational one is read.
+        think (`bool`, *optional*, defaults to `True`):
+            Whether the completion must begin with thoughts; else only the box is required.
+        **kwargs:
+            Dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 for each completion.
+
+    Example:
+    ```python
+    >>> boxed_format_reward(["<think>3 + 4</think> \\boxed{7}", "\\boxed{7}", "<think>\\boxed{7}</think> 7"])
+    [1.0, 0.0, 0.0]
+    ```
+    """
+    rewards = []
+    for text in map(completion_text, completions):
+        has_thoughts = text.lstrip().startswith("<think>") and "</think>" in text
+        answer = text.rpartition("</think>")[2] if think else text
+        rewards.append(float((has_thoughts or not think) and _last_box(answer) is not None))
+    return rewards
+
+
+vars(boxed_format_reward)["required_in_prompt"] = "\\boxed"
+
+
 def completion_text(completion: str | list[dict[str, str]]) -> str:
     """Text of a completion: that of the last message if conversational, empty if it is a tool's."""
     if isinstance(completion, str):

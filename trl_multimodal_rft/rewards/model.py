@@ -120,7 +120,7 @@ class RewardModel:
         self, prompts: list, completions: list, columns: dict[str, Any], media_rules: MediaRules
     ) -> list[_Row]:
         rows = rows_of_batch(prompts, columns)
-        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules)]
+        prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         encoded: list[_Row] = []
         shared: Any = None
         refs: list[MediaRef] = []

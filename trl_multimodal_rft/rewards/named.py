@@ -3,6 +3,7 @@
 
 import difflib
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -14,21 +15,57 @@ from torch import nn
 from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
-from .answers import accuracy_reward, format_reward
+from ..spelling import recipe_names, split_settings
+from .answers import accuracy_reward, boxed_format_reward, format_reward
+from .bonuses import length_reward, tool_curiosity_reward
 from .checks import check_signature
 from .choices import choice_reward
+from .grounding import (
+    box_iou_reward,
+    counting_reward,
+    detection_reward,
+    point_in_box_reward,
+    regression_reward,
+    temporal_iou_reward,
+)
+from .judge import JudgeReward
+from .recipe import apply_recipe
+from .remote import RemoteReward
+from .transcripts import cer_reward, ocr_reward, wer_reward
 
 
-# Names of this package take precedence over TRL's. The last one has the values of TRL's command.
-_MADE_BY: dict[str, Callable[[], Callable]] = {
-    "accuracy_reward": lambda: accuracy_reward,
-    "choice_reward": lambda: choice_reward,
-    "format_reward": lambda: format_reward,
-    "reasoning_accuracy_reward": lambda: trl_rewards.reasoning_accuracy_reward,
-    "think_format_reward": lambda: trl_rewards.think_format_reward,
-    "get_soft_overlong_punishment": partial(trl_rewards.get_soft_overlong_punishment, 1280, 256),
+def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Callable:
+    """TRL's factory, with the values of TRL's command."""
+    return trl_rewards.get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+
+
+# Names of this package take precedence over TRL's
+_FUNCTIONS: dict[str, Callable] = {
+    each.__name__: each
+    for each in (
+        accuracy_reward,
+        choice_reward,
+        format_reward,
+        boxed_format_reward,
+        box_iou_reward,
+        cer_reward,
+        counting_reward,
+        detection_reward,
+        length_reward,
+        ocr_reward,
+        point_in_box_reward,
+        regression_reward,
+        temporal_iou_reward,
+        tool_curiosity_reward,
+        wer_reward,
+    )
 }
-REWARD_NAMES = tuple(_MADE_BY)
+_OF_TRL = ("reasoning_accuracy_reward", "think_format_reward")
+# Called with the settings, even without any
+_FACTORIES: dict[str, Callable] = {
+    each.__name__: each for each in (get_soft_overlong_punishment, JudgeReward, RemoteReward)
+}
+REWARD_NAMES = (*_FUNCTIONS, *_OF_TRL, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -38,6 +75,18 @@ def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
     return reward_funcs
+
+
+def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -> list[Callable]:
+    """
+    Loads reward functions by name for the rows with each label, with weights, see [`~rewards.recipe.apply_recipe`].
+
+    Raises `ValueError` if the recipe has another form.
+    """
+    names = recipe_names(recipe)
+    functions = dict(zip(names, load_reward_funcs(names), strict=True))
+    table = {label: [("named", name, weight) for name, weight in each.items()] for label, each in recipe.items()}
+    return apply_recipe(functions, table, label_column)
 
 
 def as_reward_funcs(given: Any) -> list[Any]:
@@ -55,24 +104,60 @@ def as_reward_funcs(given: Any) -> list[Any]:
 def _names_a_model(name: str) -> bool:
     if os.path.isdir(name):
         return True
-    is_function = name in _MADE_BY or _DOTTED.fullmatch(name) or difflib.get_close_matches(name, _MADE_BY, cutoff=0.8)
-    return not is_function
+    is_function = name.endswith(")") or _DOTTED.fullmatch(name)
+    return not (is_function or difflib.get_close_matches(name, REWARD_NAMES, cutoff=0.8))
 
 
 def _load(name: str) -> Callable:
-    if name in _MADE_BY:
-        return _MADE_BY[name]()
+    name, settings = split_settings(name)
+    if name in _FACTORIES:
+        return made(_FACTORIES[name], name, settings or {})
+    function = _FUNCTIONS.get(name)
+    if function is None:
+        path = f"trl.rewards.{name}" if name in _OF_TRL else name
+        function = load_dotted(path, "reward function", REWARD_NAMES, "my_rewards.brief")
+    if settings is None:
+        return function
+    if inspect.isclass(function):
+        return made(function, name, settings)
+    check_settings(function, name, settings)
+    # Lists are columns
+    fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    reward_func = partial(function, **fixed)
+    vars(reward_func)["required_in_prompt"] = getattr(function, "required_in_prompt", None)
+    return reward_func
+
+
+def made(factory: Callable, name: str, settings: dict[str, Any]) -> Any:
+    """What a class or a factory returns for these settings."""
+    check_settings(factory, name, settings)
+    parameters = inspect.signature(factory).parameters.values()
+    missing = [each.name for each in parameters if each.default is each.empty and each.name not in settings]
+    if missing:
+        example = ", ".join(f"{each}=..." for each in missing)
+        raise ValueError(f"{name!r} needs settings: `{name}({example})`.")
+    return factory(**settings)
+
+
+def check_settings(function: Callable, name: str, settings: dict[str, Any]) -> None:
+    """Refuses settings that a function has no parameter for; it might have `**kwargs`, which takes any."""
+    names = [key for key, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    for key in settings.keys() - names:
+        raise ValueError(f"{name!r} has no setting {key!r}, only {names}.")
+
+
+def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
+    """What a dotted path names, also of a module in the working directory; `names` are those that need no path."""
     module, _, function = name.rpartition(".")
     if not module:
-        close = difflib.get_close_matches(name, _MADE_BY, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         meant = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"There is no reward function {name!r}; {meant}Name one of {[*_MADE_BY]}, or a dotted path such as "
-            "'my_rewards.brief'."
+            f"There is no {kind} {name!r}; {meant}Name one of {[*names]}, or a dotted path such as {example!r}."
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"There is no reward function {name!r}: {error}.") from error
+        raise ValueError(f"There is no {kind} {name!r}: {error}.") from error

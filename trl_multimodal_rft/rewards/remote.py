@@ -3,9 +3,10 @@
 
 import base64
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 
@@ -86,26 +87,17 @@ class RemoteReward:
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        with requests.Session() as session:
-            adapter = requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
-            session.mount("http://", adapter)
-            session.mount("https://", adapter)
-            with ThreadPoolExecutor(self.concurrency) as pool:
-                rewards = list(pool.map(lambda part: self._ask(session, part), parts))
+        with open_session(self.concurrency) as session, ThreadPoolExecutor(self.concurrency) as pool:
+            rewards = list(pool.map(lambda part: self._ask(session, part), parts))
         return [reward for part in rewards for reward in part]
 
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
         try:
-            answer = ask(
-                "POST",
-                self.url,
-                json=part,
-                session=session,
-                seconds=self.patience,
-                seconds_each=self.timeout,
-                attempts=None if self.retries is None else self.retries + 1,
-                backoff=self.backoff,
+            answer = post(
+                self,
+                part,
+                session,
                 max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
                 is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
             )
@@ -114,9 +106,6 @@ class RemoteReward:
                 f"The response of the reward server {self._shown} is too large for {n} rewards; it must return one "
                 "number for each completion."
             ) from None
-        except (NoAnswer, requests.RequestException) as error:
-            reason = error if isinstance(error, NoAnswer) else type(error).__name__
-            raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
         return self._rewards(answer, n)
 
     @property
@@ -147,7 +136,7 @@ class RemoteReward:
         return rewards
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
-        messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules)]
+        messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         prompts = [as_text(strip_media(prompt), roles=False) for prompt in messages]
         texts = [as_text(completion, roles=False) for completion in completions]
         queries = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
@@ -159,7 +148,7 @@ class RemoteReward:
         def encode(ref: MediaRef):
             key = (id(ref.source), ref.kind, str(ref.options))
             if key not in encoded:
-                encoded[key] = self._encode(ref)
+                encoded[key] = in_base64(ref, self.sampling_rate)
             return encoded[key]
 
         for kind in MODALITIES:
@@ -168,12 +157,60 @@ class RemoteReward:
                 payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
         return payload
 
-    def _encode(self, ref: MediaRef) -> str | list[str]:
-        if ref.kind == "image":
-            return _base64(png(load_image(ref)))
-        if ref.kind == "video":
-            return [_base64(png(frame)) for frame in load_video(ref)[0]]
-        return _base64(wav(load_audio(ref, self.sampling_rate), self.sampling_rate))
+
+class Server(Protocol):
+    """Where requests go, and how often."""
+
+    url: str
+    timeout: float
+    retries: int | None
+    patience: float
+    backoff: float
+
+
+def open_session(concurrency: int) -> requests.Session:
+    """A session for concurrent requests."""
+    session = requests.Session()
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=concurrency)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    return session
+
+
+def post(
+    server: Server, payload: Any, session: requests.Session, max_bytes: int, is_usable: Callable[[Answer], bool]
+) -> Answer:
+    """
+    Sends a request until the server answers.
+
+    Raises [`TooLarge`], or `RuntimeError` if the server is unreachable.
+    """
+    try:
+        return ask(
+            "POST",
+            server.url,
+            json=payload,
+            session=session,
+            seconds=server.patience,
+            seconds_each=server.timeout,
+            attempts=None if server.retries is None else server.retries + 1,
+            backoff=server.backoff,
+            max_bytes=max_bytes,
+            is_usable=is_usable,
+        )
+    except (NoAnswer, requests.RequestException) as error:
+        reason = error if isinstance(error, NoAnswer) else type(error).__name__
+        shown = without_credentials(server.url)
+        raise RuntimeError(f"The request to the reward server {shown} failed: {reason}.") from error
+
+
+def in_base64(ref: MediaRef, sampling_rate: int) -> str | list[str]:
+    """A medium as a PNG file, a WAV file, or PNG files of frames."""
+    if ref.kind == "image":
+        return _base64(png(load_image(ref)))
+    if ref.kind == "video":
+        return [_base64(png(frame)) for frame in load_video(ref)[0]]
+    return _base64(wav(load_audio(ref, sampling_rate), sampling_rate))
 
 
 def _base64(file: bytes) -> str:

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """From rewards of all ranks' completions to advantages."""
 
+from collections.abc import Sequence
+
 import torch
 from trl.trainer.utils import nanstd
 
@@ -21,6 +23,17 @@ def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """Whether the rewards differ within each completion's group. Shapes: both `(N,)`; returns `(N,)`."""
     statistics = group_statistics(rewards, group_ids)
     return statistics.live[statistics.index].to(rewards.device)
+
+
+def out_of_range(rewards: torch.Tensor, group_ids: torch.Tensor, bounds: Sequence[float]) -> torch.Tensor:
+    """
+    Where the mean reward of each completion's group is: -1 at or below the lower bound, 1 at or above the upper one, 0
+    between them, or where none can be scored. Shapes: both `(N,)`; returns `(N,)`.
+    """
+    statistics = group_statistics(rewards, group_ids)
+    total = torch.zeros_like(statistics.count).index_add(0, statistics.index, rewards.cpu().double().nan_to_num(0.0))
+    means, (low, high) = (total / statistics.count)[statistics.index], bounds
+    return ((means >= high).long() - (means <= low).long()).to(rewards.device)
 
 
 def normalize_then_sum(

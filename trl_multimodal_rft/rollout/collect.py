@@ -63,6 +63,7 @@ def collect(
         numbers=numbers,
         messages=messages,
         environments=environments,
+        whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
     )
 
 

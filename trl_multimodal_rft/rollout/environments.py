@@ -83,7 +83,8 @@ class Environments:
         self, prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
     ) -> tuple[list[Any], list[Any]]:
         """
-        Resets an environment for each completion.
+        Resets an environment for each completion. A `reset` with the parameter `prompt_messages` gets the prompt with
+        references to its media.
 
         Args:
             prompts (`Sequence`):
@@ -116,6 +117,8 @@ class Environments:
             taken[name] += 1
             # With several environments, the column only chooses one, as in TRL
             columns = {key: value for key, value in row.items() if key != "environment" or not self.several}
+            if "prompt_messages" in inspect.signature(environment.reset).parameters:
+                columns["prompt_messages"] = prompt
             observation = environment.reset(**columns)
             if isinstance(observation, list):
                 place = f"{type(environment).__name__}.reset"

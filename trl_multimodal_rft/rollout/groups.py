@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from datasets import IterableDataset
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
@@ -68,6 +69,7 @@ class GroupExchange:
     surplus: GroupBuffer
     max_rounds: int  # draws of a step at most; 0 without dynamic sampling
     replays: bool
+    is_bounded: bool = False  # whether groups have a range for their mean rewards
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -108,9 +110,15 @@ class GroupExchange:
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         age = sum(step - group.step for group in replayed)
-        counts = torch.tensor([[len(drawn), len(live), size, len(replayed), age]], device=self.accelerator.device)
-        n_drawn, n_live, n_used, n_replayed, age = self.accelerator.gather(counts).sum(0).tolist()
+        equal = sum(not group.live.all() for group in drawn)
+        below, above = (sum(_side(group) == side for group in drawn if group.live.all()) for side in (-1, 1))
+        counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
+        counts = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device)).sum(0).tolist()
+        n_drawn, n_live, n_used, n_replayed, age, *dropped = counts
         metrics = {"sampling/kept_frac": n_live / n_drawn}
+        if self.is_bounded:
+            for name, n in zip(("equal", "below", "above"), dropped, strict=True):
+                metrics[f"sampling/dropped_{name}"] = n / n_drawn
         if is_dynamic:
             metrics["sampling/rounds"] = rounds
         if self.replays:
@@ -120,4 +128,39 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if group.live.all()]
+    return [group for group in groups if group.live.all() and _side(group) == 0]
+
+
+def _side(group: Rollout) -> int:
+    """On which side of the wanted range the group's mean reward is: -1 below, 1 above, 0 within."""
+    return 0 if group.out_of_range is None else int(group.out_of_range[0])
+
+
+def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:
+    """
+    The exchange that a config asks for, if any. `makes_prompts` says whether the user's code makes the prompts.
+
+    Raises `ValueError` if groups of these prompts can't be exchanged, or rows can't be drawn in another order.
+    """
+    for name in ("dynamic_sampling", "difficulty_sampling"):
+        if getattr(args, name) and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"`{name}` draws prompts in another order, which an iterable dataset doesn't allow; pass a `Dataset`."
+            )
+    if not args.dynamic_sampling and args.replay_buffer_size == 0:
+        return None
+    if makes_prompts:
+        raise ValueError(
+            "`dynamic_sampling` and `replay_buffer_size` exchange groups of prompts from the dataset, which "
+            "`rollout_func` and `environment_factory` make themselves; use one or the other."
+        )
+    n_groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+    return GroupExchange(
+        accelerator,
+        args.num_generations,
+        replay=GroupBuffer(args.replay_buffer_size, args.replay_max_age, args.seed + accelerator.process_index),
+        surplus=GroupBuffer(n_groups),
+        max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0,
+        replays=args.replay_buffer_size > 0,
+        is_bounded=args.dynamic_sampling_range is not None,
+    )

@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rows to messages to encoded prompts, as a trainer or an evaluation is configured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from ..data.columns import iter_refs, rows_to_messages
 from ..data.rows import Row
@@ -11,7 +13,8 @@ from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_has_prompt
 from ..encoding.ablation import Ablation
 from ..encoding.control_tokens import checked_prompt
-from ..encoding.prompts import EncodedPrompt, encode_prompt, placeholder_tokens
+from ..encoding.media import check_hears_videos
+from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 
 
 @dataclass
@@ -27,9 +30,18 @@ class PromptEncoder:
     ignored_media_columns: Sequence[str] = ()
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     for_engine: bool = False  # whether vLLM samples, which takes decoded media and computes positions itself
+    # Returns the dtype that the process that reads features casts them to, `None` for the processor's
+    feature_dtype: Callable[[], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         self._placeholders = placeholder_tokens(self.model, self.processor)
+        if self.media_rules.use_audio_in_video:
+            check_hears_videos(self.processor)
+            if self.for_engine:
+                raise ValueError(
+                    "`use_audio_in_video=True` needs `use_vllm=False`: vLLM interleaves the sound of a video with its "
+                    "frames by a rule of its own, so that completions would be scored against a different prompt."
+                )
 
     def messages(self, rows: Sequence[Row]) -> list[Any]:
         """The prompts of rows of a batch, with their media; `None` if environments make them."""
@@ -49,7 +61,7 @@ class PromptEncoder:
 
     def encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs: Any) -> EncodedPrompt:
         """The prompt of a row's messages, without its media of a kind if an ablation is given."""
-        return encode_prompt(
+        encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,
             self.model,
@@ -60,6 +72,9 @@ class PromptEncoder:
             ablation=ablation,
             row=row,
         )
+        if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:
+            encoded.media = cast_features(encoded.media, dtype)
+        return encoded
 
     def checked(self, prompt: Any, row: int) -> Any:
         """Messages whose control tokens are dealt with."""

@@ -44,7 +44,10 @@ def checked_functions(
 
 
 def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of reward functions, as TRL passes them; media are as the dataset has them."""
+    """
+    Arguments of reward functions, as TRL passes them; media are as the dataset has them. There are also `group_ids`,
+    unless a group straddles ranks.
+    """
     rows = [
         {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
         for i, row in enumerate(rollout.rows)
@@ -52,7 +55,8 @@ def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]
     if rollout.environments is not None:
         rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
     prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
-    return {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **given}
+    groups = {"group_ids": rollout.group_ids.tolist()} if rollout.whole_groups else {}
+    return {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **groups, **given}
 
 
 def reward_rollout(

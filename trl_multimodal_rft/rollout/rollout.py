@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
-from ..forward.layout import group_by_prompt
+from ..forward.layout import group_by_prompt, to_device
 from ..forward.scoring import left_pad
 
 
@@ -48,6 +48,7 @@ class Rollout:
     numbers: list[int] = field(default_factory=list)  # of the rows in their dataset
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
+    whole_groups: bool = True  # whether no group straddles ranks
     # sample
     completion_ids: Any = None  # (N, C), padded on the right
     completion_mask: Any = None  # (N, C), 0 on padding, and on truncated completions that are masked
@@ -71,8 +72,11 @@ class Rollout:
     returns: Any = None  # (N, C)
     scorable: Any = None  # (N,), 0 where no reward function applies
     live: Any = None  # (N,), whether rewards differ within the group
+    out_of_range: Any = None  # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
     num_items_in_batch: Any = None  # (), tokens in the loss over all ranks
     step: int = 0  # optimizer step at which the completions were sampled
+    # update
+    without_gradient: list[bool] = field(default_factory=list)  # completions that it needn't forward; empty for none
     # token filter
     token_weights: Any = None  # (N, C), weights in the policy loss; None for 1
 
@@ -83,6 +87,19 @@ class Rollout:
     def loss_mask(self) -> torch.Tensor:
         """1 on tokens in the loss, `(N, C)`."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
+
+    @property
+    def rows_to_score(self) -> list[int] | None:
+        """Completions that have a gradient, `None` for all."""
+        return [i for i, none in enumerate(self.without_gradient) if not none] if any(self.without_gradient) else None
+
+    @property
+    def scored_mask(self) -> torch.Tensor:
+        """The loss mask without completions that the update doesn't forward, `(N, C)`."""
+        mask = self.loss_mask
+        if self.rows_to_score is None:
+            return mask
+        return mask * to_device(~torch.tensor(self.without_gradient), mask.device)[:, None]
 
     @property
     def prompt_ids(self) -> torch.Tensor:

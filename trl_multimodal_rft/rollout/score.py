@@ -2,13 +2,15 @@
 """Scores of rollouts, and importance ratios to the engine that sampled them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from trl.trainer.utils import nanmax, nanmin
 
+from ..algorithms.metrics import Metric
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
@@ -87,29 +89,50 @@ def engine_ratios(
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
-def engine_correction(
-    logps: torch.Tensor,
-    sampling_logps: torch.Tensor,
-    mask: torch.Tensor,
-    mode: str,
-    smallest: float | None,
-    largest: float | None,
-) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]]:
-    """
-    Importance ratios of the policy to the engine, 1 where the engine returned no log-probability, and TRL's metrics:
-    this rank's number, and what combines those of all ranks.
+def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
+    """Importance ratios of the policy that sampled a rollout to its engine, `(N, C)` or `(N, 1)`."""
+    return engine_ratios(
+        rollout.old_per_token_logps,
+        rollout.sampling_per_token_logps,
+        rollout.scored_mask,
+        args.vllm_importance_sampling_mode,
+        args.vllm_importance_sampling_clip_min,
+        args.vllm_importance_sampling_clip_max,
+    )
 
-    Shapes: `logps`, `sampling_logps`, `mask` `(N, C)`; returns `(N, C)`, or `(N, 1)` for modes of sequences.
-    """
-    ratios = engine_ratios(logps, sampling_logps, mask, mode, smallest, largest)
-    difference = (logps - sampling_logps).abs()[mask.bool() & ~sampling_logps.isnan()]
-    taken = ratios.flatten() if mode.startswith("sequence") else ratios[mask.bool()]
+
+def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
+    """TRL's metrics of the differences between policy and engine, and of the ratios, from parts of a rollout."""
+    scored = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
+    logps, sampled, mask = (
+        torch.cat([part[name] for part in scored])
+        for name in ("old_per_token_logps", "sampling_per_token_logps", "loss_mask")
+    )
+    ratios = torch.cat([rollout_ratios(part, args) for part in scored])
+    difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
+    taken = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
     difference, taken = (each if each.numel() else each.new_zeros(1) for each in (difference, taken))
     name = "sampling/importance_sampling_ratio"
-    return ratios, {
+    found = {
         "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
         "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
         f"{name}/min": (taken.min(), nanmin),
         f"{name}/mean": (taken.mean(), torch.nanmean),
         f"{name}/max": (taken.max(), nanmax),
     }
+    return {name: Metric(value.reshape(1), combine) for name, (value, combine) in found.items()}
+
+
+def n_on_policy(args: Any, steps_per_rollout: int) -> int:
+    """Micro-batches of a rollout that the policy is trained on before its first update."""
+    steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
+    if accumulation % steps_per_rollout == 0:
+        return steps
+    # Else an update may end in the middle of the next rollout
+    return min(steps, accumulation) if steps_per_rollout % accumulation == 0 else 0
+
+
+def without_gradient(rollout: Rollout) -> list[bool]:
+    """Which completions have a policy gradient of exactly 0, such as those of a group with equal rewards."""
+    advantages = rollout.advantages if rollout.advantages.dim() == 2 else rollout.advantages[:, None]
+    return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, TrainerState
 
 from ..data.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
 from ..data.columns import MediaError
+from ..data.difficulty import DifficultySampler, difficulty_sampler
 from ..data.features import restore_rows, undecoded
 from ..data.prefetch import PrefetchPool
 from ..data.rows import DatasetRows, EndlessRows, Row
@@ -77,6 +78,7 @@ class RowStream:
         self._completions = 1
         self._last_row: Row | None = None  # of a stream, the last one that could be read
         self._extra: EndlessRows | None = None
+        self.sampler: DifficultySampler | None = None  # of rows to train on
         self._pool: PrefetchPool | None = None
         self._n_ahead = 0  # batches
         self._has_prompts = False  # until then, there is nothing for workers to do
@@ -113,11 +115,14 @@ class RowStream:
             self._rows, read = None, self._read_training
             self._batches = StreamBatches(undecoded(dataset), shape, read, self._columns)
             return _batch_loader(self._batches, **options)
+        args, left_out = self._args, lambda: self.skipped
+        if getattr(args, "difficulty_sampling", False):
+            self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_ahead)
         dataset = self._select_columns(dataset)
-        self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, self._args.seed + 1)
-        self._batches = EpochBatches(len(dataset), shape, self._read_training, order)
+        self._rows, self._extra = DatasetRows(dataset), EndlessRows(dataset, args.seed + 1)
+        self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, left_out)
         if n_ahead > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
-            rows, n_workers = self._rows, max(1, self._args.dataloader_num_workers)
+            rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
             self._pool = PrefetchPool(lambda number: self._encoded(rows[number]), n_workers)
         return _batch_loader(self._batches, len(dataset), **options)
 

@@ -2,13 +2,15 @@
 """Arguments of the scripts beyond configs and [`~trl.ModelConfig`], and their parser."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ..rewards.named import load_reward_funcs, load_reward_recipe
+from ..rollout.tools import load_tools
 from .option_table import options
 from .options import launched_parser, read_keys, shipped
 
@@ -51,9 +53,20 @@ class RFTScriptArguments(PromptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths. By default, "
-            "without a reward model, `accuracy_reward` and `format_reward`, whose tags prompts must request."
+            "help": "Reward functions: names in `trl_multimodal_rft.rewards`, TRL's, or dotted paths, also with "
+            'settings: `"box_iou_reward(iou_threshold=0.5)"`. By default, without a reward model, '
+            "`accuracy_reward` and `format_reward`, whose tags prompts must request."
         },
+    )
+    reward_recipe: dict | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of `reward_funcs`, weights of functions by the label of a row, in JSON: "
+            '`{"counting": {"counting_reward": 1.0}}`.'
+        },
+    )
+    reward_label_column: str = field(
+        default="task", metadata={"help": "Column with the label of each row, for `reward_recipe`."}
     )
     reward_model_name_or_path: str | None = field(
         default=None,
@@ -64,11 +77,44 @@ class RFTScriptArguments(PromptArguments):
         super().__post_init__()
         if isinstance(self.reward_funcs, str):  # one, in a config file
             self.reward_funcs = [self.reward_funcs]
+        if self.reward_funcs is not None and self.reward_recipe is not None:
+            raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
+
+    def load_rewards(self, default: Sequence[str]) -> list[Callable]:
+        """The named reward functions."""
+        if self.reward_recipe is not None:
+            return load_reward_recipe(self.reward_recipe, self.reward_label_column)
+        return load_reward_funcs(default if self.reward_funcs is None else self.reward_funcs)
 
 
 @dataclass
-class RLScriptArguments(RunArguments, RFTScriptArguments):
-    """Arguments of scripts that train with rewards."""
+class ToolArguments:
+    """Tools of scripts that sample completions in several turns."""
+
+    tools: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": 'Tools that the model may call: `zoom`, `"zoom(scale=1000)"`, or dotted paths of functions and of '
+            "a class of environments."
+        },
+    )
+
+    def tool_inputs(self) -> dict[str, Any]:
+        """Arguments of a trainer or an evaluation; a config file may name one tool as a text."""
+        return load_tools([self.tools] if isinstance(self.tools, str) else self.tools or [])
+
+
+@dataclass
+class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
+    """Arguments of scripts that train with rewards and tools."""
+
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template in place of the model's: a Jinja file, or a model that has it. For tools with "
+            "models such as Qwen2.5-VL, whose own template has no turns of tools."
+        },
+    )
 
 
 @dataclass
@@ -81,7 +127,7 @@ class SFTScriptArguments(RunArguments, PromptArguments):
 
 
 @dataclass
-class PPOScriptArguments(RLScriptArguments):
+class PPOScriptArguments(RunArguments, RFTScriptArguments):
     """Arguments of PPO."""
 
     value_model_name_or_path: str | None = field(

@@ -14,8 +14,7 @@ from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained
-from ..rewards.named import load_reward_funcs
-from .arguments import RFTScriptArguments
+from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
 
 
@@ -27,7 +26,7 @@ BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
 
 
 @dataclass
-class EvaluationArguments:
+class EvaluationArguments(ToolArguments):
     """Rows to evaluate, and the folder for the results."""
 
     benchmark: str | None = field(
@@ -88,7 +87,7 @@ def evaluate_by_name(
         )
     benchmark = evaluation_args.benchmark
     default = ["accuracy_reward", "format_reward"] if benchmark is None else BENCHMARKS[benchmark][1]
-    reward_funcs = load_reward_funcs(script_args.reward_funcs or default)
+    reward_funcs = script_args.load_rewards(default)
     media_rules = MediaRules(media_dir=evaluation_args.media_dir)
     with accelerator.main_process_first():
         dataset = load_rows(script_args, evaluation_args, split)
@@ -106,6 +105,7 @@ def evaluate_by_name(
         audio_overlong=evaluation_args.audio_overlong,
         media_rules=media_rules,
         special_tokens_in_text=evaluation_args.special_tokens_in_text,
+        **evaluation_args.tool_inputs(),
     )
     result.settings |= {
         "model": name,

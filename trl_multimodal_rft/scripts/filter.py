@@ -1,16 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Keeps the rows of a dataset whose answers need their medium, see `trl-multimodal-rft filter --help`."""
+"""Keeps rows of a dataset by a model's answers to them, see `trl-multimodal-rft filter --help`."""
 
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from trl import ModelConfig
 
+from ..data.difficulty import PASS_RATE
 from ..data.folders import check_empty, write_folder
 from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult
@@ -22,10 +23,27 @@ from .evaluate import EvaluationArguments, evaluate_by_name
 REPORT = "filter.json"
 
 
+# Without a choice of the user, so many completions of each row decide about its pass rate, at this temperature
+_SAMPLES, _TEMPERATURE = 8, 1.0
+
+
 @dataclass
 class FilterArguments(EvaluationArguments):
     """Which rows to keep."""
 
+    by: Literal["accuracy", "contribution"] = field(
+        default="contribution",
+        metadata={
+            "help": "'accuracy' keeps rows of medium difficulty, by their share of correct answers; 'contribution' "
+            "those whose answers need their medium."
+        },
+    )
+    min: float | None = field(
+        default=None, metadata={"help": "With `--by accuracy`, minimum share of correct answers. Defaults to 0.1."}
+    )
+    max: float | None = field(
+        default=None, metadata={"help": "With `--by accuracy`, maximum share of correct answers. Defaults to 0.9."}
+    )
     min_accuracy_with: float = field(
         default=0.5, metadata={"help": "Minimum share of correct answers with the medium."}
     )
@@ -35,6 +53,30 @@ class FilterArguments(EvaluationArguments):
     output_dir: str = field(
         default="outputs/filter", metadata={"help": "Empty folder for the kept rows and the report."}
     )
+
+    def __post_init__(self):
+        names = ("min", "max") if self.by == "contribution" else ("min_accuracy_with", "max_accuracy_without")
+        for name in names:
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ValueError(f"`--{name}` has no effect with `--by {self.by}`; leave it out, or change `--by`.")
+        if self.by == "accuracy":
+            self.min = 0.1 if self.min is None else self.min
+            self.max = 0.9 if self.max is None else self.max
+            if not 0 <= self.min <= self.max <= 1:
+                raise ValueError(
+                    f"`--min` ({self.min}) and `--max` ({self.max}) must be between 0 and 1, with `--min` at most "
+                    "`--max`."
+                )
+
+
+def why_dropped_by_accuracy(record: dict[str, Any], smallest: float, largest: float) -> str | None:
+    """Why a row is too easy or too hard, by its share of correct answers; `None` if it isn't."""
+    pass_rate = _share(record["correct"])
+    if pass_rate is None:
+        return "not scored"
+    if pass_rate < smallest:
+        return "too hard"
+    return "too easy" if pass_rate > largest else None
 
 
 def why_dropped(
@@ -61,12 +103,16 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
     """The content of `filter.json`."""
     records = {record["index"]: record for record in result.rows}
     n_rows = len(result.rows) + len(result.skipped)
+    names, shares = ["min", "max"], {PASS_RATE: "correct"}
+    if args.by == "contribution":
+        names = ["min_accuracy_with", "max_accuracy_without"]
+        shares = {"accuracy_with": "correct", "accuracy_without": "correct_without"}
     return {
+        "by": args.by,
         "rows": n_rows,
         "kept": n_rows - len(dropped),
         "dropped": dict(Counter(dropped.values()).most_common()),
-        "min_accuracy_with": args.min_accuracy_with,
-        "max_accuracy_without": args.max_accuracy_without,
+        **{name: getattr(args, name) for name in names},
         "metrics": result.metrics,
         "settings": result.settings,
         "unreadable": result.skipped,
@@ -74,8 +120,7 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
             {
                 "row": index,
                 "reason": reason,
-                "accuracy_with": _share(records.get(index, {}).get("correct")),
-                "accuracy_without": _share(records.get(index, {}).get("correct_without")),
+                **{name: _share(records.get(index, {}).get(key)) for name, key in shares.items()},
             }
             for index, reason in sorted(dropped.items())
         ],
@@ -86,20 +131,45 @@ def _text(report: dict[str, Any]) -> str:
     """The report in a few lines."""
     settings, metrics = report["settings"], report["metrics"]
     medium = settings["ablate"]
-    lines = [
-        f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows need their "
-        f"{medium} ({settings['ablate_with']} in its place).",
-        *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items()),
-    ]
-    for label, name in (
-        (f"accuracy with {medium}", f"accuracy_with_{medium}"),
-        (f"accuracy without {medium}", f"accuracy_without_{medium}"),
-        ("contribution", f"{medium}_contribution"),
-    ):
+    names = {
+        f"accuracy with {medium}": f"accuracy_with_{medium}",
+        f"accuracy without {medium}": f"accuracy_without_{medium}",
+        "contribution": f"{medium}_contribution",
+    }
+    kept = f"{settings['dataset']}, split {settings['split']}: {report['kept']} of {report['rows']} rows "
+    if report["by"] == "contribution":
+        kept += f"need their {medium} ({settings['ablate_with']} in its place)."
+    else:
+        n = settings["num_samples"]
+        kept += f"have {report['min']:.0%} to {report['max']:.0%} of {n} answers right."
+        names = {"accuracy of all rows": "accuracy"}
+    lines = [kept, *(f"- {count} dropped: {reason}" for reason, count in report["dropped"].items())]
+    for label, name in names.items():
         value, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
         interval = "" if low is None else f" ({low:.1%} to {high:.1%})"
         lines.append(f"- {label}: " + ("none" if value is None else f"{value:.1%}{interval}"))
     return "\n".join(lines)
+
+
+def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:
+    """The config, which samples several completions of each row where their share is the pass rate."""
+    if by == "contribution":
+        if config.ablate is None:
+            raise ValueError(
+                "Name the medium that answers need: set `--ablate` to audio, image or video; or keep rows of medium "
+                "difficulty with `--by accuracy`."
+            )
+        return config
+    if config.ablate is not None:
+        raise ValueError("`--by accuracy` answers rows with their media only; leave out `--ablate`.")
+    if config.num_samples == 1 and config.temperature == 0:
+        return replace(config, num_samples=_SAMPLES, temperature=_TEMPERATURE)
+    if config.num_samples == 1:
+        raise ValueError(
+            "A row's pass rate takes several answers; set `--num_samples` to at least 2, such as the number of "
+            "generations in training."
+        )
+    return config
 
 
 ARGUMENTS = (RFTScriptArguments, FilterArguments, EvaluationConfig, ModelConfig)
@@ -111,16 +181,17 @@ def main(
     config: EvaluationConfig,
     model_args: ModelConfig,
 ) -> None:
-    """Answers the training split with and without a medium, and saves the rows that need it with a report."""
-    medium = config.ablate
-    if medium is None:
-        raise ValueError("Name the medium that answers need: set `--ablate` to audio, image or video.")
+    """Answers the training split, with and without a medium or several times, and saves rows with a report."""
+    config = _checked(config, filter_args.by)
     check_empty(filter_args.output_dir)
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
     dataset, result = evaluate_by_name(*arguments, script_args.dataset_train_split, accelerator)
-    thresholds = filter_args.min_accuracy_with, filter_args.max_accuracy_without
-    reasons = {record["index"]: why_dropped(record, medium, *thresholds) for record in result.rows}
+    why: Any = why_dropped
+    bounds: tuple = config.ablate, filter_args.min_accuracy_with, filter_args.max_accuracy_without
+    if filter_args.by == "accuracy":
+        why, bounds = why_dropped_by_accuracy, (filter_args.min, filter_args.max)
+    reasons = {record["index"]: why(record, *bounds) for record in result.rows}
     dropped = dict.fromkeys(result.skipped, "can't be read")
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
@@ -129,6 +200,11 @@ def main(
         raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")
     if accelerator.is_main_process:
         kept = [index for index in range(len(dataset)) if index not in dropped]
-        write_folder(dataset.select(kept), filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
+        rows = dataset.select(kept)
+        if filter_args.by == "accuracy":
+            shares = {record["index"]: _share(record["correct"]) for record in result.rows}
+            rows = rows.remove_columns([PASS_RATE] if PASS_RATE in rows.column_names else [])
+            rows = rows.add_column(PASS_RATE, [shares[index] for index in kept])
+        write_folder(rows, filter_args.output_dir, MediaRules(media_dir=filter_args.media_dir))
         Path(filter_args.output_dir, REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     accelerator.end_training()

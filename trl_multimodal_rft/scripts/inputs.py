@@ -2,6 +2,7 @@
 """Datasets, models and reward functions that the arguments of scripts name."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -11,9 +12,9 @@ from trl.scripts.utils import DatasetConfig
 
 from ..data.loading import require_module
 from ..data.named import load_arguments, load_rows, reading
+from ..encoding.processors import load_processor
 from ..paths import local_path
-from ..rewards.named import load_reward_funcs
-from .arguments import PromptArguments, RFTScriptArguments
+from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .prompts import with_system_message, with_texts
 
 
@@ -79,9 +80,30 @@ def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args:
     if isinstance(script_args, RFTScriptArguments):
         judge = script_args.reward_model_name_or_path
         default = ["accuracy_reward", "format_reward"] if judge is None else []
-        functions = load_reward_funcs(default if script_args.reward_funcs is None else script_args.reward_funcs)
+        functions = script_args.load_rewards(default)
         inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
+    if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
+        source = (model_args.model_name_or_path, model_args.model_revision, training_args.trust_remote_code)
+        inputs["processing_class"] = _with_chat_template(script_args.chat_template_path, *source)
+    if isinstance(script_args, ToolArguments) and script_args.tools:
+        inputs |= script_args.tool_inputs()
     return inputs
+
+
+def _with_chat_template(path: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The processor of a model, with the chat template in a file or that of another model."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        template = file.read_text(encoding="utf-8")
+    else:
+        template = load_processor(path, None, trust_remote_code).chat_template
+    if not isinstance(template, str):
+        raise ValueError(
+            f"`chat_template_path` is {path!r}, which has no chat template; name another model or a file."
+        )
+    processor = load_processor(name, revision, trust_remote_code)
+    processor.chat_template = template
+    return processor
 
 
 def _refuse_same_rows(script_args: PromptArguments) -> None:

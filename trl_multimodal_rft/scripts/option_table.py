@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..rewards.named import REWARD_NAMES
+from ..rollout.tools import TOOLS
 
 
 FILE = Path(__file__).with_name("options.json")
@@ -33,6 +34,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": {name: version(name) for name in ("accelerate", "transformers", "trl")},
         "rewards": [*REWARD_NAMES],
+        "tools": [*TOOLS],
         "options": [*rows.values(), *_launch_options()],
     }
 

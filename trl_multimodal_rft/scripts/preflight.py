@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..paths import local_path
-from ..spelling import did_you_mean
+from ..spelling import did_you_mean, recipe_names, split_settings
 from .options import NAMES, table
 
 
@@ -23,7 +23,9 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     if command == "filter" and getattr(args, "ablate", None) is None:
         raise ValueError("Name the medium that answers need: set `--ablate` to audio, image or video.")
     check_names(args)
-    check_rewards(getattr(args, "reward_funcs", None) or ())
+    recipe = getattr(args, "reward_recipe", None)
+    check_rewards(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
+    check_rewards(getattr(args, "tools", None) or (), "tool")
 
 
 def check_names(args: argparse.Namespace) -> None:
@@ -34,30 +36,30 @@ def check_names(args: argparse.Namespace) -> None:
             local_path(name)
 
 
-def check_rewards(names: Sequence[str]) -> None:
-    """Checks the names of reward functions, without importing their modules."""
-    for name in names:
+def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:
+    """Checks the names of reward functions or tools, without importing their modules."""
+    built_in = table()["rewards" if kind == "reward function" else "tools"]
+    for text in [names] if isinstance(names, str) else names:
+        name, _ = split_settings(text)
         module, _, function = name.rpartition(".")
-        built_in = table()["rewards"]
+        unknown = f"There is no {kind} {name!r}"
         if not module and name not in built_in:
             near = did_you_mean(name, built_in)
-            raise ValueError(f"There is no reward function {name!r}; name one of {built_in}, or a dotted path.{near}")
-        source = module and _source(module, name)
+            raise ValueError(f"{unknown}; name one of {built_in}, or a dotted path.{near}")
+        source = module and _source(module, unknown)
         if source:
             defined = _defined(source)
             if function not in defined and not {"*", "__getattr__"} & defined:
                 near = did_you_mean(function, defined)
-                raise ValueError(f"There is no reward function {name!r}: {source} has no {function!r}.{near}")
+                raise ValueError(f"{unknown}: {source} has no {function!r}.{near}")
 
 
-def _source(module: str, name: str) -> Path | None:
+def _source(module: str, unknown: str) -> Path | None:
     """The source file of a module; `None` if only an import could find it."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)  # which knows editable installations
     if spec is None:
-        raise ValueError(
-            f"There is no reward function {name!r}: no module {first!r} in {os.getcwd()} or among the installed ones."
-        )
+        raise ValueError(f"{unknown}: no module {first!r} in {os.getcwd()} or among the installed ones.")
     path, folders = Path(spec.origin or ""), [Path(each) for each in spec.submodule_search_locations or ()]
     for each in rest:
         found = [
@@ -69,7 +71,7 @@ def _source(module: str, name: str) -> Path | None:
         if not found:
             compiled = any([*folder.glob(f"{each}.*")] for folder in folders)
             if folders and not compiled and all(folder.is_dir() for folder in folders):
-                raise ValueError(f"There is no reward function {name!r}: {path.parent} has no module {each!r}.")
+                raise ValueError(f"{unknown}: {path.parent} has no module {each!r}.")
             return None
         path, folders = found[0], [found[0].parent if found[0].name == "__init__.py" else found[0]]
     return path if path.suffix == ".py" and path.is_file() else None

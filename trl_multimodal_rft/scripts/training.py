@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The life of a trainer in a script: build, train, save, publish."""
 
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -120,8 +121,12 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
     for name in ("dataset_config", "media_dir", "prompt"):
         if values[name] is not None:
             data += [f"--{name}", values[name]]
-    if getattr(script_args, "reward_funcs", None):
-        data += ["--reward_funcs", *script_args.reward_funcs]
+    for name in ("reward_funcs", "tools"):
+        if named := getattr(script_args, name, None):
+            data += [f"--{name}", *([named] if isinstance(named, str) else named)]
+    if getattr(script_args, "reward_recipe", None):
+        data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
+        data += ["--reward_label_column", script_args.reward_label_column]
     name = args.hub_model_id or f"USER/{Path(folder).name}"
     publish = how_to_upload(name, folder, args.hub_private_repo or False)
     if args.push_to_hub:

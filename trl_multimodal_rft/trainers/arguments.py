@@ -101,6 +101,29 @@ class KnownKeywords:
         return super().__new__(cls)
 
 
+def as_names(given: str | list[str] | None) -> list[str] | None:
+    """Names from a text with commas, or from a list of such texts; `None` without any."""
+    texts = [given] if isinstance(given, str) else given or []
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return list(dict.fromkeys(filter(None, names))) or None
+
+
+def as_rates(given: Any) -> dict[str, float] | None:
+    """`learning_rates`, which may be texts such as YAML's "2e-6"; `None` without any."""
+    if not given:
+        return None
+    try:
+        rates = {str(key): float(value) for key, value in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f"`learning_rates` must be a dictionary of numbers, such as {{'vision_tower': 2e-6}}, got {given!r}."
+        ) from None
+    for key, rate in rates.items():
+        if not 0 < rate < math.inf:
+            raise ValueError(f"`learning_rates[{key!r}]` must be above 0, got {rate}; `freeze` keeps a part as it is.")
+    return rates
+
+
 def check_values(config) -> None:
     """Checks the types and ranges of numeric arguments."""
     given = vars(config)

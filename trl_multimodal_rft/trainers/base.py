@@ -19,41 +19,42 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.losses import LossOutput
-from ..algorithms.metrics import log_metrics
 from ..checks.checks import Checks
-from ..checks.media_contribution import is_due, media_contribution
 from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
-from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..forward.layout import micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
+from ..models.modes import has_dropout
+from ..models.parts import same_weights_trained
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import PolicyForward
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import collect, complete, take_custom_rollout, template_tools
+from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout, count_prompt_tokens
 from ..rollout.samplers import VLLMSampler
-from ..rollout.score import engine_correction, score_in_batches
+from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_in_batches, without_gradient
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
+from .optimizer import choose_what_trains
 from .setup import (
     add_log_callbacks,
     around_trl_constructor,
     check_first_rows,
     enable_packing,
+    feature_dtype,
     first_fallbacks,
     has_unread_rows,
     ignore_deprecated_names,
@@ -63,7 +64,6 @@ from .setup import (
     refuse_several_runs,
     refuse_unchecked_steps,
     reward_sources,
-    sampling_changes,
     set_tools,
     suppress_placeholders,
     warn_of_truncation,
@@ -132,8 +132,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
         self._rewarded = False  # whether there were completions yet
         # Datasets whose rows are looked at when the first ones come
-        datasets = ("train_dataset", "eval_dataset")
-        self._unseen = {name for name in datasets if has_unread_rows(kwargs.get(name))}
+        self._unseen = {name for name in ("train_dataset", "eval_dataset") if has_unread_rows(kwargs.get(name))}
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
@@ -146,6 +145,7 @@ class MultimodalTrainer(CheckpointMixin):
                 quantization_config=quantization_config,
                 **kwargs,
             )
+        choose_what_trains(self)
         self._processor_source = loaded.processor_source
         self._policy = PolicyForward(
             self.accelerator,
@@ -166,12 +166,12 @@ class MultimodalTrainer(CheckpointMixin):
             args.ignored_media_columns or (),
             args.special_tokens_in_text,
             for_engine=args.use_vllm,
+            feature_dtype=lambda: feature_dtype(self),
         )
-        makes_prompts = bool(self.toolbox) or rollout_func is not None
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=None if makes_prompts else self.prompts.encode_row,
+            encode=None if self.toolbox or rollout_func is not None else self.prompts.encode_row,
             messages=self.prompts.messages,
             columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
@@ -188,9 +188,9 @@ class MultimodalTrainer(CheckpointMixin):
         self.use_vllm = args.use_vllm
         self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
-        self._policy.fallbacks.packing = enable_packing(self._unwrapped(self.model), self.ref_model, args)
+        self._policy.fallbacks.packing = enable_packing(self)
         self._add_checkpoint_callbacks()
-        self._media_log = add_log_callbacks(self)
+        self._media_log, self._unread_metrics = add_log_callbacks(self)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
@@ -336,6 +336,7 @@ class MultimodalTrainer(CheckpointMixin):
             "max_media": self.args.max_tool_media,
             "ends": self.eos_token_ids,
             "loop": getattr(self, "async_loop", None),
+            "media_rules": self.args.media_rules,
             **options,
         }
         return ToolLoop(
@@ -344,27 +345,12 @@ class MultimodalTrainer(CheckpointMixin):
             tools=tools,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
-            media_rules=self.args.media_rules,
             special_tokens_in_text=self.args.special_tokens_in_text or "raise",
             isolate=self._policy.fallbacks.isolate,
             engine_length=self.sampler.max_length,
             anyone=self._any_process if self.sampler.is_collective else bool,
             **options,
         )
-
-    def _engine_ratios(self, rollout: Rollout) -> torch.Tensor:
-        """Importance ratios of the policy to the engine, `(N, C)` or `(N, 1)`, and TRL's metrics of them."""
-        ratios, metrics = engine_correction(
-            rollout.old_per_token_logps,
-            rollout.sampling_per_token_logps,
-            rollout.loss_mask,
-            self.args.vllm_importance_sampling_mode,
-            self.args.vllm_importance_sampling_clip_min,
-            self.args.vllm_importance_sampling_clip_max,
-        )
-        gather = self.accelerator.gather
-        self._log_metrics({name: combine(gather(value)).item() for name, (value, combine) in metrics.items()})
-        return ratios
 
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
@@ -386,7 +372,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.ref_model is not None:
             return self._score_rollout(self.ref_model, rollout).logps
         model: Any = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             return self._score_rollout(self.model, rollout).logps
 
     def _reward(self, rollout: Rollout) -> None:
@@ -427,6 +413,8 @@ class MultimodalTrainer(CheckpointMixin):
         place = self._step % (steps * self.num_iterations)
         if place == 0 or self._buffered_inputs is None:
             rollout: Any = self._generate_and_score_completions(inputs)
+            if not (self._uses_every_score or has_dropout(self.model)):  # which draws random numbers for each token
+                rollout.without_gradient = without_gradient(rollout)
             together = self.args.keep_groups_together and self.rollout_func is None
             if not together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
@@ -437,12 +425,28 @@ class MultimodalTrainer(CheckpointMixin):
             # Prompt tokens that a forward per completion would repeat and the packed forward doesn't
             forwarded, repeated = self._sum_over_ranks(count_prompt_tokens(self._buffered_inputs))
             self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
+            n_skipped, n = self._sum_over_ranks([float(sum(rollout.without_gradient)), float(len(rollout))])
+            self._mode_metrics["packing/skipped_frac"].append(n_skipped / n)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
 
+    @property
+    def _uses_every_score(self) -> bool:
+        """Whether completions without an advantage count in the loss, or in what is chosen for it."""
+        return True
+
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """What a trainer adds to new micro-batches."""
+        """Scores the new micro-batches that the policy will have moved away from when they are trained on."""
+        for part in micro_batches[self._n_on_policy :]:
+            if part.old_per_token_logps is None:
+                part.old_per_token_logps = self._score_rollout(self.model, part).logps
+        if self._corrects and self._n_on_policy == 0:
+            self._log_engine(micro_batches)
+
+    @property
+    def _n_on_policy(self) -> int:
+        return n_on_policy(self.args, self._steps_per_rollout)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
         """What a trainer changes before the micro-batch at a place among those of all epochs over a rollout."""
@@ -471,8 +475,8 @@ class MultimodalTrainer(CheckpointMixin):
 
         A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
         """
-        loss, metrics = self._loss(self._score(model, inputs), inputs)
-        log_metrics(metrics, self.accelerator.gather, self._mode_metrics)
+        loss, metrics = self._loss(self._score(model, inputs, rows=inputs.rows_to_score), inputs)
+        self._unread_metrics.add(metrics, self.accelerator.gather, self._mode_metrics)
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
@@ -480,7 +484,7 @@ class MultimodalTrainer(CheckpointMixin):
         raise NotImplementedError
 
     def _score(self, model, rollout: Rollout, **options) -> Scores:
-        """Scores of a micro-batch, with gradients."""
+        """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
         self._scores = self._policy.score(
             model,
             rollout.prompts,
@@ -490,7 +494,22 @@ class MultimodalTrainer(CheckpointMixin):
             compute_aux_loss=self.aux_loss_enabled,
             **options,
         )
+        if rollout.old_per_token_logps is None:
+            rollout.old_per_token_logps = self._scores.logps.detach()
+        if self._corrects and rollout.importance_sampling_ratio is None:
+            rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
+            if not self.model.training:
+                self._log_engine([rollout])
+            elif self._step % self._steps_per_rollout == self._n_on_policy - 1:  # now all have their old scores
+                self._log_engine(self._buffered_inputs or ())
         return self._scores
+
+    @property
+    def _corrects(self) -> bool:
+        return self.use_vllm and self.args.vllm_importance_sampling_correction
+
+    def _log_engine(self, parts: Sequence[Rollout]) -> None:
+        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._mode_metrics)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""
@@ -503,26 +522,3 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _engine_context(self) -> AbstractContextManager:
         return naming_checkpoint(self.args.output_dir, self.state.global_step) if self.is_in_train else nullcontext()
-
-    # Checks
-
-    def _check_engine(self, rollout: Rollout) -> None:
-        # Other options of sampling make another distribution than the policy's
-        if not (self.use_vllm and self.model.training) or sampling_changes(self.args):
-            return
-        if self.checks.self_check is not None and rollout.sampling_per_token_logps is not None:
-            step, has_tools = self.state.global_step, bool(self.tools)
-            self.checks.on_engine(self.model, step, rollout, self.vllm_generation, self._logit_bias, has_tools)
-
-    def _log_contribution(self, rollout: Rollout) -> None:
-        every = self.args.media_contribution_steps
-        n_steps = max(1, self._steps_per_rollout // self.args.gradient_accumulation_steps)
-        if every and self.model.training and is_due(every, self.state.global_step, n_steps):
-
-            def encode(row: int, ablation: Ablation) -> EncodedPrompt:
-                tools = template_tools(self.toolbox, rollout.environments, row)
-                return self.prompts.encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
-
-            completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            found = media_contribution(self._policy, self.model, completions, rollout.loss_mask, encode)
-            self._log_metrics(found)

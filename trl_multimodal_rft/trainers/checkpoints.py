@@ -19,8 +19,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from ..checks.self_check import SelfCheck
 from ..data.fingerprint import fingerprint
 from ..models.critic import policy_alone
+from ..models.parts import freeze
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import Fallbacks
+from ..reporting.console import show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
@@ -39,6 +41,7 @@ from .checkpoint_files import (
 )
 from .finite import refuse_broken_weights
 from .manifest import resume_warnings, verify_checkpoint, write_manifest
+from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
 from .run_lock import holding
 from .signals import EndOnSignal, end_with_launcher
 
@@ -81,6 +84,7 @@ class CheckpointMixin(Trainer):
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
+    _made_optimizer = False  # or was given one, whose rates are its own
     _n_skipped = 0  # successive updates
     _checked_step: int | None = None  # the latest whose weights were checked before sampling
 
@@ -129,6 +133,10 @@ class CheckpointMixin(Trainer):
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
+            differs = other_parts(checkpoint, self.args) if checkpoint and self.args.should_save else None
+            (differs,) = broadcast_object_list([differs])
+            if differs is not None:
+                raise ValueError(differs)
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
             stack.callback(self._stream.close)
@@ -167,6 +175,22 @@ class CheckpointMixin(Trainer):
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
         return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
+
+    def create_optimizer(self, model=None):
+        is_new = self.optimizer is None
+        freeze(self.model, self.args.freeze)  # adapters that were loaded, or switched on again, train whole
+        optimizer = super().create_optimizer(model)
+        refuse_one_rate(self)
+        self._made_optimizer = is_new or self._made_optimizer
+        self._group_parameters(is_new)
+        if is_new and (self.args.freeze or self.args.learning_rates):
+            show_parts(self)
+        return optimizer
+
+    def _group_parameters(self, is_new: bool) -> None:
+        """Gives what trains at different rates separate parameter groups, in an optimizer that the trainer made."""
+        if is_new and self.args.learning_rates:
+            split_by_rate(self)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
@@ -239,6 +263,7 @@ class CheckpointMixin(Trainer):
             "checked": self._checked(),
             "n_skipped": self._n_skipped,
             "skipped_rows": self._stream.skipped,
+            "difficulty": None if self._stream.sampler is None else self._stream.sampler.state_dict(),
         }
 
     def _checked(self) -> dict[str, Any]:
@@ -284,6 +309,8 @@ class CheckpointMixin(Trainer):
             batch.packed = batch.packed and self._policy.fallbacks.packing
         self._n_skipped = state["n_skipped"]
         self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
+        if self._stream.sampler is not None and state.get("difficulty") is not None:
+            self._stream.sampler.load_state_dict(state["difficulty"])
 
     # Saving
 
@@ -349,6 +376,8 @@ class CheckpointMixin(Trainer):
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
             self._save_state(folder)
+            if args.should_save:
+                save_parts(folder, args)
         self.accelerator.wait_for_everyone()
         if args.should_save:
             export_state(state.stateful_callbacks, [*self.callback_handler.callbacks, self.control])

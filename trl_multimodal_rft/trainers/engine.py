@@ -21,6 +21,7 @@ from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .checkpoint_files import checkpoints, step_of
 from .finite import naming_broken_logits
@@ -143,6 +144,16 @@ def check_settings(trainer: Any) -> RunSettings:
         audio_overlong=trainer.args.audio_overlong,
         engine_positions=trainer.use_vllm,
     )
+
+
+def check_engine(trainer: Any, rollout: Rollout) -> None:
+    """Compares the engine that sampled with the policy, where that is due."""
+    # Other options of sampling make another distribution than the policy's
+    if not (trainer.use_vllm and trainer.model.training) or sampling_changes(trainer.args):
+        return
+    if trainer.checks.self_check is not None and rollout.sampling_per_token_logps is not None:
+        step, engine, has_tools = trainer.state.global_step, trainer.vllm_generation, bool(trainer.tools)
+        trainer.checks.on_engine(trainer.model, step, rollout, engine, trainer._logit_bias, has_tools)
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:

@@ -11,7 +11,7 @@ from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estima
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions
 from .arguments import check_values, help_from_docstring
-from .multimodal_config import MultimodalArguments, check_choice, check_range
+from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
 
 
 # Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
@@ -92,19 +92,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         entropy_renormalize (`bool`, *optional*, defaults to `False`):
             Whether to average the policy loss over the tokens that are trained on instead of all. GMPO does so anyway.
 
-        > Parameters that control what is trained on when a prompt's completions all get the same reward
-
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Whether to draw more prompts until the batch is full of groups with different rewards, see
-            [DAPO](https://huggingface.co/papers/2503.14476).
-        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
-            How often to sample for one batch at most.
-        replay_buffer_size (`int`, *optional*, defaults to `0`):
-            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
-            without.
-        replay_max_age (`int`, *optional*, defaults to `8`):
-            Number of optimizer steps after which a kept group is dropped.
-
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
@@ -141,10 +128,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     entropy_scope: str = field(default="batch", metadata={"choices": ["batch", "sequence", "micro_batch"]})
     entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
     entropy_renormalize: bool = False
-    dynamic_sampling: bool = False
-    dynamic_sampling_max_rounds: int = 4
-    replay_buffer_size: int = 0
-    replay_max_age: int = 8
 
     _has_critic = False
 
@@ -181,7 +164,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}). Change one of them, or use "
                 "`entropy_scope='micro_batch'`."
             )
-        self._check_sampling()
+        check_sampling(self)
 
     @property
     def _estimator(self) -> Estimator:
@@ -322,23 +305,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     @property
     def _corrects(self) -> bool:
         return self.use_vllm and self.vllm_importance_sampling_correction
-
-    def _check_sampling(self) -> None:
-        for name in ("dynamic_sampling", "replay_buffer_size"):
-            if not getattr(self, name):
-                continue
-            if self.num_generations < 2:
-                raise ValueError(
-                    f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must "
-                    "be at least 2."
-                )
-            completions = self.per_device_train_batch_size * self.steps_per_generation
-            if completions % self.num_generations != 0:
-                raise ValueError(
-                    f"`{name}` exchanges whole groups on each process, so `per_device_train_batch_size` times "
-                    f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
-                    f"({self.num_generations})."
-                )
 
     def loss_options(self) -> LossOptions:
         """Options of the policy loss and of the KL term."""

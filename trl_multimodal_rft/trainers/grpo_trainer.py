@@ -23,12 +23,13 @@ from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
-from ..rollout.groups import GroupBuffer, GroupExchange
+from ..rollout.groups import group_exchange
 from ..rollout.rollout import Rollout
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
+from .engine import check_engine
 from .grpo_config import MultimodalGRPOConfig
-from .rollout_logs import log_rollout
+from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
 from .setup import resolve_config
 
 
@@ -170,32 +171,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         # What the coefficients of KL divergence and entropy adapt to at the end of the optimizer step
         self._kl_window = Window()
         self._entropy_window = Window()
-        exchanges_groups = args.dynamic_sampling or args.replay_buffer_size > 0
-        if exchanges_groups and (rollout_func is not None or environment_factory is not None):
-            raise ValueError(
-                "`dynamic_sampling` and `replay_buffer_size` exchange groups of prompts from the dataset, which "
-                "`rollout_func` and `environment_factory` make themselves; use one or the other."
-            )
-        if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
-            raise ValueError(
-                "`dynamic_sampling` draws prompts in another order, which an iterable dataset doesn't allow; "
-                "pass a `Dataset`."
-            )
         self._token_filter: Any = TokenFilter(args, self._gather_rows, self.accelerator.process_index)
-        self._groups: GroupExchange | None = None
-        if args.dynamic_sampling or args.replay_buffer_size > 0:
-            n_groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-            seed = args.seed + self.accelerator.process_index
-            self._groups = GroupExchange(
-                self.accelerator,
-                args.num_generations,
-                replay=GroupBuffer(args.replay_buffer_size, args.replay_max_age, seed),
-                surplus=GroupBuffer(n_groups),
-                max_rounds=args.dynamic_sampling_max_rounds if args.dynamic_sampling else 0,
-                replays=args.replay_buffer_size > 0,
-            )
+        makes_prompts = rollout_func is not None or environment_factory is not None
+        self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
+        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     @property
     def kl_coef(self) -> float:
@@ -222,33 +203,32 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._score_old(rollout)
         if self.args.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout)
-        self._check_engine(rollout)
+        check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)
-        self._log_contribution(rollout)
+        log_contribution(self, rollout)
         return rollout
 
     def _score_old(self, rollout: Rollout) -> None:
-        """Scores under the policy that sampled, where a loss, an estimator or the token filter needs them."""
-        args, training = self.args, self.model.training
-        corrects = self.use_vllm and args.vllm_importance_sampling_correction
-        # With several steps per rollout, the policy moves on; else the update's own scores are the old ones, as in TRL
-        trl_needs = (
-            args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0 or corrects
-        )
-        exchanges = training and self._groups is not None
-        need_logps = callable(args.advantage_estimator) or args.kl_in_reward or exchanges
-        need_entropies = training and args.top_entropy_quantile < 1 and args.entropy_source == "rollout"
-        if not (trl_needs or need_logps or need_entropies):
-            return
-        with nullcontext() if trl_needs else self._extra_time():
-            old = self._score_rollout(self.model, rollout)
-        if trl_needs or need_logps:
-            rollout.old_per_token_logps = old.logps
-        if need_entropies:
-            rollout.old_entropies = old.entropies
-        if corrects:
-            rollout.importance_sampling_ratio = self._engine_ratios(rollout)
+        """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
+        args, exchanges = self.args, self.model.training and self._groups is not None
+        if exchanges or callable(args.advantage_estimator) or args.kl_in_reward:
+            self._score_with_entropies([rollout])
+
+    def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
+        """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
+        args = self.args
+        in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or self._corrects
+        for part in parts:
+            with nullcontext() if in_trl else self._extra_time():
+                old = self._score_rollout(self.model, part)
+            part.old_per_token_logps = old.logps
+            if self._filters_by_rollout and self.model.training:
+                part.old_entropies = old.entropies
+
+    @property
+    def _filters_by_rollout(self) -> bool:
+        return self._token_filter.is_on and self.args.entropy_source == "rollout"
 
     def _reward(self, rollout: Rollout) -> None:
         super()._reward(rollout)
@@ -269,6 +249,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
         rollout.live = self._local(live, n)
+        measure_groups(self, rollout, rewards, group_ids)
         local = self._local(advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
         log_rollout(self, rollout, rewards, zero_std, advantages)
@@ -335,12 +316,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # High-entropy tokens
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        if self._token_filter.is_on and self.args.entropy_source == "rollout":
-            # Sequences don't compete, so any window will do
-            window = self._token_filter.window or len(micro_batches)
+        if self._filters_by_rollout:
+            window = self._token_filter.window or 1  # sequences don't compete
+            # Where micro-batches compete, the update's own entropies come too late
+            first = 0 if window > 1 else self._n_on_policy
+            self._score_with_entropies([part for part in micro_batches[first:] if part.old_entropies is None])
             for start in range(0, len(micro_batches), window):
                 parts = micro_batches[start : start + window]
-                self._token_filter.mark(parts, [part.old_entropies for part in parts])
+                if start >= first or parts[0].old_entropies is not None:
+                    self._token_filter.mark(parts, [part.old_entropies for part in parts])
+        super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
         args, window = self.args, self._token_filter.window
@@ -358,7 +343,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             return rollout.get("token_weights", 1.0)
         if self._token_filter.is_trls:
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
-        return self._token_filter.weights(entropies, rollout.loss_mask)
+        weights = self._token_filter.weights(entropies, rollout.loss_mask)
+        if self._filters_by_rollout:
+            rollout.token_weights = weights  # of further iterations, too
+        return weights
 
     # Loss
 
@@ -366,7 +354,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args, mask = self.args, inputs.loss_mask
         tensors = LossInputs(
             scores.logps,
-            old_logps(inputs, scores.logps),
+            inputs.old_per_token_logps,
             inputs["advantages"],
             mask,
             weights=self._token_weights(inputs, scores.entropies),
@@ -375,6 +363,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             ref_logps=inputs["ref_per_token_logps"] if args.beta != 0 and not args.kl_in_reward else None,
             entropies=scores.entropies,
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
+            scored=inputs.scored_mask,
         )
         output = grpo_loss(
             LOSSES[args.loss_type],
@@ -392,6 +381,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._mode_metrics["extra_scoring_time"].append(self._extra_scoring_time)
             self._extra_scoring_time = 0.0
         return output
+
+    @property
+    def _uses_every_score(self) -> bool:
+        args = self.args
+        drifts = args.loss_type == "cpgd" and args.cpgd_drift_coef != 0
+        compete = self._token_filter.is_on and args.entropy_scope != "sequence"
+        return args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or drifts or compete
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
@@ -478,13 +474,3 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             if self._groups is not None and state["groups"] is not None:
                 self._groups.load_state_dict(state["groups"])
         self._n_extra_prompts = state["n_extra_prompts"]
-
-
-def old_logps(inputs: Any, logps: torch.Tensor) -> torch.Tensor:
-    """
-    Log-probabilities under the policy that sampled, which is the current one in the first update.
-
-    Shapes: `logps` `(B, C)`; returns `(B, C)`.
-    """
-    given = inputs.get("old_per_token_logps")
-    return logps.detach() if given is None else given

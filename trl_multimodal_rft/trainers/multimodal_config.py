@@ -13,6 +13,8 @@ from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
 from .arguments import (
     KnownKeywords,
+    as_names,
+    as_rates,
     check_batches,
     check_generation_kwargs,
     check_packages,
@@ -38,6 +40,17 @@ class MediaArguments(KnownKeywords):
             differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't
             depend on the longest prompts. Costs one more forward without activations where there are several parts;
             its seconds are logged as `token_budget/extra_time`.
+
+        > Parameters that control what is trained
+
+        freeze (`list[str]` or `str`, *optional*):
+            What isn't trained: parts of the model (`vision_tower`, `audio_tower`, `projector`, `language_model`), or
+            patterns of the names of its parameters and modules, such as `model.visual.blocks.[0-3]`; several in a
+            text with commas between them. Adapters in them are frozen, too, and so is the backbone of PPO's critic.
+        learning_rates (`dict[str, float]` or `str`, *optional*):
+            Learning rates of parts, or of parameters by patterns, as in `freeze`; JSON on a command line. A pattern
+            wins over a part, and the first of several patterns. What none names is trained at `learning_rate`. The
+            schedule scales all of them.
 
         > Parameters that control the media
 
@@ -88,6 +101,18 @@ class MediaArguments(KnownKeywords):
         media_dir (`str`, *optional*):
             Folder that relative paths of media in rows start from. By default the working directory. Files must be in
             `allowed_media_folders` all the same.
+        min_pixels (`int`, *optional*):
+            Images, and frames of videos, with fewer pixels are enlarged to this many. A block's own value wins, and by
+            default the processor decides, as with the next three.
+        max_pixels (`int`, *optional*):
+            Images, and frames of videos, with more pixels are made smaller before their tokens are counted.
+        video_fps (`float`, *optional*):
+            Frames per second that are sampled from videos. Lists of frames are used as they are.
+        max_frames (`int`, *optional*):
+            Most frames of a video, evenly spaced where there are more.
+        use_audio_in_video (`bool`, *optional*, defaults to `False`):
+            Whether the model hears the sound of a video with its frames, interleaved as its processor does it. Omni
+            models of Qwen do. Videos without a sound are seen alone.
 
         > Parameters that control the checks
 
@@ -105,6 +130,8 @@ class MediaArguments(KnownKeywords):
     """
 
     max_tokens_per_microbatch: int | None = None
+    freeze: list[str] | None = None
+    learning_rates: dict | str | None = None
     audio_overlong: str = field(default="raise", metadata={"choices": ["raise", "truncate"]})
     ignored_media_columns: list[str] | None = None
     special_tokens_in_text: str | None = field(default=None, metadata={"choices": ["allow", "raise", "strip"]})
@@ -120,7 +147,12 @@ class MediaArguments(KnownKeywords):
     max_video_seconds: float = DEFAULT_RULES.max_video_seconds
     max_video_pixels: int = DEFAULT_RULES.max_video_pixels
     media_timeout: float = DEFAULT_RULES.media_timeout
-    media_dir: str | None = DEFAULT_RULES.media_dir
+    media_dir: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_fps: float | None = None
+    max_frames: int | None = None
+    use_audio_in_video: bool = False
     max_skipped_updates: int = 5
     checkpoint_manifest: bool = True
 
@@ -129,6 +161,7 @@ class MediaArguments(KnownKeywords):
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates"]  # which may be JSON
         check_values(self)
         check_packages(self)
         if not torch.accelerator.is_available():
@@ -143,6 +176,8 @@ class MediaArguments(KnownKeywords):
                 "`fp16=True` needs a GPU, and this run is on the CPU; set `fp16=False`. `bf16=True` with "
                 "`use_cpu=True` computes in bfloat16 there."
             )
+        self.freeze = as_names(self.freeze)
+        self.learning_rates = as_rates(self.learning_rates)
         for name in ("audio_overlong", "on_media_error"):
             check_choice(self, name)
         if self.special_tokens_in_text is not None:
@@ -226,6 +261,31 @@ class MultimodalArguments(MediaArguments):
             images and videos grey. Each takes two forwards of two completions, one of each of two prompts. 0 measures
             nothing.
 
+        > Parameters that control which prompts are sampled and trained on
+
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether to draw more prompts until the batch is full of groups with different rewards, see
+            [DAPO](https://huggingface.co/papers/2503.14476).
+        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
+            How often to sample for one batch at most.
+        dynamic_sampling_range (`list[float]`, *optional*):
+            Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
+            treat the group as one without different rewards, such as `[0.1, 0.9]` of
+            [MM-EUREKA](https://huggingface.co/papers/2503.07365).
+        dynamic_sampling_reward (`str`, *optional*):
+            Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
+            By default the range bounds the weighted sum of all, and the difficulty is measured by the first function.
+        replay_buffer_size (`int`, *optional*, defaults to `0`):
+            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
+            without.
+        replay_max_age (`int`, *optional*, defaults to `8`):
+            Number of optimizer steps after which a kept group is dropped.
+        difficulty_sampling (`bool`, *optional*, defaults to `False`):
+            Whether to draw rows more often the closer the share of their right completions, measured in the run
+            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
+            [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
+            `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
+
         > Parameters that control the checks
 
         self_check (`bool`, *optional*, defaults to `True`):
@@ -247,6 +307,13 @@ class MultimodalArguments(MediaArguments):
     max_logged_media: int | None = 8
     max_logged_megabytes: float = 32.0
     media_contribution_steps: int = 10
+    dynamic_sampling: bool = False
+    dynamic_sampling_max_rounds: int = 4
+    dynamic_sampling_range: list[float] | None = None
+    dynamic_sampling_reward: str | None = None
+    replay_buffer_size: int = 0
+    replay_max_age: int = 8
+    difficulty_sampling: bool = False
     self_check: bool = True
 
     def __post_init__(self):
@@ -295,3 +362,39 @@ def check_range(config, name: str) -> None:
     bounds = getattr(config, name)
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")
+
+
+def check_sampling(config) -> None:
+    """Checks the arguments that choose prompts and groups of completions."""
+    check_range(config, "dynamic_sampling_range")
+    exchanging = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
+    for name in exchanging:
+        if config.num_generations < 2:
+            raise ValueError(
+                f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must be at least "
+                "2."
+            )
+        completions = config.per_device_train_batch_size * config.steps_per_generation
+        if completions % config.num_generations != 0:
+            raise ValueError(
+                f"`{name}` exchanges whole groups on each process, so `per_device_train_batch_size` times "
+                f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
+                f"({config.num_generations})."
+            )
+    if config.dynamic_sampling_range is not None and not exchanging:
+        raise ValueError(
+            "`dynamic_sampling_range` has no effect without `dynamic_sampling=True` or `replay_buffer_size`; set one "
+            "of them or remove it."
+        )
+    if config.dynamic_sampling_reward is not None and not (
+        config.dynamic_sampling_range is not None or config.difficulty_sampling
+    ):
+        raise ValueError(
+            "`dynamic_sampling_reward` has no effect without `dynamic_sampling_range` or `difficulty_sampling=True`; "
+            "set one of them or remove it."
+        )
+    if config.difficulty_sampling and not config.shuffle_dataset:
+        raise ValueError(
+            "`difficulty_sampling` chooses the order of rows, which `shuffle_dataset=False` asks to keep; remove one "
+            "of them."
+        )

@@ -1,26 +1,119 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""One optimizer for a policy and its critic, each with its own rate and schedule."""
+"""Learning rates of parts of a model, and one optimizer for a policy and its critic, each with its own schedule."""
 
+import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.deepspeed import DummyOptim
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from ..models.parts import chosen_by, freeze
 
-def split_groups(
-    optimizer: torch.optim.Optimizer, critic: nn.Module, learning_rate: float | None, regroup: bool
-) -> tuple[bool, ...]:
+
+# File of a checkpoint with the options that its optimizer's parameter groups depend on
+_PARTS = "trained_parts.json"
+
+
+# Parts
+
+
+def choose_what_trains(trainer: Any) -> None:
+    """Freezes parts of a trainer's model, and checks the learning rates of the others."""
+    args = trainer.args
+    freeze(trainer.model, args.freeze)
+    if args.freeze and args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        trainer.model.enable_input_require_grads()  # else layers after frozen embeddings get no gradient
+    if not args.learning_rates:
+        return
+    if trainer.optimizer is not None:
+        raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
+    chosen = chosen_by(trainer.model, [*args.learning_rates], "learning_rates")
+    trained = {key for parameter, key in chosen.items() if parameter.requires_grad}
+    if idle := args.learning_rates.keys() - trained:
+        raise ValueError(
+            f"`learning_rates` has a rate for {min(idle)!r}, in which nothing is trained that no other key chooses; "
+            "remove it, or train it (see `freeze`, and the `target_modules` of an adapter)."
+        )
+
+
+def split_by_rate(
+    trainer: Any, rates: Mapping[str, float | None] | None = None, keys: Mapping[int, str] | None = None
+) -> None:
+    """
+    Gives the parameters of a new optimizer separate groups by `learning_rates`, and by further `keys` with `rates`.
+
+    Decayed weights and others stay in different groups. The schedule multiplies the rate of each.
+    """
+    args, optimizer = trainer.args, trainer.optimizer
+    given: dict[str, float] = args.learning_rates or {}
+    chosen = chosen_by(trainer.model, [*given], "learning_rates")
+    keys = {**{id(parameter): key for parameter, key in chosen.items()}, **(keys or {})}
+    every: dict[str | None, float | None] = {None: None, **given, **(rates or {})}
+    groups = []
+    for group in optimizer.param_groups:
+        owned: dict[str | None, list] = {key: [] for key in every}
+        for parameter in group["params"]:
+            owned[keys.get(id(parameter))].append(parameter)
+        for key, parameters in owned.items():
+            rate = {} if every[key] is None else {"lr": every[key]}
+            groups += [{**group, **rate, "params": parameters}] if parameters else []
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if any(parameter.requires_grad and id(parameter) not in held for parameter in chosen):
+        raise ValueError(f"`learning_rates` has no effect with `optim={args.optim!r}`, which has no groups; drop one.")
+    optimizer.param_groups[:] = groups
+
+
+def refuse_one_rate(trainer: Any) -> None:
+    """Refuses an optimizer or a schedule of DeepSpeed's config, which have one rate, with rates of parts."""
+    own = [isinstance(trainer.optimizer, DummyOptim), isinstance(trainer.lr_scheduler, DummyScheduler)]
+    if trainer.args.learning_rates and any(own):
+        raise ValueError(
+            f"The DeepSpeed config has its own `{'optimizer' if own[0] else 'scheduler'}`, which would train all "
+            "parts at one rate; remove it, so that `learning_rates` count."
+        )
+
+
+def save_parts(checkpoint: Path, args: Any) -> None:
+    """Saves the options of parts, if there are any."""
+    if args.freeze or args.learning_rates:
+        (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
+
+
+def other_parts(checkpoint: str | Path, args: Any) -> str | None:
+    """What differs between the options of parts of a checkpoint and of this run."""
+    path = Path(checkpoint, _PARTS)
+    saved = json.loads(path.read_text()) if path.exists() else dict.fromkeys(_options_of_parts(args))
+    for name, value in _options_of_parts(args).items():
+        if saved[name] != value:
+            return (
+                f"{checkpoint} was saved with `{name}={saved[name]}`, and this run has `{name}={value}`, so the "
+                f"optimizer's state is of other weights or rates. Resume with the same `{name}`, or start a new run "
+                "with `model` set to the checkpoint."
+            )
+    return None
+
+
+def _options_of_parts(args: Any) -> dict[str, Any]:
+    return {name: getattr(args, name) or None for name in ("freeze", "learning_rates")}
+
+
+# Policy and critic
+
+
+def split_groups(trainer: Any, critic: nn.Module, learning_rate: float | None, regroup: bool) -> tuple[bool, ...]:
     """
     Marks the parameter groups of policy and critic by a `part`.
 
     With `regroup` the weights of the critic get separate groups with their learning rate. Returns which groups are the
     critic's.
     """
+    optimizer = trainer.optimizer
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
             "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, so "
@@ -28,13 +121,7 @@ def split_groups(
         )
     ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
-        rates = [{}, {} if learning_rate is None else {"lr": learning_rate}]
-        parts = [
-            {**group, **rates[is_critic], "params": [p for p in group["params"] if (id(p) in ids) == is_critic]}
-            for group in optimizer.param_groups
-            for is_critic in (False, True)
-        ]
-        optimizer.param_groups[:] = [part for part in parts if part["params"]]
+        split_by_rate(trainer, {"critic": learning_rate}, dict.fromkeys(ids, "critic"))
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(

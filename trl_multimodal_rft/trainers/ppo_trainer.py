@@ -37,6 +37,7 @@ from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead, add_critic, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
+from ..models.parts import freeze_backbone
 from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
 from ..rollout.rollout import Rollout
@@ -44,7 +45,7 @@ from ..rollout.score import score_values
 from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
-from .grpo_trainer import MultimodalGRPOTrainer, old_logps
+from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
@@ -256,6 +257,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 copied = copied.unload().requires_grad_()
                 freeze_as_built(copied)
             critic = Critic(copied)
+        freeze_backbone(critic.model, self.args.freeze)
         if not sharing_obstacle(critic.model):
             install_prefix_attention(critic.model)
         theirs, own = (each.config.get_text_config().vocab_size for each in (critic.model, policy))
@@ -320,7 +322,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if not self.model.training:
             return policy
         args, mask, kind = self.args, inputs.loss_mask, LOSSES[self.args.loss_type]
-        tensors = LossInputs(scores.logps, old_logps(inputs, scores.logps), inputs["advantages"], mask)
+        tensors = LossInputs(scores.logps, inputs.old_per_token_logps, inputs["advantages"], mask)
         unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
         loss = self._if_trained("policy", policy.loss, scores.logps)
@@ -343,6 +345,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
                 logged["value_learning_rate"].append(rate)
         return LossOutput(loss, metrics)
+
+    @property
+    def _uses_every_score(self) -> bool:
+        return True  # the critic, and metrics of ratios
 
     def _score(self, model, rollout: Rollout, **options) -> Scores:
         """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
@@ -387,13 +393,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Optimizer
 
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        regroup = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if self.critic is not None and not self._critic_groups:
-            self._critic_groups = split_groups(optimizer, self.critic, self.args.value_learning_rate, regroup)
-            freeze_parts(optimizer, lambda: self._trained, self._trains)
-        return optimizer
+    def _group_parameters(self, is_new: bool) -> None:
+        if self.critic is None:
+            super()._group_parameters(is_new)
+        elif not self._critic_groups:
+            self._critic_groups = split_groups(self, self.critic, self.args.value_learning_rate, is_new)
+            freeze_parts(self.optimizer, lambda: self._trained, self._trains)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         if self.critic is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from trl import RLOOConfig
 
 from .arguments import check_values, help_from_docstring
-from .multimodal_config import MultimodalArguments, check_choice
+from .multimodal_config import MultimodalArguments, check_choice, check_sampling
 
 
 @help_from_docstring
@@ -78,3 +78,4 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
                 "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
                 "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`."
             )
+        check_sampling(self)

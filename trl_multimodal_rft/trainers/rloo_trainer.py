@@ -12,13 +12,15 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
 from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
-from ..algorithms.metrics import rank_mean, token_mean
+from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
-from ..rollout.advantages import is_std_zero, leave_one_out, weighted_sum
+from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighted_sum
+from ..rollout.groups import group_exchange
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
+from .engine import check_engine
 from .rloo_config import MultimodalRLOOConfig
-from .rollout_logs import log_rollout
+from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
 from .setup import resolve_config
 
 
@@ -117,41 +119,71 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        makes_prompts = rollout_func is not None or environment_factory is not None
+        self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
+        self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
+        reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
 
     # Rollout
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        rollout = self._draw(inputs)
+        if self._groups is not None and self.model.training:
+            rollout, _, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
+            self._log_metrics(metrics)
+        return rollout
+
+    def _draw_extra(self, n: int) -> Rollout:
+        """Completions of this rank's next `n` prompts of dynamic sampling."""
+        start = self._n_extra_prompts
+        self._n_extra_prompts += self.accelerator.num_processes * n
+        return self._draw(self._stream.draw(start, n))
+
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+        """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         self._sample(rollout)
-        rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
+        exchanges = self._groups is not None and self.model.training
+        if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
+            rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout)
-        self._check_engine(rollout)
+        check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)
-        self._log_contribution(rollout)
+        log_contribution(self, rollout)
         return rollout
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Leave-one-out advantages with the KL penalty in the reward, and weights for what an engine sampled."""
-        args, n, mask = self.args, len(rollout), rollout.loss_mask
+        """Leave-one-out advantages with the KL penalty in the reward."""
+        n, mask = len(rollout), rollout.loss_mask
         rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
+        group_ids = self.accelerator.gather(rollout.group_ids)
+        rollout.live = self._local(has_signal(shaped, group_ids), n)
+        measure_groups(self, rollout, rewards, group_ids)
         if self.beta != 0:
             kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = self._sum_over_ranks([kl.sum().item(), mask.sum().item()])
             self._mode_metrics["kl"].append(total / max(count, 1.0))
-        group_ids = self.accelerator.gather(rollout.group_ids)
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = self._local(advantages, n)
         log_rollout(self, rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
-        if self.use_vllm and args.vllm_importance_sampling_correction:
-            # A weight on the advantage is one on the loss
-            rollout.advantages = rollout.advantages * self._engine_ratios(rollout)[:, 0]
 
     # Update
+
+    def _score(self, model, rollout: Rollout, **options) -> Scores:
+        is_corrected = rollout.importance_sampling_ratio is not None
+        scores = super()._score(model, rollout, **options)
+        if self._corrects and not is_corrected:  # a weight on the advantage is one on the loss
+            rollout.advantages = rollout.advantages * rollout.importance_sampling_ratio[:, 0]
+        return scores
+
+    @property
+    def _uses_every_score(self) -> bool:
+        return self.aux_loss_enabled
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
@@ -162,5 +194,17 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss
             metrics["aux_loss"] = rank_mean(scores.aux_loss)
-        metrics["entropy"] = token_mean(scores.entropies, mask)
+        metrics["entropy"] = scored_mean(scores.entropies, inputs.scored_mask)
         return LossOutput(loss, metrics)
+
+    # Checkpoints
+
+    def _rollout_state(self) -> dict[str, Any]:
+        groups = None if self._groups is None else self._groups.state_dict()
+        return {**super()._rollout_state(), "groups": groups, "n_extra_prompts": self._n_extra_prompts}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        if state["batches"] == self._batches() and self._groups is not None and state.get("groups") is not None:
+            self._groups.load_state_dict(state["groups"])
+        self._n_extra_prompts = state.get("n_extra_prompts", 0)

@@ -1,13 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a trainer logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
+from ..algorithms.metrics import PendingMetrics
+from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
+from ..encoding.ablation import Ablation
+from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import waiting_display
+from ..rollout.advantages import out_of_range
+from ..rollout.collect import template_tools
 from ..rollout.reward import reward_metrics
 from ..rollout.rollout import Rollout
 
@@ -36,6 +44,53 @@ def log_rollout(
     _show_first(trainer, rollout)
 
 
+def measure_groups(trainer: Any, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> None:
+    """
+    Notes how difficult prompts are, where the config asks for it: whether the mean rewards of groups are within the
+    wanted range, and the pass rates of rows.
+
+    Shapes: `rewards` and `group_ids` `(N,)`, of all ranks.
+    """
+    args, n, per_func, sampler = trainer.args, len(rollout), rollout.rewards_per_func, trainer._stream.sampler
+    name, names = args.dynamic_sampling_reward, trainer.reward_func_names
+    if args.dynamic_sampling_range is not None:
+        bounded = rewards if name is None else per_func[:, reward_index(name, names)]
+        rollout.out_of_range = trainer._local(out_of_range(bounded, group_ids, args.dynamic_sampling_range), n)
+    if sampler is not None and trainer.model.training:
+        numbers = torch.tensor(rollout.numbers, device=trainer.accelerator.device)
+        sampler.measure(trainer.accelerator.gather(numbers), per_func[:, reward_index(name, names)])
+        known, mean = sampler.known()
+        trainer._log_metrics({"difficulty/known_frac": known, "difficulty/pass_rate": mean})
+
+
+def reward_index(name: str | None, names: Sequence[str]) -> int:
+    """The place of a reward function among those of a trainer; without a name, the first."""
+    if name is None:
+        return 0
+    if name not in names:
+        raise ValueError(
+            f"`dynamic_sampling_reward` is {name!r}, but the reward functions are {', '.join(map(repr, names))}; name "
+            "one of them."
+        )
+    return names.index(name)
+
+
+def log_contribution(trainer: Any, rollout: Rollout) -> None:
+    """Logs how far media move the log-probabilities of some completions, where that is due."""
+    args, every = trainer.args, trainer.args.media_contribution_steps
+    n_steps = max(1, trainer._steps_per_rollout // args.gradient_accumulation_steps)
+    if every and trainer.model.training and is_due(every, trainer.state.global_step, n_steps):
+
+        def encode(row: int, ablation: Ablation) -> EncodedPrompt:
+            tools = template_tools(trainer.toolbox, rollout.environments, row)
+            return trainer.prompts.encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
+
+        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
+        trainer._log_metrics(
+            media_contribution(trainer._policy, trainer.model, completions, rollout.loss_mask, encode)
+        )
+
+
 def _log_by_rewards(trainer: Any, n: int) -> None:
     """Logs what reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
     extra, metrics = trainer._pending_extra_logs, trainer._pending_metrics
@@ -62,3 +117,15 @@ def _show_first(trainer: Any, rollout: Rollout) -> None:
             reference=rollout.rows[0].get("solution"),
             rewards=dict(zip(trainer.reward_func_names, rollout.rewards_per_func[0].tolist(), strict=True)),
         )
+
+
+class ReadMetrics(TrainerCallback):
+    """Reads the metrics of an optimizer step or of a batch of evaluation, before anything logs or saves them."""
+
+    def __init__(self, pending: PendingMetrics):
+        self.pending = pending
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.pending.read()
+
+    on_prediction_step = on_step_end

@@ -30,6 +30,7 @@ from trl.trainer.utils import (
 )
 
 from ..algorithms.advantages import ESTIMATORS
+from ..algorithms.metrics import PendingMetrics
 from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
@@ -37,6 +38,7 @@ from ..data.unread import check_columns, check_has_prompt, check_reward_columns,
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
+from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
@@ -50,6 +52,7 @@ from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments, template_for_tools
 from .arguments import check_output_dir, refuse_classes
+from .rollout_logs import ReadMetrics
 
 
 logger = get_logger(__name__)
@@ -460,16 +463,19 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
 
 
-def enable_packing(model: PreTrainedModel, ref_model: Any, args: Any) -> bool:
+def enable_packing(trainer: Any) -> bool:
     """Lets completions share a forward of their prompt, and returns whether the model supports that."""
+    args, wrapped = trainer.args, (trainer.model, trainer.ref_model)
+    model, *references = (unwrapped(trainer.accelerator, each) for each in wrapped if each is not None)
+    for each in (model, *references):
+        install_encoder_attention(each)
     obstacle = sharing_obstacle(model)
     if args.packing == "prefix" and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if args.packing != "prefix" or obstacle:
         return False
-    install_prefix_attention(model)
-    if ref_model is not None:
-        install_prefix_attention(unwrapped(None, ref_model))
+    for each in (model, *references):
+        install_prefix_attention(each)
     per_device, group = args.per_device_train_batch_size, args.num_generations
     if per_device % group != 0:
         logger.warning(
@@ -548,9 +554,13 @@ def suppress_placeholders(trainer: Any, placeholders: set[int]) -> None:
         model_config.suppress_tokens = suppressed
 
 
-def add_log_callbacks(trainer: Any) -> MediaLog | None:
-    """Adds the callbacks that log completions and hint at equal rewards; what holds the media to log."""
-    args, log = trainer.args, None
+def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics]:
+    """
+    Adds the callbacks that read metrics, log completions and hint at equal rewards; returns what holds the media to
+    log, and the metrics to read.
+    """
+    args, log, pending = trainer.args, None, PendingMetrics()
+    trainer.add_callback(ReadMetrics(pending))
     if args.log_completions:
         trainer.log_completions = False  # TRL's tables hold no audio or video
         log = MediaLog(
@@ -563,7 +573,7 @@ def add_log_callbacks(trainer: Any) -> MediaLog | None:
         trainer.add_callback(MediaLogCallback(trainer, log))
     estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
     trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
-    return log
+    return log, pending
 
 
 def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:
@@ -630,6 +640,14 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
+
+
+def feature_dtype(trainer: Any) -> torch.dtype | None:
+    """The dtype in which the policy, its reference and its critic take features of media; `None` if they differ."""
+    models = (trainer.prompts.model, trainer.ref_model, getattr(getattr(trainer, "critic", None), "model", None))
+    weights = [each.parameters() for each in models if each is not None]
+    dtypes = {next(weight.dtype for weight in each if weight.is_floating_point()) for each in weights}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def check_head_cast(model: PreTrainedModel, args) -> None:

@@ -38,10 +38,11 @@ from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
-from ..reporting.model_card import conversation_of
+from ..reporting.model_card import common_lines, conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
+from .optimizer import choose_what_trains
 from .setup import (
     check_family,
     check_processor_name,
@@ -222,6 +223,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
+        choose_what_trains(self)
         self.train_dataset: Any = train_dataset
         self._refuse_unsupported()
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
@@ -426,4 +428,5 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         learned = "the assistant's turns" if args.assistant_only_loss else "completions, or whole conversations"
         if args.completion_only_loss is False and not args.assistant_only_loss:
             learned = "whole rows"
-        return [("Loss", f"`{args.loss_type}` of {learned}"), ("`learning_rate`", f"`{args.learning_rate}`")]
+        lines = [("Loss", f"`{args.loss_type}` of {learned}"), ("`learning_rate`", f"`{args.learning_rate}`")]
+        return [*lines, *common_lines(args.to_dict())]

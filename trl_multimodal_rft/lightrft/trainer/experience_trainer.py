@@ -347,6 +347,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _mean_metrics(self) -> dict[str, float]:
         """Means of the metrics since the last call, by the names of LightRFT."""
+        self._unread_metrics.read()
         status = {}
         weights = dict.fromkeys(_OF_ACTIONS, 0) | dict.fromkeys(_OF_REWARDED_ACTIONS, 1)
         for name, values in self._metrics["train"].items():
@@ -363,6 +364,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return status
 
     def _clear_metrics(self) -> None:
+        self._unread_metrics.read()
         self._metrics["train"].clear()
         self._action_counts.clear()
 

@@ -1,0 +1,233 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
+
+import functools
+import itertools
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch.nn.attention import varlen
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from trl.kernels import chunked_logprob
+
+from trl_multimodal_rft.forward import encoders, head, kernels, scoring
+from trl_multimodal_rft.forward.layout import PrefixLayout
+
+
+# Operations without a kernel
+VIEWS = {
+    *("view", "reshape", "_reshape_alias", "transpose", "expand", "t", "unsqueeze", "squeeze", "slice", "select"),
+    *("permute", "split", "split_with_sizes", "detach", "alias", "as_strided", "unbind", "_unsafe_view", "lift_fresh"),
+    *("chunk", "diagonal", "view_as_complex", "view_as_real", "unfold", "numpy_T"),
+}
+# Operations that make a GPU's host wait
+WAITS = {
+    *("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"),
+    *("unique_consecutive", "allclose"),
+}
+
+_uncounted = 0  # above 0 within a kernel that is emulated
+
+
+@contextmanager
+def uncounted():
+    """Counts nothing: one kernel of a GPU, or work on the host."""
+    global _uncounted
+    _uncounted += 1
+    try:
+        yield
+    finally:
+        _uncounted -= 1
+
+
+def is_uncounted() -> bool:
+    """Whether the code that runs is that of one kernel, or of the host."""
+    return _uncounted > 0
+
+
+class _Kernel(torch.autograd.Function):
+    """Attention of sequences, aligned to the last key."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, query_starts, key_starts, scale, window):
+        ctx.save_for_backward(query, key, value)
+        ctx.settings = query_starts, key_starts, scale, window
+        with uncounted():
+            return _attend(query, key, value, *ctx.settings).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with uncounted(), torch.enable_grad():
+            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            output = _attend(*inputs, *ctx.settings)
+            gradients = torch.autograd.grad(output, inputs, gradient.to(output.dtype))
+        return (*gradients, None, None, None, None)
+
+
+def _attend(query, key, value, query_starts, key_starts, scale, window):
+    groups, outputs = query.size(1) // key.size(1), []
+    left, right = (side if side >= 0 else 10**9 for side in window)
+    starts = (itertools.pairwise(each.tolist()) for each in (query_starts, key_starts))
+    for (a, b), (c, d) in zip(*starts, strict=True):
+        q = query[a:b].transpose(0, 1).float()
+        k, v = (each[c:d].transpose(0, 1).repeat_interleave(groups, 0).float() for each in (key, value))
+        distances = torch.arange(d - c)[None] - torch.arange(d - c - (b - a), d - c)[:, None]
+        seen = (distances >= -left) & (distances <= right)
+        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class VarlenKernel:
+    """
+    A stand-in for `torch.nn.attention.varlen.varlen_attn` that asserts what the kernel on CUDA wants.
+
+    `calls` has for each call the sizes of its heads, the window and the number of key positions that it computes.
+    """
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        starts_q,
+        starts_k,
+        max_q,
+        max_k,
+        *,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
+        with uncounted():
+            self._check(query, key, value, (starts_q, max_q), (starts_k, max_k), window_size, enable_gqa)
+        scale = scale or query.size(-1) ** -0.5
+        return _Kernel.apply(query, key, value, starts_q, starts_k, scale, window_size)
+
+    def _check(self, query, key, value, of_queries, of_keys, window, enable_gqa):
+        for states in (query, key, value):
+            assert states.dim() == 3 and states.stride(-1) == 1, "the last dimension must be contiguous"
+        sizes = {states.size(-1) for states in (query, key, value)}
+        assert len(sizes) == 1, f"heads of queries, keys and values have different sizes: {sorted(sizes)}"
+        assert query.size(-1) <= 256 and query.size(-1) % 8 == 0, f"no kernel for heads of {query.size(-1)}"
+        assert query.size(1) == key.size(1) or enable_gqa, "`enable_gqa` is missing"
+        assert query.size(1) % key.size(1) == 0 and key.shape == value.shape
+        lengths = []
+        for (starts, longest), states in ((of_queries, query), (of_keys, key)):
+            assert starts.dtype == torch.int32 and starts.is_contiguous() and type(longest) is int
+            assert starts[0] == 0 and starts[-1] == len(states) and starts.diff().max() == longest
+            lengths.append(starts.diff().tolist())
+        assert all(0 < queries <= keys for queries, keys in zip(*lengths, strict=True))
+        self.calls.append((query.size(-1), tuple(window), _computed(*lengths, window)))
+
+
+def _computed(queries, keys, window) -> int:
+    """Pairs of queries and keys in a window."""
+    total, (left, right) = 0, window
+    for n, m in zip(queries, keys, strict=True):
+        last = torch.arange(m - n, m)  # the key at each query's own place
+        first = torch.zeros_like(last) if left < 0 else (last - left).clamp(min=0)
+        end = torch.full_like(last, m - 1) if right < 0 else (last + right).clamp(max=m - 1)
+        total += int((end - first + 1).sum())
+    return total
+
+
+@contextmanager
+def cuda_path(monkeypatch):
+    """
+    Takes the path of CUDA within the context: variable-length kernels, and the head on labels alone.
+
+    Yields the [`VarlenKernel`].
+    """
+    kernel = VarlenKernel()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "has_varlen_kernel", lambda query: True)
+        patch.setattr(varlen, "varlen_attn", kernel)
+        patch.setattr(head, "_has_kernel", lambda device: True)
+        # A kernel each, and what computes on the host and is then copied
+        of_host = [(scoring, name) for name in ("pack", "media_inputs", "linear_masks")]
+        of_host += [(encoders, "_precomputed")]
+        of_host += [(PrefixLayout, name) for name in ("sequences", "places", "continued", "restore_sequences")]
+        for holder, name in [(chunked_logprob, "_forward_tile"), (chunked_logprob, "_backward_tile"), *of_host]:
+            patch.setattr(holder, name, _uncounted_call(getattr(holder, name)))
+        yield kernel
+
+
+def _uncounted_call(function):
+    """The function, or the cached property, apart from counts."""
+    if isinstance(function, functools.cached_property):
+        wrapped = functools.cached_property(_uncounted_call(function.func))
+        wrapped.__set_name__(None, function.attrname)
+        return wrapped
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with uncounted():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Counts(TorchDispatchMode):
+    """
+    Counts what runs within the context, apart from [`uncounted`].
+
+    `operations` are those dispatched, `kernels` those that aren't views, `waits` those for which a GPU's host waits,
+    with the line that runs them, and `shapes` those of scaled dot product attention where cuDNN may take it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.waits, self.shapes = Counter(), Counter(), Counter()
+        self._reads = _Reads(self)
+
+    @property
+    def kernels(self) -> int:
+        """Number of operations that aren't views."""
+        return sum(n for name, n in self.operations.items() if name not in VIEWS | {"_local_scalar_dense"})
+
+    def __enter__(self):
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._overloadpacket.__name__
+        if not _uncounted:
+            self.operations[name] += 1
+            indices = args[1] if name in ("index", "index_put", "index_put_", "_unsafe_index") else []
+            by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+            if name in WAITS or by_mask:
+                self.waits[f"{name} {_line()}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Reads(TorchFunctionMode):
+    """`tolist` and `numpy`, which don't dispatch on a CPU, and shapes of attention."""
+
+    def __init__(self, counts: Counts):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if not _uncounted and name in ("tolist", "numpy"):
+            self.counts.waits[f"{name} {_line()}"] += 1
+        if name == "scaled_dot_product_attention" and torch.backends.cuda.cudnn_sdp_enabled():
+            self.counts.shapes[tuple(tuple(states.shape) for states in args[:2])] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _line() -> str:
+    """The innermost line outside of torch and of this file."""
+    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+    return "/".join(frames[-1].filename.split("/")[-2:]) + f":{frames[-1].lineno}"

@@ -1,0 +1,216 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What an update runs on CUDA, counted on a CPU; `test_packing.py` has its exactness for each family."""
+
+import contextlib
+
+import policy_update
+import pytest
+import torch
+import transformers
+from helpers.chats import chat, image, text
+from helpers.completions import G, random_completions
+from helpers.cuda_path import Counts, cuda_path, is_uncounted
+from helpers.encoding import encode_chats
+from helpers.families import ALL_FAMILIES, every_family
+from helpers.packed_rows import backward, build, padded_reference, relative_difference
+from packaging import version
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward import kernels, scoring
+from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.forward.states import gather_copies
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """Returns a function: counts of the forward and of the backward pass of an update of tiny Qwen2.5-VL."""
+
+    def count(group=8, layers=2, depth=2):
+        preset = policy_update.PRESETS["tiny"]
+        text = {**preset.text, "num_hidden_layers": layers}
+        tower = {**preset.tower, "depth": depth, "fullatt_block_indexes": [depth - 1]}
+        options = ["--preset", "tiny", "--case", "image", "--group", str(group), "--updates_only"]
+        with pytest.MonkeyPatch.context() as patch, cuda_path(patch):
+            patch.setitem(policy_update.PRESETS, "tiny", policy_update.Preset(text, tower))
+            folder = tmp_path_factory.mktemp("counted")
+            ours = policy_update.build_trainers(policy_update.parse(options), folder)["ours"]
+            ours.warm_up(True)
+            with watched(ours.trainer) as passes:
+                ours._run(ours.completions)
+        return passes
+
+    return count
+
+
+@contextlib.contextmanager
+def watched(trainer):
+    """Counts the forward and the backward pass of the micro-batches within the context, one [`Counts`] each."""
+    functions = trainer.compute_loss, trainer.accelerator.backward
+    passes = {"forward": Counts(), "backward": Counts()}
+
+    def counting(function, counts):
+        def run(*args, **kwargs):
+            with counts:
+                return function(*args, **kwargs)
+
+        return run
+
+    run = map(counting, functions, passes.values())
+    trainer.compute_loss, trainer.accelerator.backward = run
+    yield passes
+    trainer.compute_loss, trainer.accelerator.backward = functions
+
+
+def totals(passes):
+    return torch.tensor([[sum(each.operations.values()), sum(each.waits.values())] for each in passes.values()])
+
+
+def test_counts_of_an_update(counted):
+    """
+    Operations of a decoder layer don't depend on the number of completions, and the host waits in no layer.
+    """
+    passes = counted()
+    base = totals(passes)
+    assert (totals(counted(group=16)) == base).all()
+    operations, waits = ((totals(counted(layers=4)) - base) / 2).T
+    most = (78, 155) if version.parse(transformers.__version__) >= version.parse("5.23") else (94, 155)
+    assert (operations <= torch.tensor(most)).all() and not waits.any()
+    assert passes["backward"].waits.total() == 0
+    assert (totals(counted(depth=4)) - base)[:, 1].eq(0).all()
+    # Lengths of completions, sizes of images, and transformers' check that features and placeholders agree
+    assert passes["forward"].waits.total() <= 4, passes["forward"].waits
+    assert not passes["forward"].shapes
+
+
+def test_shapes_for_which_cudnn_makes_plans(monkeypatch):
+    """None over 50 micro-batches of many lengths, of a model whose prompts need masks."""
+    model, _ = build("gemma3")
+    processor = ALL_FAMILIES["gemma3"].build()[1]
+    sizes, lengths = (torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 0.5).exp().mul(20).int()
+    prompts = encode_chats(model, processor, [chat(image(56, 56), text("up " * n)) for n in sizes.tolist()])
+
+    def shapes():
+        with cuda_path(monkeypatch), Counts() as counts, torch.no_grad():
+            for prompt, length in zip(prompts, lengths.tolist(), strict=True):
+                ids, mask = random_completions(2, length)
+                completion_scores(model, model, [prompt] * 2, ids, mask)
+        return len(counts.shapes)
+
+    assert shapes() == 0
+    monkeypatch.setattr(kernels, "without_cudnn", contextlib.nullcontext)
+    assert shapes() > 8
+
+
+class Squares(TorchDispatchMode):
+    """Records operations that make tensors of at least `size` rows and columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.found = 2**63, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not is_uncounted():
+            if min(result.shape[-2:], default=0) >= self.size and result.dim() > 1:
+                self.found.add((str(function), *result.shape))
+        return result
+
+
+@pytest.mark.parametrize("name", every_family())
+def test_no_masks_of_the_whole_row(name, monkeypatch):
+    """Layers read none, and they would take 289 GiB for 64 completions of 8,192 tokens."""
+    model, prompts = build(name)
+    ids = torch.randint(50, 200, (len(prompts), 256))
+    squares, own_pack = Squares(), scoring.pack
+
+    def pack(*args, **kwargs):
+        row = own_pack(*args, **kwargs)
+        squares.size = row.input_ids.size(1)
+        return row
+
+    monkeypatch.setattr(scoring, "pack", pack)
+    with cuda_path(monkeypatch), torch.no_grad(), squares:
+        completion_scores(model, model, prompts, ids, torch.ones_like(ids), isolate=family_of(model).isolate)
+    assert 256 < squares.size < 2**63 and not squares.found
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+@pytest.mark.parametrize("name", ["cohere2_vision", "gemma3"])
+def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
+    """
+    Layers with a window of 8 tokens compute few keys beyond it, of prompts that are 120 times as long. Without a
+    kernel, and for prompts with images that see themselves, as Gemma 3's, these are keys of neighbours.
+    """
+    model, _ = build(name)
+    processor = ALL_FAMILIES[name].build()[1]
+    media = [image(56, 56)] * has_image
+    chats = [chat(*media, text("up " * n)) for n in (300, 320)]
+    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(G)]
+    ids, mask = random_completions(len(prompts), 20)
+    truth, _, gradients = padded_reference(model, prompts, ids, mask)
+    n_tokens = sum(map(len, prompts[::G])) + int(mask.sum())
+    for path in (contextlib.nullcontext(), cuda_path(monkeypatch)):
+        with path as kernel, Scores() as dense:
+            scores = completion_scores(model, model, prompts, ids, mask)
+            found = backward(model, scores.logps, scores.entropies, mask)
+        assert (scores.logps - truth * mask).abs().max() <= 1e-5
+        assert relative_difference(gradients, found) <= 1e-5
+        is_exact = kernel is not None and not (has_image and name == "gemma3")
+        calls = kernel.calls if kernel else []
+        computed = [*dense.pairs, *(pairs for _, window, pairs in calls if window == (7, 0))]
+        in_windows = sum(pairs for pairs in computed if pairs < 100 * n_tokens)
+        assert 0 < in_windows <= (9 if is_exact else 50) * n_tokens, computed
+        assert not calls or {window for _, window, _ in calls} == {(7, 0), (-1, 0)}
+
+
+class Scores(TorchFunctionMode):
+    """Records pairs of queries and keys that attention without a variable-length kernel computes in a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, key = args[:2]
+            self.pairs.append(query.size(0) * query.size(2) * key.size(2))
+        return function(*args, **(kwargs or {}))
+
+
+class Sums(TorchDispatchMode):
+    """Records in which dtype gradients are added up, which on CUDA is that of each partial sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket.__name__ in ("index_add", "index_add_"):
+            total, dim, index, gradient = args
+            is_added = gradient.movedim(dim, 0).flatten(1).any(1)
+            if index[is_added].unique().numel() < is_added.sum():
+                self.dtypes.add(total.dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
+def test_gradients_of_shared_keys_are_summed_in_float32(name, monkeypatch):
+    """One after the other in bfloat16, the sum for 64 completions and their prompt would be 1 % off."""
+    model, prompts = build(name, dtype=torch.bfloat16)
+    ids, mask = random_completions(len(prompts))
+    for path in (cuda_path(monkeypatch), contextlib.nullcontext()):
+        with path:
+            logps = completion_scores(model, model, prompts, ids, mask).logps
+            layers = [layer for layer in model.get_decoder().layers if hasattr(layer, "self_attn")]
+            projection = layers[-1].self_attn.k_proj.weight
+            with Sums() as sums:  # from the scores back to keys
+                torch.autograd.grad(logps.sum(), projection)
+        assert sums.dtypes == {torch.float32}
+    index = torch.arange(512).repeat(65)
+    gradients = (torch.randn(len(index), 2, 16) * 0.003 + 0.01).bfloat16()
+    states = torch.zeros(512, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    gather_copies(states, index).backward(gradients)
+    truth = gradients.view(65, 512, 2, 16).double().sum(0)
+    assert (states.grad.double() - truth).norm() < 2e-3 * truth.norm()

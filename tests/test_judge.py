@@ -1,0 +1,315 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A judge behind real local servers: its requests, scores, failures, cache and bounds, also by a command."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import yaml
+from helpers.chats import image
+from helpers.tools import with_tools
+from helpers.trainer_utils import image_rows, make_trainer, sound
+from test_remote_rewards import pixels, waveform
+
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.rewards import JudgeReward
+from trl_multimodal_rft.rewards.named import load_reward_funcs
+from trl_multimodal_rft.scripts import grpo
+from trl_multimodal_rft.scripts.arguments import parse
+
+
+KEY = "sk-of-a-test-1234"
+USAGE = {"prompt_tokens": 1000, "completion_tokens": 500, "total_tokens": 1500, "details": {"cached": 1}}
+
+
+def chat(reply, usage=USAGE):
+    return {"choices": [{"message": {"role": "assistant", "content": reply}}], "usage": usage}
+
+
+def right_if_seven(request):
+    text = request["messages"][0]["content"]
+    text = text if isinstance(text, str) else text[-1]["text"]
+    answer = text.split("<answer>\n")[1].split("\n</answer>")[0]
+    return chat(f"I compare.\nScore: {int('seven' in answer)}")
+
+
+def judge_of(server, **settings):
+    return JudgeReward(server.url, "judge", **{"backoff": 0.01, **settings})
+
+
+def ask(judge, answers, solution="7", **columns):
+    return judge(["How many?"] * len(answers), answers, solution=[solution] * len(answers), **columns)
+
+
+@pytest.fixture
+def server(serve):
+    return serve(right_if_seven)
+
+
+# Requests
+
+
+def test_request_and_scores(server):
+    judge = judge_of(server, options={"temperature": 0.0, "max_tokens": 64})
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": [{"type": "text", "text": "How many {answer}?"}]},
+    ]
+    completions = [[{"role": "assistant", "content": f"<answer>{text}</answer>"}] for text in ("seven", "8", "", "9")]
+    solution = ["<answer>7</answer>", ["7", "VII"], "7", None]
+    assert judge([prompt] * 4, completions, solution=solution) == [1.0, 0.0, 0.0, None]
+    first, second = sorted(server.requests, key=lambda each: "VII" in each["messages"][0]["content"])
+    assert {name: first[name] for name in ("model", "temperature", "max_tokens")} == {
+        "model": "judge",
+        "temperature": 0.0,
+        "max_tokens": 64,
+    }
+    [message] = first["messages"]
+    assert message["role"] == "user" and "Hello" not in message["content"] and "Be brief" not in message["content"]
+    for part in ("<question>\nHow many {answer}?\n</question>", "<reference>\n7\n<", "<answer>\nseven\n</answer>"):
+        assert part in message["content"]
+    assert "<reference>\n7\nVII\n<" in second["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
+def test_urls(tail):
+    assert JudgeReward(f"http://judge:8000{tail}", "m").url == "http://judge:8000/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 1", 1.0),
+        ("**Score:** 0", 0.0),
+        ("Score: 0? No.\nScore: 1", 1.0),
+        ("1", 1.0),
+        (" 0.5\n", 0.5),
+        ("Score: 2", None),
+        ("Score: -1", None),
+        ("I don't know", None),
+        ("nan", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_replies(serve, reply, score):
+    metrics = {}
+    judge = judge_of(serve(lambda request: chat(reply)))
+    assert ask(judge, ["seven", ""], log_metric=metrics.__setitem__) == [score, 0.0]
+    assert metrics["judge_reward/unreadable"] == float(score is None)
+
+
+def test_own_template_and_pattern(serve):
+    server = serve(lambda request: chat("Judgement: 4 of 5"))
+    settings = {"template": "Rate: {answer}", "pattern": r"Judgement: (\d)", "max_score": 5.0, "name": "rating"}
+    judge = judge_of(server, **settings)
+    assert judge(["?"], ["seven {reference}"]) == [0.8]  # without a reference
+    assert server.requests[0]["messages"] == [{"role": "user", "content": "Rate: seven {reference}"}]
+    assert judge.__name__ == "rating"
+    with pytest.raises(ValueError, match="put the score into a group"):
+        judge_of(server, pattern="Score")
+    with pytest.raises(ValueError, match=r"column `solution`, which is missing.*`template`"):
+        judge_of(server)(["?"], ["seven"])
+    with pytest.raises(ValueError, match="row 0, column 'solution'"):
+        ask(judge_of(server), ["seven"], solution={"a": 1})
+
+
+def test_tool_bonus_and_longest_answer(server):
+    """DeepEyes: 0.8 for a right answer, 1.2 more with a tool's image, and none for an answer of 1,000 characters."""
+    shown = {"role": "tool", "content": [image(28, 28)]}
+    refused = {"role": "tool", "content": "{'error': 'no image'}"}
+
+    def said(text, *before):
+        return [*before, {"role": "assistant", "content": text}]
+
+    completions = [said("seven", shown), said("seven", refused), said("8", shown), said("seven"), said("seven" * 200)]
+    judge = judge_of(server, tool_bonus=1.5, max_answer_length=1000)
+    prompts = [[{"role": "user", "content": "?"}]] * 5
+    assert judge(prompts, completions, solution=["7"] * 5) == [2.5, 1.0, 0.0, 1.0, 0.0]
+    assert len(server.requests) == 2
+
+
+def test_media(server):
+    picture, heard = image(56, 28), {"type": "audio", "audio": sound(0.1, 0)}
+    prompt = [{"role": "user", "content": [picture, heard, {"type": "text", "text": "How many?"}]}]
+    assert judge_of(server, media=True)([prompt] * 2, ["seven", "8"], solution=["7"] * 2) == [1.0, 0.0]
+    content = server.requests[0]["messages"][0]["content"]
+    assert [block["type"] for block in content] == ["image_url", "input_audio", "text"]
+    head, _, data = content[0]["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64" and (pixels(data) == np.asarray(picture["image"])).all()
+    assert content[1]["input_audio"]["format"] == "wav" and len(waveform(content[1]["input_audio"]["data"])) > 0
+    judge_of(server)([prompt], ["seven"], solution=["7"])
+    assert isinstance(server.requests[-1]["messages"][0]["content"], str)
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (429, {"error": "slow down"}),
+        (503, b"busy"),
+        (200, b"<html>"),
+        (200, b"{'choices'"),
+        (200, {"choices": []}),
+        (200, {"error": {"message": "overloaded"}}),
+        (200, [1]),
+    ],
+)
+def test_failures_are_retried(serve, failure):
+    answers = iter([failure, failure])
+    server = serve(lambda request: next(answers, None) or right_if_seven(request))
+    assert ask(judge_of(server), ["seven"]) == [1.0] and len(server.requests) == 3
+    endless = serve(lambda request: failure)
+    with pytest.raises(RuntimeError, match=r"^The request to the reward server .* failed: status .*after 2 attempts"):
+        ask(judge_of(endless, retries=1), ["seven"])
+
+
+def test_slow_servers_are_asked_again(serve):
+    waits = iter([1.0])
+
+    def slow(request):
+        time.sleep(next(waits, 0))
+        return right_if_seven(request)
+
+    assert ask(judge_of(serve(slow), timeout=0.2), ["seven"]) == [1.0]
+
+
+def test_failure_is_raised_before_all_others_have_failed(serve):
+    server = serve(lambda request: (500, b""))
+    judge = judge_of(server, retries=0, concurrency=2)
+    with pytest.raises(RuntimeError, match="status 500"):
+        ask(judge, [f"{i} things" for i in range(200)])
+    assert len(server.requests) < 100
+
+
+def test_api_key_is_sent_and_never_shown(serve, monkeypatch, tmp_path):
+    monkeypatch.setenv("KEY_OF_A_TEST", KEY)
+    server = serve(lambda request: (401, {"error": f"Incorrect key {KEY}"}))
+    judge = judge_of(server, api_key_variable="KEY_OF_A_TEST", cache_dir=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"answered 401: .*Incorrect key \*\*\*") as error:
+        ask(judge, ["seven"])
+    assert KEY not in str(error.value) and KEY not in repr(vars(judge)) and len(server.requests) == 1
+    assert server.headers_seen[0]["Authorization"] == f"Bearer {KEY}"
+    server.answer = right_if_seven
+    assert ask(judge, ["seven"]) == [1.0]
+    assert all(KEY not in path.read_text() for path in tmp_path.iterdir())
+    ask(judge_of(server), ["seven"])
+    assert "Authorization" not in server.headers_seen[-1]
+    monkeypatch.delenv("KEY_OF_A_TEST")
+    with pytest.raises(ValueError, match="'KEY_OF_A_TEST', with the judge's API key, isn't set"):
+        judge_of(server, api_key_variable="KEY_OF_A_TEST")
+
+
+# Cache and bounds
+
+
+def test_nothing_is_asked_twice(server, tmp_path):
+    judge = judge_of(server, cache_dir=str(tmp_path))
+    assert ask(judge, ["seven", "seven", "8"]) == [1.0, 1.0, 0.0]
+    assert ask(judge, ["8", "seven"]) == [0.0, 1.0] and len(server.requests) == 2
+    [path] = tmp_path.iterdir()
+    assert "seven" not in path.read_text()  # only keys and replies
+    path.write_text(path.read_text()[:-20])  # as a killed process leaves it
+    again = judge_of(server, cache_dir=str(tmp_path))
+    assert ask(again, ["seven", "8", "nine"]) == [1.0, 0.0, 0.0] and len(server.requests) == 4
+    last = judge_of(server, cache_dir=str(tmp_path))
+    assert ask(last, ["seven", "8", "nine"]) == [1.0, 0.0, 0.0] and len(server.requests) == 4
+    ask(judge_of(server, cache_dir=str(tmp_path), options={"temperature": 1.0}), ["seven"])  # another request
+    assert len(server.requests) == 5
+
+
+def test_requests_are_bounded(server, tmp_path):
+    settings = {"max_requests": 3, "cache_dir": str(tmp_path), "concurrency": 1}
+    judge = judge_of(server, **settings)
+    assert ask(judge, ["seven", "8"]) == [1.0, 0.0]
+    resumed = judge_of(server, **settings)
+    with pytest.raises(RuntimeError, match=r"^The judge 'judge_reward' reached its bound `max_requests=3`[^\n]*$"):
+        ask(resumed, ["seven", "9", "10"])
+    assert len(server.requests) == 3 and ask(resumed, ["seven", "8", "9"]) == [1.0, 0.0, 0.0]
+
+
+def test_cost_is_bounded(serve):
+    server = serve(right_if_seven)
+    prices = {"input_price": 2.0, "output_price": 8.0}  # 0.006 for a request
+    judge, metrics = judge_of(server, max_cost=0.011, concurrency=1, **prices), {}
+    assert ask(judge, ["seven"], log_metric=metrics.__setitem__) == [1.0]
+    assert metrics["judge_reward/cost"] == pytest.approx(0.006) and metrics["judge_reward/requests"] == 1
+    with pytest.raises(RuntimeError, match="bound `max_cost=0.011` after 2 requests"):
+        ask(judge, ["8", "9"])
+    with pytest.raises(ValueError, match="`max_cost` needs `input_price`"):
+        judge_of(server, max_cost=1.0)
+    silent = judge_of(serve(lambda request: chat("1", usage=None)), max_cost=1.0, **prices)
+    with pytest.raises(RuntimeError, match="doesn't say how many tokens.*`max_requests`"):
+        ask(silent, ["seven"])
+
+
+def test_processes_share_the_bound(server, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    judge = judge_of(server, max_requests=5, concurrency=1)
+    with pytest.raises(RuntimeError, match="after 2 requests of this process"):
+        ask(judge, ["a", "b", "c"])
+
+
+def test_requests_are_concurrent(serve):
+    def slow(request):
+        time.sleep(0.05)
+        return right_if_seven(request)
+
+    server = serve(slow)
+    ask(judge_of(server, concurrency=4), [str(i) for i in range(8)])
+    assert 2 <= server.most_busy <= 4
+
+
+# In a run
+
+
+def test_by_name_in_a_trainer(server, tmp_path):
+    name = f"JudgeReward(url={server.url!r}, model='judge', name='deepeyes', options={{'temperature': 0.3}})"
+    assert load_reward_funcs([name])[0].options == {"temperature": 0.3}
+    rows = image_rows().add_column("solution", ["7"] * 8)
+    options = {"max_steps": 1, "self_check": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen3_vl", rows, tmp_path, reward=[name], **options)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/deepeyes/mean"] == 0 and logs["deepeyes/requests"] == len(server.requests) > 0
+    assert "What is in the image?" in server.requests[0]["messages"][0]["content"]
+
+
+def test_command_with_a_judge_and_the_zoom_tool(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_A_TEST", KEY)
+    monkeypatch.chdir(tmp_path)
+    objects = with_tools()
+    objects["model"].save_pretrained("model")
+    objects["processing_class"].save_pretrained("model")
+    image_rows().add_column("solution", ["7"] * 8).to_parquet("rows.parquet")
+    judge = f"JudgeReward(url={server.url!r}, model='judge', api_key_variable='KEY_OF_A_TEST', cache_dir='judge')"
+    keys = {
+        "model_name_or_path": "model",
+        "dataset_name": "rows.parquet",
+        "reward_funcs": [judge],
+        "tools": "zoom(scale=1000)",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_steps": 1,
+        "output_dir": "out",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys))
+    arguments = parse(grpo.ARGUMENTS, ["--config", "recipe.yaml"])
+    grpo.main(*arguments)
+    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert "rewards/judge_reward/mean" in state["log_history"][0]
+    assert "tools/call_frequency" in state["log_history"][0] and server.requests
+    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(KEY.encode() in text for text in texts)
+    assert "zoom(scale=1000)" in (tmp_path / "out" / "run.yaml").read_text()

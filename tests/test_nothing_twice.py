@@ -1,0 +1,201 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What a step doesn't compute changes nothing: updates and metrics equal those of the plain path."""
+
+import functools
+
+import pytest
+import torch
+from helpers.grpo_runs import FAMILY, TWO
+from helpers.trainer_utils import (
+    Injected,
+    PseudoRandom,
+    audio_rows,
+    image_rows,
+    largest_difference,
+    length_and_sum,
+    load,
+    norm,
+    relative_difference,
+    run,
+    text_rows,
+)
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.algorithms.losses import LOSSES
+
+
+TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
+
+
+class FromEngine(PseudoRandom):
+    """With log-probabilities of an engine that rounds, one of which is missing."""
+
+    def __call__(self, model, prompts, **options):
+        completions, _ = super().__call__(model, prompts, **options)
+        logps = [[-5.5 - 0.01 * (token % 20) for token in ids] for ids in completions]
+        logps[0][0] = None
+        return completions, logps
+
+
+@functools.cache
+def trainer_class(kind: str, *, plain: bool, engine: bool = False):
+    class Counting(Injected, TRAINERS[kind]):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.n_tokens, self.n_scored = 0, 0
+            self.score, self._policy.score = self._policy.score, self.counting
+            processes = self._policy.processes
+            self.make_dummies, processes.in_place_of = processes.in_place_of, self.without_counting
+            if engine:
+                self.sampler, self.use_vllm = FromEngine(self), True
+            decoder = self._unwrapped(self.model).get_decoder()
+            decoder.register_forward_pre_hook(self.count, with_kwargs=True)
+
+        def count(self, module, args, kwargs):
+            if torch.is_grad_enabled():
+                self.n_tokens += kwargs["inputs_embeds"].shape[:2].numel()
+
+        def without_counting(self, *args):
+            dummies = self.make_dummies(*args)  # larger than these prompts
+            self.n_tokens -= sum(map(len, dummies))
+            return dummies
+
+        def counting(self, model, *args, **options):
+            self.n_scored += model is self.model and not torch.is_grad_enabled()
+            return self.score(model, *args, **options)
+
+    class Plain(Counting):
+        _n_on_policy = 0  # all old scores come from a separate pass
+        _uses_every_score = True
+
+    return Plain if plain else Counting
+
+
+def both(kind: str, family: str, rows, engine: bool = False, **options):
+    """Runs of the plain path and as shipped."""
+    options = {"learning_rate": 0.03, **options}
+    return [run(trainer_class(kind, plain=plain, engine=engine), family, rows, **options) for plain in (True, False)]
+
+
+def assert_same(plain, ours, without: tuple[str, ...] = ()) -> None:
+    assert norm(plain.update) > 1e-3
+    assert relative_difference(plain.update, ours.update) <= 5e-6
+    histories = [
+        [{name: value for name, value in entry.items() if name not in without} for entry in each.history]
+        for each in (plain, ours)
+    ]
+    difference, name = largest_difference(*histories)
+    assert difference <= 1e-5, name
+
+
+# Old log-probabilities
+
+ENGINE = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_truncate"}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_update_scores_what_grpo_asks_for(loss):
+    options = {**TWO, "num_iterations": 2, "loss_type": loss}
+    if loss != "vespo":
+        options |= ENGINE
+    plain, ours = both("grpo", FAMILY, image_rows(), engine=True, **options)
+    assert_same(plain, ours)
+    assert (plain.trainer.n_scored, ours.trainer.n_scored) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "scored"),
+    [
+        ("grpo", {"steps_per_generation": 4}, (4, 2)),
+        ("grpo", {"num_iterations": 2, "top_entropy_quantile": 0.5, "entropy_scope": "sequence"}, (2, 0)),
+        ("grpo", {"num_iterations": 2, "top_entropy_quantile": 0.5}, (2, 2)),
+        ("rloo", {"num_iterations": 2, "beta": 0.0}, (2, 0)),
+        ("rloo", {"num_iterations": 2, "beta": 0.0, "steps_per_generation": 4}, (4, 2)),
+        ("rloo", {"num_iterations": 2, "beta": 0.1}, (2, 2)),  # the reward holds the KL divergence
+        ("ppo", {"num_ppo_epochs": 2}, (2, 0)),
+        ("ppo", {"num_ppo_epochs": 2, "advantage_estimator": "reinforce", "beta": 0.0}, (2, 0)),
+    ],
+)
+def test_the_update_scores_what_it_is_on_policy_for(kind, options, scored):
+    options = {**TWO, **options}
+    plain, ours = both(kind, FAMILY, image_rows(), engine=True, **options, **ENGINE)
+    assert_same(plain, ours)
+    assert (plain.trainer.n_scored, ours.trainer.n_scored) == scored
+
+
+# Groups without signal
+
+
+def half_dead(completion_ids, prompts, **kwargs):
+    """Gives the completions of every other prompt the same reward."""
+    order = list(dict.fromkeys(map(str, prompts)))
+    rewards = length_and_sum(completion_ids)
+    return [0.5 if order.index(str(p)) % 2 else reward for p, reward in zip(prompts, rewards, strict=True)]
+
+
+def all_dead(completion_ids, **kwargs):
+    return [0.5] * len(completion_ids)
+
+
+@pytest.mark.parametrize("size", [8, 4, 2])  # a group with signal beside one without, alone, and its halves
+@pytest.mark.parametrize(("family", "rows"), [(FAMILY, image_rows), ("qwen2_audio", audio_rows), (FAMILY, text_rows)])
+def test_groups_without_signal_are_not_forwarded(family, rows, size):
+    options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "reward": half_dead}
+    plain, ours = both("grpo", family, rows(), **options)
+    assert_same(plain, ours, without=("entropy",))
+    assert [entry["packing/skipped_frac"] for entry in ours.history[:2]] == [0.5, 0.5]
+    assert ours.trainer.n_tokens <= 0.55 * plain.trainer.n_tokens
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_leaves_them_out_or_needs_them(loss):
+    options = {**TWO, "steps_per_generation": 4, "loss_type": loss, "reward": half_dead, **ENGINE}
+    if loss == "vespo":
+        options["vllm_importance_sampling_mode"] = "token_truncate"
+    plain, ours = both("grpo", FAMILY, image_rows(), engine=True, **options)
+    of_scores = [name for name in ours.history[0] if name.startswith("sampling/") or name == "vespo/phi_seq_mean"]
+    assert_same(plain, ours, without=("entropy", *of_scores))
+    skipped = 0 if loss == "cpgd" else 0.5  # whose drift pulls all completions back
+    assert [entry["packing/skipped_frac"] for entry in ours.history if "packing/skipped_frac" in entry] == [skipped]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "skipped"),
+    [
+        ("rloo", {"beta": 0.0}, 0.5),
+        ("rloo", {"beta": 0.1}, 0.0),  # the divergence in the rewards is a signal
+        ("ppo", {}, 0.0),
+        ("grpo", {"beta": 0.1}, 0.0),
+        ("grpo", {"entropy_coef": 0.01}, 0.0),
+        ("grpo", {"top_entropy_quantile": 0.5}, 0.0),
+        ("grpo", {"top_entropy_quantile": 0.5, "entropy_scope": "sequence"}, 0.5),
+        ("grpo", {"max_tokens_per_microbatch": 48}, 0.5),
+        ("grpo", {"num_iterations": 2}, 0.5),
+    ],
+)
+def test_what_else_asks_for_them(kind, options, skipped):
+    plain, ours = both(kind, FAMILY, image_rows(), reward=half_dead, **TWO, **options)
+    assert_same(plain, ours, without=("entropy", "token_budget/parts"))
+    assert [each["packing/skipped_frac"] for each in ours.history if "packing/skipped_frac" in each][-1] == skipped
+
+
+def test_dropout_draws_the_same_numbers():
+    model, processor = load(FAMILY)
+    model.get_decoder().layers[0].self_attn.attention_dropout = 0.1
+    options = {"reward": half_dead, "objects": {"model": model, "processing_class": processor}, "max_steps": 1}
+    run_ = run(trainer_class("grpo", plain=False), FAMILY, image_rows(), **options)
+    assert run_.history[0]["packing/skipped_frac"] == 0
+
+
+def test_a_step_without_signal_decays_weights():
+    """An optimizer with momentum and weight decay moves weights whose gradient is 0, but not those without one."""
+
+    def some_dead(completion_ids, trainer_state, **kwargs):
+        return all_dead(completion_ids) if trainer_state.global_step else length_and_sum(completion_ids)
+
+    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1, "reward": some_dead, "max_steps": 3}
+    for family, rows in ((FAMILY, image_rows), ("qwen2_audio", audio_rows), (FAMILY, text_rows)):
+        plain, ours = both("grpo", family, rows(), **options)
+        assert [entry["packing/skipped_frac"] for entry in ours.history[1:3]] == [1, 1]
+        assert norm(plain.update) > 1e-3
+        assert relative_difference(plain.update, ours.update) <= 1e-6

@@ -1,0 +1,108 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Which differences of log-probabilities rounding explains.
+
+In float32 a constant says so. In half precision it depends on the model: between 16 and 32, logits are multiples of
+0.125 in bfloat16, and each kernel leaves its own noise in hidden states. So the noise is measured: one forward is
+repeated while token embeddings and the inputs of encoders are each rounded up or down at random, which changes all
+roundings that follow. A token's noise is the standard deviation of the difference of two repeats.
+
+The repeats run the reference itself, such as the model's own forward on one prompt, so no padding, packing or other
+prompt is in them. Wrong media or positions shift all repeats alike, and dropout draws the same numbers in each. No
+defect that the self-check looks for adds to the noise behind which it could hide.
+
+A token's limit is the constant, or two steps of the largest logit, and several times its noise: logits near the middle
+of two steps are rounded away from each other too rarely for the repeats to show it. A comparison fails if one token is
+off by twice its limit, two by more than their limits, or all together, in root mean square, by more than half as many
+times their noise. A single one may be an outlier, such as a token near the border between two experts.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models.towers import find_tower
+
+
+# Forwards that the noise is measured by
+_REPEATS = 10
+
+# Rounding alone then fails fewer than 1 of 10,000 checks, even where completions are equal, so that their tokens have
+# equal noise
+NOISE_FACTOR = 4
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Least limit of a difference of log-probabilities, and the only one in float32."""
+    # Scores are computed in float32 at best, even for a model in float64
+    return 2 * max(torch.finfo(each).eps for each in (dtype, torch.float32)) ** 0.5
+
+
+STRICT = tolerance_of(torch.float32)
+
+
+def two_steps(dtype: torch.dtype, logit: float) -> float:
+    """Twice the distance between numbers of a dtype around a logit."""
+    return 2 * torch.finfo(dtype).eps * 2 ** math.floor(math.log2(max(logit, 1.0)))
+
+
+def exceeds(differences: torch.Tensor, noise: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Whether differences of tokens `(..., N)` are more than rounding explains, `(...)`."""
+    excess = differences.abs() / (tolerance + NOISE_FACTOR * noise)
+    largest, second = nn.functional.pad(excess, (0, 2)).topk(2).values.unbind(-1)
+    together, expected = (each.square().mean(-1).sqrt() for each in (differences, noise))
+    return (largest > 2) | (second > 1) | (together > tolerance + NOISE_FACTOR / 2 * expected)
+
+
+def noise_of(repeats: torch.Tensor) -> torch.Tensor:
+    """Noise of a difference of log-probabilities, `(..., N)`, from repeats `(R, ..., N)`."""
+    variance = 2 * repeats.var(0)
+    # A few repeats may underestimate that of a token, but not that of all
+    noise = variance.maximum(variance.mean(-1, keepdim=True)).sqrt()
+    return noise.nan_to_num(nan=0.0, posinf=0.0)
+
+
+def measure_noise(
+    model: PreTrainedModel, dtype: torch.dtype, score: Callable[[], torch.Tensor], mask: torch.Tensor
+) -> torch.Tensor:
+    """Noise of a difference of log-probabilities `(B, N)` that `score` computes in a dtype, 0 where the mask is."""
+    repeats, devices = [], [mask.device] if mask.device.type == "cuda" else []
+    for seed in range(_REPEATS):
+        with torch.random.fork_rng(devices=devices), _rounded_otherwise(model, dtype, seed):
+            repeats.append(score()[mask.bool()])
+    noise = torch.zeros(mask.shape, device=mask.device)
+    return noise.masked_scatter(mask.bool(), noise_of(torch.stack(repeats)).float())
+
+
+@contextmanager
+def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Iterator[None]:
+    """Moves token embeddings and inputs of encoders by up to half a step of a dtype, up or down at random."""
+    half, generators = torch.finfo(dtype).eps / 2, {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if value.device not in generators:
+            generators[value.device] = torch.Generator(value.device).manual_seed(seed)
+        shares = torch.rand(value.shape, generator=generators[value.device], device=value.device)
+        return (value * (1 + half * (2 * shares - 1))).to(value.dtype)
+
+    def move_inputs(module, args, kwargs):
+        return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+
+    handles = [model.get_input_embeddings().register_forward_hook(lambda module, args, output: moved(output))]
+    for kind in ("image", "audio"):
+        with suppress(ValueError):  # a model without an encoder of the kind
+            if kind in model.input_modalities:
+                tower = model.get_submodule(find_tower(model, kind))
+                handles.append(tower.register_forward_pre_hook(move_inputs, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,127 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Sampling of rows by their difficulty, as the run itself measures it."""
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+
+# Column with the share of right completions of each row
+PASS_RATE = "pass_rate"
+
+# Smallest weight of a row, of at most 1, and of the last measurement in its pass rate
+_SMALLEST_WEIGHT, _NEWEST = 0.1, 0.5
+
+
+class DifficultySampler:
+    r"""
+    Draws the rows of each batch at random, by how often the policy solves them, see the curriculum sampling (RLCS) of
+    [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
+
+    The report says that difficulty is measured before training, by pass@k, and during training, by the completions of
+    each step; that both measurements are merged; and that the share of rows that are too easy or too hard now is
+    lowered in each iteration, in favor of those of medium difficulty. It groups rows into tiers, and gives neither
+    their bounds nor the ratios. Ours: each row has its own weight, $\max(4 p (1 - p), 0.1)$ of its pass rate $p$, the
+    variance of a reward of 0 or 1 relative to its largest. A new measurement moves $p$ halfway. A row that was never
+    measured counts as one with $p = 0.5$. Its oversampling by a ratio isn't done here; see `dynamic_sampling`.
+
+    The rows of a batch are different ones; those of different batches are independent, so an epoch is only a number
+    of batches. The rows of batch `n` are drawn when batch `n - ahead` is read, to read their media ahead: they depend
+    on what batches before `n - ahead` measured. Processes that measure the same draw the same.
+
+    Args:
+        n_rows (`int`):
+            Number of rows of the dataset.
+        batch_size (`int`):
+            Number of rows of a batch, on all processes.
+        seed (`int`):
+            Seed of the draws. A batch has its own, so that draws don't depend on how a run got to it.
+        ahead (`int`):
+            Number of batches whose rows are drawn ahead.
+        pass_rates (`Sequence[float | None]`, *optional*):
+            Share of right completions of each row, as far as it is known.
+
+    Raises:
+        `ValueError`: If a pass rate isn't between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        n_rows: int,
+        batch_size: int,
+        seed: int = 0,
+        ahead: int = 0,
+        pass_rates: Sequence[float | None] | None = None,
+    ):
+        given = [None] * n_rows if pass_rates is None else pass_rates
+        for row, rate in enumerate(given):
+            if rate is not None and not (isinstance(rate, (int, float)) and (0 <= rate <= 1 or math.isnan(rate))):
+                raise ValueError(
+                    f"row {row}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or remove it."
+                )
+        self.rates = torch.tensor([math.nan if each is None else each for each in given], dtype=torch.float64)
+        self._batch_size, self._seed, self._ahead = batch_size, seed, ahead
+        self._drawn: dict[int, list[int]] = {}  # rows by the batch's place in the run
+
+    def rows(self, place: int, left_out: Collection[int] = ()) -> list[int]:
+        """The rows of a batch that is read now. Draws those of the next ones, without rows that are left out."""
+        for each in range(place, place + self._ahead + 1):
+            if each not in self._drawn:
+                self._drawn[each] = self._draw(each, left_out)
+        self._drawn = {each: rows for each, rows in self._drawn.items() if each >= place}
+        return self._drawn[place]
+
+    def coming(self, places: range) -> list[list[int]]:
+        """The rows of batches that are drawn ahead."""
+        return [self._drawn[place] for place in places]
+
+    def _draw(self, place: int, left_out: Collection[int]) -> list[int]:
+        weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
+        weights[list(left_out)] = 0
+        generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {place}").getrandbits(63))
+        # Without replacement, as https://doi.org/10.1016/j.ipl.2005.11.003 does
+        keys = torch.rand(len(weights), generator=generator, dtype=torch.float64).log() / weights
+        return keys.topk(self._batch_size).indices.tolist()
+
+    def measure(self, numbers: torch.Tensor, rewards: torch.Tensor) -> None:
+        """
+        Notes the rewards of completions, as the share by which they are right.
+
+        Shapes: `numbers`, of their rows, and `rewards`, NaN where none applies, both `(N,)`, of all processes.
+        """
+        numbers, rewards = numbers.cpu(), rewards.double().cpu().clamp(0, 1)
+        scorable = ~rewards.isnan()
+        rows, index = numbers[scorable].unique(return_inverse=True)
+        total, count = torch.zeros(2, len(rows), dtype=torch.float64)
+        total.index_add_(0, index, rewards[scorable])
+        count.index_add_(0, index, torch.ones_like(rewards[scorable]))
+        found, before = total / count, self.rates[rows]
+        self.rates[rows] = torch.where(before.isnan(), found, _NEWEST * found + (1 - _NEWEST) * before)
+
+    def known(self) -> tuple[float, float]:
+        """Share of rows whose pass rate is known, and the mean of these rates, 0 without any."""
+        known = ~self.rates.isnan()
+        return known.double().mean().item(), self.rates[known].mean().item() if known.any() else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"rates": self.rates, "drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what [`state_dict`] returned, as far as the run has as many rows, and batches of that size."""
+        if len(state["rates"]) != len(self.rates):
+            return
+        self.rates = state["rates"]
+        self._drawn = {place: rows for place, rows in state["drawn"].items() if len(rows) == self._batch_size}
+
+
+def difficulty_sampler(dataset: Dataset, batch_size: int, seed: int, ahead: int) -> DifficultySampler:
+    """A sampler of the rows of a dataset, whose column `pass_rate` is what is known of them, if there is one."""
+    known = None
+    if PASS_RATE in dataset.column_names:
+        known = dataset.select_columns([PASS_RATE]).with_format(None)[PASS_RATE][:]
+    return DifficultySampler(len(dataset), batch_size, seed, ahead, known)

@@ -1,0 +1,77 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Sizes of media as they are in their files, from headers where these have them."""
+
+import math
+import os
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from .columns import MediaRef
+from .images import open_image
+from .loading import decoding, encoded_source, holds_frames, open_video, read_pieces
+from .sources import fetch_file, open_file
+
+
+def media_size(ref: MediaRef) -> dict[str, float]:
+    """
+    The size of a medium in its file, whatever the limits: `pixels` of an image or a frame, `seconds`, and `frames`.
+    Empty for a list of frames and for a medium that would have to be downloaded again.
+    """
+    holds_samples = isinstance(ref.source, dict) and ref.source.get("array") is not None
+    source = None if holds_samples else encoded_source(ref)
+    if isinstance(source, str) and "://" in source and not source.startswith("file://"):
+        return {}
+    # Only headers are read, and sounds up to their limit
+    rules: Any = replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf)
+    ref = replace(ref, rules=rules)
+    with decoding(ref):
+        if ref.kind == "audio":
+            return {"seconds": _seconds(ref)}
+        if ref.kind == "image":
+            return {"pixels": _pixels(ref, source)}
+        if holds_frames(ref):
+            return {}
+        with open_video(ref) as (metadata, _):
+            seconds = metadata.total_num_frames / (metadata.fps or math.inf)
+            pixels = (metadata.width or 0) * (metadata.height or 0)
+            return {"frames": metadata.total_num_frames, "seconds": seconds, "pixels": pixels}
+
+
+def _pixels(ref: MediaRef, source) -> int:
+    if isinstance(source, (np.ndarray, torch.Tensor, list)):
+        shape = np.shape(source)
+        edges = shape if len(shape) == 2 else sorted(shape)[1:]  # without the channels
+        return math.prod(edges)
+    if isinstance(source, PIL.Image.Image):
+        return source.width * source.height
+    with open_file(fetch_file(ref, os.fspath(source) if isinstance(source, os.PathLike) else source)) as stream:
+        return math.prod(open_image(ref, stream).size)
+
+
+def _seconds(ref: MediaRef) -> float:
+    """The length by the header, or else of what is decoded, up to the limit."""
+    longest = 0.0
+
+    def check(count: float, rate: float) -> None:
+        nonlocal longest
+        longest = max(longest, count / rate)
+        if longest > ref.rules.max_audio_seconds:
+            raise _Beyond
+
+    try:
+        with closing(read_pieces(ref, None, check)) as pieces:
+            for piece, rate in pieces:
+                if rate is None or longest * rate > len(piece) + 1:
+                    break  # the header had it
+    except _Beyond:
+        pass
+    return longest
+
+
+class _Beyond(Exception):
+    """Ends decoding."""

@@ -1,0 +1,181 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Attention of encoders that pack images, windows or clips into one row: one kernel per layer, and no host sync."""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.exporters.utils import precompute_export_inputs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..families import family_of
+from . import kernels
+from .layout import to_device
+
+
+# With "flash" in its name, attention layers pass whole rows and the starts of their sequences
+_VARLEN = "torch_varlen_flash"
+_WITHOUT_CUDNN = "sdpa_without_cudnn"
+
+# Arguments of encoders with the sizes of what a row holds, from which transformers precomputes starts and positions
+_SIZES = ("grid_thw", "feature_lens", "target_sizes")
+
+# Copies in host memory of small tensors on a device
+_host_copies = WeakTensorKeyDictionary()
+
+
+def install_encoder_attention(model: PreTrainedModel) -> None:
+    """
+    Makes encoders that pack images, windows or clips into one row compute each layer's attention in one call.
+
+    transformers calls SDPA for each sequence of the row, and reads their lengths from the device in each layer. Here,
+    the sizes are read once, and all that follows from them is computed on the host. Where torch's variable-length
+    kernel can't run, SDPA is called for each sequence. Other encoders call SDPA as before, but without cuDNN.
+
+    Configs of the model don't change: layers get copies, because a model that is built from a config would download
+    an unknown flash implementation.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+    """
+    decoder = set(model.get_decoder().modules())
+    copies: dict[tuple[int, str], Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_attention = "Attention" in type(module).__name__ and module not in decoder
+        if is_attention and getattr(config, "_attn_implementation", None) == "sdpa":
+            key = id(config), _VARLEN if "cu_seqlens" in _parameters(type(module)) else _WITHOUT_CUDNN
+            if key not in copies:
+                copies[key] = copy.copy(config)
+                copies[key]._attn_implementation = key[1]
+            module.config = copies[key]
+    hooked: set[nn.Module] = set()
+    for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
+        if module not in hooked and any(name in _parameters(type(module)) for name in _SIZES):
+            parts = set(module.modules())
+            if decoder.isdisjoint(parts) and any(name == _VARLEN for _, name in _layer_configs(module)):
+                module.register_forward_pre_hook(_add_precomputed, with_kwargs=True)
+                hooked |= parts
+
+
+@contextmanager
+def original_encoders(model: PreTrainedModel) -> Iterator[None]:
+    """Restores the attention of encoders from before [`install_encoder_attention`] within the context."""
+    installed = list(_layer_configs(model))
+    for config, _ in installed:
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        for config, name in installed:
+            config._attn_implementation = name
+
+
+def remember_on_host(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns a small tensor that was moved to a device, for which encoders will take its `value` on the host."""
+    if moved is not value and not value.is_floating_point():
+        _host_copies[moved] = value
+    return moved
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory, where it may already be."""
+    known = _host_copies.get(tensor)
+    return tensor.cpu() if known is None else known
+
+
+@functools.cache
+def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward."""
+    return tuple(inspect.signature(module_class.forward).parameters)[1:]
+
+
+def _layer_configs(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Configs of layers that [`install_encoder_attention`] changed, and their implementations."""
+    for each in module.modules():
+        config = getattr(each, "config", None)
+        if (name := getattr(config, "_attn_implementation", None)) in (_VARLEN, _WITHOUT_CUDNN):
+            yield config, name
+
+
+def _add_precomputed(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """A hook before the forward of an encoder that adds what it would compute from sizes on the device."""
+    if next(_layer_configs(tower), None) is None:  # within `original_encoders`
+        return None
+    given = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
+    device = next(value.device for value in given.values() if isinstance(value, torch.Tensor))
+    added = {}
+    for name, value in _precomputed(tower, given).items():
+        is_on_host = isinstance(value, torch.Tensor) and value.device != device
+        added[name] = remember_on_host(to_device(value, device), value) if is_on_host else value
+    return args, {**added, **kwargs}
+
+
+@torch.no_grad()
+def _precomputed(tower: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that follow from those of an encoder, computed on the host."""
+    sizes = {name for name in given if name in (*_SIZES, "merge_sizes") and given[name] is not None}
+    inputs = {name: _on_host(given[name]) for name in sizes}
+    if "feature_lens" in inputs:
+        inputs["input_features"] = given["input_features"]
+    names = set(inputs)
+    # By its own class, in place of FSDP's, since transformers looks for functions in the class's module
+    own: Any = object.__new__(next(each for each in type(tower).__mro__ if not issubclass(each, FSDPModule)))
+    own.__dict__ = tower.__dict__
+    precompute_export_inputs(own, inputs)
+    added: dict[str, Any] = {name: value for name, value in inputs.items() if name not in names}
+    for kind in ("", "window_"):
+        if (starts := added.get(f"cu_{kind}seqlens")) is not None:
+            added[f"max_{kind}seqlen"] = int(starts.diff().max())
+    if "target_sizes" in inputs:
+        added["max_seqlen"] = int(inputs["target_sizes"].prod(-1).max())
+    return added
+
+
+def _varlen_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    cu_seq_lens_q=None,
+    max_length_q=None,
+    scaling=None,
+    dropout=0.0,
+    **kwargs,
+):
+    """
+    Attention within sequences of a row. Shapes: query, key, value `(1, heads, T, head_dim)`, `cu_seq_lens_q`
+    `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
+    """
+    sdpa = functools.partial(_sdpa_without_cudnn, module, scaling=scaling, dropout=dropout, **kwargs)
+    if cu_seq_lens_q is None:
+        return sdpa(query, key, value, attention_mask)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    if dropout == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
+        starts, longest = cu_seq_lens_q.to(query.device), max_length_q
+        states = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        return kernels.varlen_attention(*states, starts, starts, longest, longest, scaling=scaling)[None], None
+    lengths = _on_host(cu_seq_lens_q).diff().tolist()
+    sequences = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    return torch.cat([sdpa(*sequence, None)[0] for sequence in sequences], dim=1), None
+
+
+def _sdpa_without_cudnn(*args, **kwargs):
+    with kernels.without_cudnn():
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+AttentionInterface.register(_VARLEN, _varlen_attention)
+AttentionInterface.register(_WITHOUT_CUDNN, _sdpa_without_cudnn)

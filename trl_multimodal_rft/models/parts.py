@@ -1,0 +1,197 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Parts of a model by the same words for every family: what is frozen, and the learning rates of what isn't."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..spelling import did_you_mean
+from .modes import fix_batch_norms
+from .towers import find_tower
+from .wrapped import unwrapped
+
+
+PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
+CRITIC = "critic"
+
+# Encoders that `get_encoder` doesn't return, such as the second one of DeepSeek-VL, by the last part of their names
+_ENCODERS = {
+    "vision_tower": re.compile(r"(.+_)?(vision|image|video)_(tower|model|encoder)|visual|vqmodel"),
+    "audio_tower": re.compile(r"(.+_)?(audio|speech)_(tower|model|encoder)|(acoustic|semantic)_tokenizer_encoder"),
+}
+# Children of encoders that give features the width of the language model: Qwen's and GLM's mergers, the last layers of
+# Qwen-Omni's audio encoders, and what surrounds Phi-4's encoders
+_PROJECTORS = {
+    "vision_tower": re.compile(
+        r"(deepstack_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
+    ),
+    "audio_tower": re.compile(r"proj[12]?|adapter|(up|down)_proj_for_\w+"),
+}
+
+
+def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """
+    Yields name, part and parameter of each weight of an unwrapped model, tied ones once. A part is one of `PARTS`, or
+    that of PPO's critic.
+
+    Names are those within the model that an adapter wraps. What an adapter adds belongs to the part that it changes.
+    """
+    base = unwrapped(None, model)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+    places = _places(base)
+    for name, parameter in model.named_parameters():
+        place = name.removeprefix(prefix)
+        if name.startswith(f"{CRITIC}."):
+            yield name, CRITIC, parameter
+        elif not name.startswith(prefix):  # prompt learning
+            yield name, "language_model", parameter
+        else:
+            inner = place
+            while place not in places:
+                place = place.rpartition(".")[0]
+            yield inner, places[place], parameter
+
+
+def _places(model: PreTrainedModel) -> dict[str, str]:
+    """Parts by the dotted names of modules, of which the deepest counts; what is in none is between them."""
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    places = {"": "projector"}
+    for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+        if module in names:
+            places[names[module]] = "language_model"
+    language = [name for name in places if name not in ("", model.base_model_prefix)]
+    towers = {}
+    for name in names.values():
+        inside = any(name.startswith(f"{other}.") for other in [*language, *towers])
+        for part, pattern in _ENCODERS.items():
+            if not inside and pattern.fullmatch(name.rpartition(".")[2]):
+                towers[name] = part
+    for kind, part in (("image", "vision_tower"), ("audio", "audio_tower")):
+        if kind in model.input_modalities:
+            try:
+                towers[find_tower(model, kind)] = part
+            except ValueError:  # a model without an encoder
+                continue
+    for tower, part in towers.items():
+        for child, _ in model.get_submodule(tower).named_children():
+            if _PROJECTORS[part].fullmatch(child):
+                places[f"{tower}.{child}"] = "projector"
+    return places | towers
+
+
+def chosen_by(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
+    """
+    The key that chooses each parameter: a pattern of its name before its part, of several patterns the first.
+
+    A pattern matches names of parameters, and of modules with all that is in them.
+
+    Raises:
+        `ValueError`: If a key chooses nothing.
+    """
+    chosen = _chosen(model, keys)
+    held = {part for _, part, _ in named_parts(model)}
+    kind = type(unwrapped(None, model)).__name__
+    for key in keys:
+        if key in PARTS and key not in held:
+            parts = ", ".join(part for part in PARTS if part in held)
+            raise ValueError(f"`{option}` names the part {key!r}, which {kind} lacks; it has {parts}.")
+        if key not in PARTS and key not in chosen.values():
+            name = next(name for name, _, _ in named_parts(model))
+            raise ValueError(
+                f"`{option}` names {key!r}, which is no part ({', '.join(PARTS)}), and matches no name of a parameter "
+                f"of {kind}, such as {name!r}.{did_you_mean(key, PARTS)}"
+            )
+    return chosen
+
+
+def _chosen(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
+    patterns = [key for key in keys if key not in PARTS]
+    chosen = {}
+    for name, part, parameter in named_parts(model):
+        matching = (key for key in patterns if fnmatchcase(name, key) or fnmatchcase(name, f"{key}.*"))
+        key = next(matching, part if part in keys else None)
+        if key is not None and part != CRITIC:
+            chosen[parameter] = key
+    return chosen
+
+
+def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
+    """
+    Freezes parts of a model, with adapters and running statistics of batch norms in them.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model that no engine has wrapped yet.
+        keys (`list[str]`, *optional*):
+            Parts, of `vision_tower`, `audio_tower`, `projector` and `language_model`, or patterns of the names of
+            parameters and modules, such as `model.visual.blocks.[0-3]`.
+
+    Raises:
+        `ValueError`: If the model lacks a part, a pattern matches nothing, or nothing is left to train.
+    """
+    if keys:
+        _freeze(model, {*chosen_by(model, keys, "freeze")})
+        if not any(parameter.requires_grad for _, part, parameter in named_parts(model) if part != CRITIC):
+            raise ValueError(f"`freeze` ({', '.join(keys)}) leaves nothing of the model to train; name less.")
+
+
+def freeze_backbone(model: nn.Module, keys: Sequence[str] | None) -> None:
+    """Freezes in a critic's backbone, which has no LM head, what [`freeze`] does in the policy."""
+    _freeze(model, {*_chosen(model, keys or ())})
+
+
+def _freeze(model: nn.Module, frozen: set[nn.Parameter]) -> None:
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    fix_batch_norms(each for each in model.modules() if not frozen.isdisjoint(each.parameters(recurse=False)))
+
+
+@contextmanager
+def same_weights_trained(model: nn.Module) -> Iterator[None]:
+    """
+    Restores which weights are trained after the context, as adapters that are switched off and on again train whole.
+    """
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+
+
+def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Numbers of all and of trained parameters of a model's parts."""
+    counts = dict.fromkeys((*PARTS, CRITIC), (0, 0))
+    for _, part, parameter in named_parts(model):
+        size, (total, trained) = _size(parameter), counts[part]
+        counts[part] = total + size, trained + size * parameter.requires_grad
+    return {part: sizes for part, sizes in counts.items() if sizes[0]}
+
+
+def rates_of_parts(model: nn.Module, args: Any) -> dict[str, list[float]]:
+    """The learning rates in each part of what is trained, by the options of a trainer."""
+    given: Mapping[str, float] = args.learning_rates or {}
+    chosen = chosen_by(model, [*given], "learning_rates")
+    rates: dict[str, list[float]] = {}
+    for _, part, parameter in named_parts(model):
+        if parameter.requires_grad:
+            rate = given[chosen[parameter]] if parameter in chosen else args.learning_rate
+            if part == CRITIC:
+                rate = args.value_learning_rate or args.learning_rate
+            if rate not in rates.setdefault(part, []):
+                rates[part].append(rate)
+    return rates
+
+
+def _size(parameter: Any) -> int:
+    size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
+    if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
+        size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize
+    return size

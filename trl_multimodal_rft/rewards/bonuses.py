@@ -1,0 +1,129 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Bonuses beside the reward of the answer: for lengths, and for tools that a group rarely uses."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from .answers import accuracy_reward
+
+
+# What counts as correct, with rewards from 0 to 1 (Video-R1's code)
+_CORRECT = 0.1
+
+
+def length_reward(
+    completions,
+    completion_ids=None,
+    correctness: Callable = accuracy_reward,
+    min_length: int = 320,
+    max_length: int = 512,
+    bonus: float = 0.2,
+    **kwargs,
+) -> list[float | None]:
+    """
+    Rewards correct answers of a length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
+
+    Its code gives the bonus only where at least two completions of the group are correct; this function gives it to
+    one, too.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational.
+        completion_ids (`list[list[int]]`):
+            Their tokens, results of tools included, as trainers pass them.
+        correctness (`Callable`, *optional*, defaults to [`accuracy_reward`]):
+            Reward function that decides what is correct: what it gives more than 0.1. It gets all arguments.
+        min_length (`int`, *optional*, defaults to `320`):
+            Fewest tokens.
+        max_length (`int`, *optional*, defaults to `512`):
+            Most tokens.
+        bonus (`float`, *optional*, defaults to `0.2`):
+            Reward of a correct completion within the bounds.
+        **kwargs:
+            Dataset columns and trainer arguments, for `correctness`.
+
+    Returns:
+        `list[float | None]`: `bonus` or 0.0 for each completion, `None` where `correctness` returns it.
+
+    Raises:
+        `ValueError`: If `completion_ids` is missing; and what `correctness` raises.
+
+    Example:
+    ```python
+    >>> length_reward(["7", "8"], completion_ids=[[5] * 400] * 2, solution=["7", "7"])
+    [0.2, 0.0]
+    ```
+    """
+    if completion_ids is None:
+        raise ValueError("length_reward needs `completion_ids`, the tokens of completions, which trainers pass.")
+    correct = correctness(completions=completions, completion_ids=completion_ids, **kwargs)
+    return [
+        None if reward is None else bonus if reward > _CORRECT and min_length <= len(ids) <= max_length else 0.0
+        for reward, ids in zip(correct, completion_ids, strict=True)
+    ]
+
+
+def tool_curiosity_reward(
+    completions,
+    group_ids=None,
+    target_rate: float = 0.3,
+    curiosity: float = 0.5,
+    free_calls: int = 1,
+    call_penalty: float = 0.05,
+    **kwargs,
+) -> list[float]:
+    r"""
+    Rewards calls of tools while few completions of a group call any, and penalizes many calls, as
+    [Pixel-Reasoner](https://huggingface.co/papers/2505.15966) does.
+
+    A completion with \(n\) calls in a group of which the share \(r\) calls tools gets
+
+    $$ \alpha \max(H - r, 0) + \beta \min(N - n, 0) $$
+
+    if \(n > 0\), else 0, with \(H\) = `target_rate`, \(\alpha\) = `curiosity`, \(N\) = `free_calls` and \(\beta\) =
+    `call_penalty`.
+
+    Args:
+        completions (`list[list[dict]]`):
+            Completions as messages, in which `tool_calls` are counted. A text has no calls.
+        group_ids (`list[int]`):
+            Group of each completion, which the trainers of this package pass where a process has whole groups.
+        target_rate (`float`, *optional*, defaults to `0.3`):
+            Share of completions with calls from which on they get no bonus.
+        curiosity (`float`, *optional*, defaults to `0.5`):
+            Weight of the bonus.
+        free_calls (`int`, *optional*, defaults to `1`):
+            Calls without a penalty.
+        call_penalty (`float`, *optional*, defaults to `0.05`):
+            Penalty of each further call.
+        **kwargs:
+            Dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float]`: A reward for each completion.
+
+    Raises:
+        `ValueError`: If `group_ids` is missing.
+    """
+    if group_ids is None:
+        raise ValueError(
+            "tool_curiosity_reward needs `group_ids`, which trainers pass where no group straddles processes; make "
+            "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
+        )
+    counts = [_n_calls(completion) for completion in completions]
+    used = defaultdict(int)
+    for group, count in zip(group_ids, counts, strict=True):
+        used[group] += count > 0
+    sizes = Counter(group_ids)
+    return [
+        curiosity * max(target_rate - used[group] / sizes[group], 0.0) + call_penalty * min(free_calls - count, 0)
+        if count
+        else 0.0
+        for group, count in zip(group_ids, counts, strict=True)
+    ]
+
+
+def _n_calls(completion) -> int:
+    if isinstance(completion, str):
+        return 0
+    return sum(len(message.get("tool_calls") or ()) for message in completion)

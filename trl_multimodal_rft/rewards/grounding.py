@@ -1,0 +1,437 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards for answers that point: boxes, points, spans of time, detections and counts."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from .answers import completion_text, extract_answer, normalize_answer
+from .regions import (
+    Box,
+    Scale,
+    assign,
+    box_iou,
+    boxes_in,
+    boxes_of,
+    of_row,
+    points_in,
+    points_of,
+    referenced,
+    scaled_box,
+    scales_of,
+    share_of_boxes,
+    span_iou,
+    spans_in,
+    spans_of,
+)
+
+
+_BOX_FORM = "[left, top, right, bottom], a dictionary with such a 'bbox_2d', or a list of these"
+# Of an answer in prose: "3", "1,000", "0.5", "-2e3"
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d++)?")
+
+
+def box_iou_reward(
+    completions,
+    solution=None,
+    iou_threshold: float | None = None,
+    solution_scale: Scale = None,
+    answer_scale: Scale = None,
+    **kwargs,
+) -> list[float | None]:
+    """
+    Rewards a box by its intersection over union with the reference, as
+    [VLM-R1](https://huggingface.co/papers/2504.07615) and
+    [Perception-R1](https://huggingface.co/papers/2504.07954) do.
+
+    The answer, see [`extract_answer`], is `[left, top, right, bottom]`, `(left, top), (right, bottom)` or JSON with
+    the key `bbox_2d`, `bbox`, `box` or `Position`. Its first box counts. Answer and reference have the same
+    coordinates unless `solution_scale` and `answer_scale` say otherwise: the size of the image in each of them, which
+    is 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's width and height for pixels.
+    Qwen2.5-VL answers in pixels of the resized image.
+
+    The last three arguments may also be columns, with a value for each row.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion: a box as above, or a list of boxes, any of which is right. `None` where the
+            reward does not apply.
+        iou_threshold (`float`, *optional*):
+            With a threshold, the reward is 1.0 above it and else 0.0.
+        solution_scale (`float` or `tuple[float, float]`, *optional*):
+            Size of the image in the coordinates of the reference, or its width and height.
+        answer_scale (`float` or `tuple[float, float]`, *optional*):
+            The same of the answer.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0; 0.0 without a box, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is no box or a scale no size. The message names the
+            row.
+
+    Example:
+    ```python
+    >>> box_iou_reward(["<answer>[0, 0, 10, 10]</answer>", "there"], solution=[[0, 5, 10, 10]] * 2)
+    [0.5, 0.0]
+    ```
+    """
+
+    def reward(answer: str, references: list[Box], place: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, place)
+        box = next(iter(boxes_in(answer)), None)
+        if box is None:
+            return 0.0
+        box = scaled_box(box, scales[1])
+        best = max(box_iou(box, scaled_box(reference, scales[0])) for reference in references)
+        threshold = of_row(iou_threshold, place)
+        return best if threshold is None else float(best > threshold)
+
+    return _compared(completions, solution, "box_iou_reward", boxes_of, _BOX_FORM, reward, kwargs)
+
+
+def point_in_box_reward(
+    completions, solution=None, solution_scale: Scale = None, answer_scale: Scale = None, **kwargs
+) -> list[float | None]:
+    """
+    Rewards a point inside the reference's box, such as a click: 1.0 inside or on the border, else 0.0, as
+    [UI-R1](https://huggingface.co/papers/2503.21620) does.
+
+    The answer, see [`extract_answer`], is `(x, y)` or JSON with the key `point_2d`, `point` or `coordinate`. A box
+    stands for its center. The first point counts. The arguments are those of [`box_iou_reward`].
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Box of each completion, or a list of boxes, any of which is right. `None` where the reward does not apply.
+        solution_scale (`float` or `tuple[float, float]`, *optional*):
+            Size of the image in the coordinates of the reference, or its width and height.
+        answer_scale (`float` or `tuple[float, float]`, *optional*):
+            The same of the answer.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is no box or a scale no size. The message names the
+            row.
+
+    Example:
+    ```python
+    >>> point_in_box_reward(["I click (30, 40).", "(0, 0)"], solution=[[20, 20, 50, 50]] * 2)
+    [1.0, 0.0]
+    ```
+    """
+
+    def reward(answer: str, references: list[Box], place: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, place)
+        points = points_in(answer)
+        if not points:
+            return 0.0
+        x, y = points[0][0] / scales[1][0], points[0][1] / scales[1][1]
+        boxes = [scaled_box(reference, scales[0]) for reference in references]
+        return float(any(box.left <= x <= box.right and box.top <= y <= box.bottom for box in boxes))
+
+    return _compared(completions, solution, "point_in_box_reward", boxes_of, _BOX_FORM, reward, kwargs)
+
+
+def temporal_iou_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards spans of time by their intersection over union with the reference, as
+    [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
+
+    The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s - 7s`, `[3.5, 7]` or `00:03 and 00:07`.
+    Several spans are compared as their union.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion, in seconds: `[start, end]`, a list of such spans, all of which belong to the
+            answer, or a text as above. `None` where the reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0; 0.0 without a span, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is no span. The message names the row.
+
+    Example:
+    ```python
+    >>> temporal_iou_reward(["<answer>2 to 6</answer>", "at the end"], solution=[[4, 8]] * 2)
+    [0.3333333333333333, 0.0]
+    ```
+    """
+
+    def reward(answer: str, references: list[tuple[float, float]], place: int) -> float:
+        spans = spans_in(answer)
+        return span_iou(spans, references) if spans else 0.0
+
+    form = "[start, end] in seconds, a list of these, or a text such as '3.5 to 7'"
+    return _compared(completions, solution, "temporal_iou_reward", spans_of, form, reward, kwargs)
+
+
+def detection_reward(
+    completions,
+    solution=None,
+    method: Literal["visual_rft", "perception_r1"] = "visual_rft",
+    iou_threshold: float = 0.5,
+    solution_scale: Scale = None,
+    answer_scale: Scale = None,
+    **kwargs,
+) -> list[float | None]:
+    r"""
+    Rewards the boxes of all objects.
+
+    The answer, see [`extract_answer`], is a JSON list such as
+    `[{"bbox_2d": [0, 0, 9, 9], "label": "cat", "confidence": 0.9}]`, also with the keys `Position` and `Confidence`.
+
+    - `"visual_rft"` ([Visual-RFT](https://huggingface.co/papers/2503.01785)): boxes, the most confident first, match
+      the reference with the largest IoU that is left, above `iou_threshold`, with the same label if both have one. The
+      reward, up to 2, is the sum of two parts. One is the sum of the matches' IoU, divided by the number of boxes or
+      of references, whichever is larger. The other is the mean over boxes of the confidence of a match, 1 minus that
+      of another box, and 0 without one. Repeated boxes count once.
+    - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): the matching with the largest sum
+      of IoU, of which pairs above `iou_threshold` count. The reward, up to 3, is 0.25 times the share of entries with
+      box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their
+      mean IoU, minus half of the shares of boxes and of references without a match.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            References of each completion, all of which belong to the answer: a list of boxes or dictionaries, or a
+            text as above. `None` where the reward does not apply.
+        method (`str`, *optional*, defaults to `"visual_rft"`):
+            `"visual_rft"` or `"perception_r1"`.
+        iou_threshold (`float`, *optional*, defaults to `0.5`):
+            IoU that a match exceeds.
+        solution_scale (`float` or `tuple[float, float]`, *optional*):
+            Size of the image in the coordinates of the reference, or its width and height, see [`box_iou_reward`].
+        answer_scale (`float` or `tuple[float, float]`, *optional*):
+            The same of the answer.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: A reward for each completion, 0.0 without a box, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `method` is unknown, if `solution` is missing, or if a reference is no list of boxes or a
+            scale no size. The message names the row.
+
+    Example:
+    ```python
+    >>> answer = '[{"Position": [0, 0, 10, 10], "Confidence": 0.75}, {"Position": [20, 0, 30, 9], "Confidence": 0.5}]'
+    >>> detection_reward([answer, "two"], solution=[[[0, 0, 10, 10]]] * 2)
+    [1.125, 0.0]
+    ```
+    """
+    scores = {"visual_rft": _visual_rft, "perception_r1": _perception_r1}
+    if method not in scores:
+        raise ValueError(f"detection_reward has the methods {[*scores]}, not {method!r}.")
+
+    def reward(answer: str, references: list[Box], place: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, place)
+        boxes = [scaled_box(box, scales[1]) for box in boxes_in(answer)]
+        references = [scaled_box(reference, scales[0]) for reference in references]
+        return scores[method](answer, boxes, references, of_row(iou_threshold, place))
+
+    return _compared(completions, solution, "detection_reward", boxes_of, _BOX_FORM, reward, kwargs)
+
+
+def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
+    boxes = list({box[:4]: box for box in reversed(boxes)}.values())[::-1]
+    boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
+    left, overlap, confidence = list(references), 0.0, 0.0
+    for box in boxes:
+        found = [(box_iou(box, each), i) for i, each in enumerate(left) if _may_match(box, each)]
+        iou, place = max(found, key=lambda each: each[0], default=(0.0, 0))
+        matches = iou > threshold
+        if matches:
+            del left[place]
+            overlap += iou
+        if box.confidence is not None and 0 <= box.confidence <= 1:
+            confidence += box.confidence if matches else 1 - box.confidence
+    return overlap / max(len(boxes), len(references)) + confidence / len(boxes) if boxes else 0.0
+
+
+def _perception_r1(answer: str, boxes: list[Box], references: list[Box], threshold: float) -> float:
+    reward = 0.25 * share_of_boxes(answer)
+    if not boxes:
+        return reward
+    ious = np.array([[box_iou(box, reference) for reference in references] for box in boxes])
+    pairs = [pair for pair in assign(ious) if ious[pair] > threshold]
+    if not pairs:
+        return reward
+    precision, recall = len(pairs) / len(boxes), len(pairs) / len(references)
+    labels = [(_label(boxes[i]), _label(references[j])) for i, j in pairs]
+    right = [label is not None and label == reference for label, reference in labels]
+    reward += 0.75 * 2 * precision * recall / (precision + recall) + float(np.mean(right))
+    reward += float(np.mean([ious[pair] for pair in pairs])) - 0.5 * (2 - precision - recall)
+    return min(max(reward, 0.0), 3.0)
+
+
+def _may_match(box: Box, reference: Box) -> bool:
+    labels = _label(box), _label(reference)
+    return None in labels or labels[0] == labels[1]
+
+
+def _label(box: Box) -> str | None:
+    return None if box.label is None else normalize_answer(box.label)
+
+
+def counting_reward(
+    completions, solution=None, solution_scale: Scale = 1000, answer_scale: Scale = 1000, **kwargs
+) -> list[float | None]:
+    """
+    Rewards a count: 1.0 for the right number, else 0.0; or points on what is counted, as
+    [Perception-R1](https://huggingface.co/papers/2504.07954) does.
+
+    The answer, see [`extract_answer`], is a number, alone or in a sentence without another one, or a list of points or
+    boxes, whose number counts. Where the reference is a list of points, too, the reward is the smaller number of
+    points divided by the larger one, times 1 minus the mean distance between points in shares of the image's diagonal,
+    for the matching with the smallest distances.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion: a number, a list of numbers, any of which is right, or a list of points or
+            boxes. `None` where the reward does not apply.
+        solution_scale (`float` or `tuple[float, float]`, *optional*, defaults to `1000`):
+            Size of the image in the coordinates of the reference's points, or its width and height.
+        answer_scale (`float` or `tuple[float, float]`, *optional*, defaults to `1000`):
+            The same of the answer.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is neither a number nor a list of points. The message
+            names the row.
+
+    Example:
+    ```python
+    >>> counting_reward(["I see 3 dogs.", "<answer>4</answer>"], solution=[3, 3])
+    [1.0, 0.0]
+    ```
+    """
+
+    def reward(answer: str, references: list, place: int) -> float:
+        points = points_in(answer)
+        if not isinstance(references[0], tuple):
+            count = len(points) if points else number_in(answer)
+            return float(count in references)
+        if not points:
+            return float(number_in(answer) == len(references))
+        scales = scales_of(solution_scale, answer_scale, place)
+        one = np.array(points) / scales[1]
+        other = np.array(references) / scales[0]
+        distances = np.linalg.norm(one[:, None] - other, axis=-1) / math.sqrt(2)
+        mean = float(np.mean([distances[pair] for pair in assign(-distances)]))
+        return min(len(one), len(other)) / max(len(one), len(other)) * max(1 - mean, 0.0)
+
+    form = "a number, a list of numbers, or a list of points [x, y]"
+    return _compared(completions, solution, "counting_reward", _numbers_or_points, form, reward, kwargs)
+
+
+def _numbers_or_points(solution: Any) -> list:
+    return numbers_of(solution) or points_of(solution)
+
+
+def regression_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a number by its relative error: 1 minus the error divided by the reference's size, at least 0.0, as
+    [Video-R1](https://huggingface.co/papers/2503.21776) does.
+
+    The answer, see [`extract_answer`], is a number, alone or in a sentence without another one. Where the reference is
+    0, only 0 is right.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion, a number or a text with one; or a list, the nearest of which counts. `None`
+            where the reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is no number. The message names the row.
+
+    Example:
+    ```python
+    >>> regression_reward(["About 3 meters.", "<answer>8</answer>", "far"], solution=[4, 4, 4])
+    [0.75, 0.0, 0.0]
+    ```
+    """
+
+    def reward(answer: str, references: list[float], place: int) -> float:
+        number = number_in(answer)
+        if number is None:
+            return 0.0
+        return max(
+            float(number == reference) if reference == 0 else max(1 - abs(number - reference) / abs(reference), 0.0)
+            for reference in references
+        )
+
+    return _compared(completions, solution, "regression_reward", numbers_of, "a number or a list", reward, kwargs)
+
+
+def number_in(text: str) -> float | None:
+    """The number of an answer, if it has one alone."""
+    found = [float(each.replace(",", "")) for each in _NUMBER.findall(text)]
+    return found[0] if len(found) == 1 and math.isfinite(found[0]) else None
+
+
+def numbers_of(solution: Any) -> list[float]:
+    """The numbers of a reference: a number, a text with one, or a list of these."""
+    several = solution if isinstance(solution, (list, tuple)) else [solution]
+    numbers = []
+    for each in several:
+        number = number_in(extract_answer(each)) if isinstance(each, str) else each
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+            return []
+        numbers.append(float(number))
+    return numbers
+
+
+def _compared(
+    completions: Sequence[Any],
+    solution: Sequence[Any] | None,
+    name: str,
+    read: Callable[[Any], list],
+    form: str,
+    reward: Callable[[str, list, int], float],
+    columns: dict[str, Any],
+) -> list[float | None]:
+    """Rewards of answers by their references: `reward(answer, references, place)`."""
+    if solution is None:
+        raise ValueError(
+            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
+            f"with the references. Columns received: {sorted(columns)}."
+        )
+    rewards: list[float | None] = []
+    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+        references = referenced(each, place, name, read, form)
+        answer = extract_answer(completion_text(completion))
+        rewards.append(reward(answer, references, place) if references else None)
+    return rewards

@@ -1,0 +1,289 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Boxes, points and spans of time in answers, and their overlap."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .answers import extract_answer
+from .checks import RowError
+
+
+_NUMBER = r"\s*+([-+]?\d++(?:\.\d++)?)\s*+"
+# "[1, 2, 3, 4]", "(1, 2, 3, 4)", "[[1, 2], [3, 4]]" and "(1, 2), (3, 4)"
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s*,\s*[\[(]|,){_NUMBER},{_NUMBER}[\])]")
+# "(1, 2)", and the four numbers of a box
+_POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])]")
+_TIME = r"((?:\d++:){0,2}\d++(?:\.\d++)?)"
+# "[1.5, 3]", and "1.5 to 3", "1.5s - 3s", "00:01 and 00:03"
+_SPAN = re.compile(
+    rf"[\[(]\s*+{_TIME}\s*+,\s*+{_TIME}\s*+[\])]"
+    rf"|(?<![\d.,:]){_TIME}\s*+(?:s(?:ec(?:ond)?s?)?\b\s*+)?(?:to\b|and\b|-|–)\s*+{_TIME}",
+    re.IGNORECASE,
+)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+_BOX_KEYS = ("bbox_2d", "bbox", "box", "position")
+_POINT_KEYS = ("point_2d", "point", "coordinate")
+_CONFIDENCE_KEYS = ("confidence", "score")
+_LABEL_KEYS = ("label", "category")
+
+Scale = float | tuple[float, float] | None
+
+
+class Box(NamedTuple):
+    """A box as an answer names it."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    confidence: float | None = None
+    label: str | None = None
+
+    @property
+    def area(self) -> float:
+        """Its area."""
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    @property
+    def center(self) -> tuple[float, float]:
+        """Its center."""
+        return (self.left + self.right) / 2, (self.top + self.bottom) / 2
+
+
+def box_iou(one: Box, other: Box) -> float:
+    """Intersection over union of two boxes."""
+    width = min(one.right, other.right) - max(one.left, other.left)
+    height = min(one.bottom, other.bottom) - max(one.top, other.top)
+    shared = max(width, 0.0) * max(height, 0.0)
+    return shared / (one.area + other.area - shared)
+
+
+def span_iou(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Intersection over union of two sets of spans, each of which counts overlapping spans once."""
+    lengths = [_length(spans), _length(others)]
+    union = _length([*spans, *others])
+    return (sum(lengths) - union) / union
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    total, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total
+
+
+def assign(gains: np.ndarray) -> list[tuple[int, int]]:
+    """
+    The pairs of rows and columns with the largest sum, each row and column in one pair at most (Hungarian algorithm).
+    Shapes: `gains` `(n, m)`; returns `min(n, m)` pairs.
+    """
+    if len(gains) > gains.shape[1]:
+        return sorted((row, column) for column, row in assign(gains.T))
+    n, m = gains.shape
+    costs = -gains.astype(float)
+    # Potentials of rows and columns; column m is where a search starts
+    of_rows, of_columns, owners = np.zeros(n), np.zeros(m + 1), np.full(m + 1, -1)
+    for row in range(n):
+        owners[m], column = row, m
+        slack, came_from, done = np.full(m, np.inf), np.full(m, m), np.zeros(m + 1, dtype=bool)
+        while owners[column] >= 0:
+            done[column] = True
+            owner = owners[column]
+            reduced = costs[owner] - of_rows[owner] - of_columns[:m]
+            better = ~done[:m] & (reduced < slack)
+            slack[better], came_from[better] = reduced[better], column
+            nearest = int(np.where(done[:m], np.inf, slack).argmin())
+            step = slack[nearest]
+            of_rows[owners[done]] += step
+            of_columns[done] -= step
+            slack[~done[:m]] -= step
+            column = nearest
+        while column != m:
+            owners[column], column = owners[came_from[column]], came_from[column]
+    return sorted((int(owner), column) for column, owner in enumerate(owners[:m].tolist()) if owner >= 0)
+
+
+def boxes_in(text: str) -> list[Box]:
+    """The boxes in an answer that have an area, with labels and confidences where it is JSON."""
+    boxes, _ = _read(_parsed(text), _as_box)
+    return boxes or [box for found in _BOX.findall(text) if (box := _as_box([float(each) for each in found]))]
+
+
+def share_of_boxes(text: str) -> float:
+    """The share of the entries of a JSON list that are boxes with a label."""
+    value = _parsed(text)
+    entries = value if isinstance(value, list) else [value]
+    boxes = [_as_box(entry) for entry in entries if isinstance(entry, dict)]
+    return sum(box is not None and box.label is not None for box in boxes) / max(len(entries), 1)
+
+
+def points_in(text: str) -> list[tuple[float, float]]:
+    """The points in an answer; a box stands for its center."""
+    points, _ = _read(_parsed(text), _as_point)
+    if points:
+        return points
+    found = [_as_point([float(each) for each in groups if each]) for groups in _POINT.findall(text)]
+    return [point for point in found if point is not None]
+
+
+def spans_in(text: str) -> list[tuple[float, float]]:
+    """The spans of time in an answer, in seconds, without those that end before they start."""
+    found = []
+    for groups in _SPAN.findall(text):
+        start, end = (_seconds(each) for each in groups if each)
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def referenced(solution: Any, place: int, name: str, read: Callable[[Any], list], form: str) -> list:
+    """
+    What a reference holds, by a function that returns an empty list for a wrong one. Empty where the reward doesn't
+    apply.
+    """
+    if hasattr(solution, "tolist"):  # an array or a tensor
+        solution = solution.tolist()
+    if solution is None or solution == []:
+        return []
+    found = read(solution)
+    if not found:
+        raise RowError(place, f"column 'solution': {name} got {solution!r:.100}, which isn't {form}; correct it.")
+    return found
+
+
+def boxes_of(solution: Any) -> list[Box]:
+    """The boxes of a reference: a text, a box, a dictionary or a list of these."""
+    if isinstance(solution, str):
+        return boxes_in(extract_answer(solution))
+    boxes, n_others = _read(solution, _as_box)
+    return [] if n_others else boxes
+
+
+def points_of(solution: Any) -> list[tuple[float, float]]:
+    """The points of a reference: a text, or a list of points or boxes."""
+    if isinstance(solution, str):
+        return points_in(extract_answer(solution))
+    points, n_others = _read(solution, _as_point)
+    return [] if n_others else points
+
+
+def spans_of(solution: Any) -> list[tuple[float, float]]:
+    """The spans of a reference: a text, a pair of seconds, or a list of pairs."""
+    if isinstance(solution, str):
+        return spans_in(extract_answer(solution))
+    spans, n_others = _read(solution, _as_span)
+    return [] if n_others else spans
+
+
+def of_row(setting: Any, place: int) -> Any:
+    """A setting of a row: that of its column, which is a list, or the one of all rows."""
+    return setting[place] if isinstance(setting, list) else setting
+
+
+def scales_of(solution_scale: Any, answer_scale: Any, place: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The width and height of an image in the coordinates of its reference, and in those of the answer."""
+    given = {"solution_scale": of_row(solution_scale, place), "answer_scale": of_row(answer_scale, place)}
+    if all(each is None for each in given.values()):
+        return (1.0, 1.0), (1.0, 1.0)
+    scales = []
+    for column, scale in given.items():
+        pair = [scale, scale] if _is_number(scale) else list(scale or ())
+        if len(pair) != 2 or not all(_is_number(each) and each > 0 for each in pair):
+            raise RowError(
+                place,
+                f"column '{column}': {scale!r:.60} is no scale; set both 'solution_scale' and 'answer_scale', each to "
+                "1, 1000 or the image's [width, height] in pixels.",
+            )
+        scales.append((float(pair[0]), float(pair[1])))
+    return scales[0], scales[1]
+
+
+def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
+    """A box in shares of the image."""
+    width, height = scale
+    return box._replace(
+        left=box.left / width, right=box.right / width, top=box.top / height, bottom=box.bottom / height
+    )
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value of an answer, also with Python's brackets and quotes, else `None`."""
+    fenced = _FENCE.search(text)
+    text = fenced[1] if fenced else text
+    for each in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
+        try:
+            return json.loads(each)
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def _read(value: Any, read: Callable[[Any], Any]) -> tuple[list, int]:
+    """What `read` finds in the items of nested lists, and the number of items that hold nothing."""
+    found, n_others, waiting = [], 0, [value]
+    while waiting:
+        item = waiting.pop()
+        one = read(item)
+        if one is not None:
+            found.append(one)
+        elif isinstance(item, (list, tuple)) and item:
+            waiting += reversed(item)
+        else:
+            n_others += 1
+    return found, n_others
+
+
+def _as_box(value: Any) -> Box | None:
+    """A box of four numbers, two corners or a dictionary, if it has an area."""
+    confidence = label = None
+    if isinstance(value, dict):
+        entries = {str(key).lower(): each for key, each in value.items()}
+        confidence, label = (_first(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
+        value = _first(entries, _BOX_KEYS)
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, (list, tuple)) for each in value):
+        value = [*value[0], *value[1]]
+    if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
+        return None
+    left, top, right, bottom = map(float, value)
+    confidence = confidence if _is_number(confidence) else None
+    box = Box(left, top, right, bottom, confidence, None if label is None else str(label))
+    return box if box.left < box.right and box.top < box.bottom and math.isfinite(box.area) else None
+
+
+def _as_point(value: Any) -> tuple[float, float] | None:
+    if isinstance(value, dict):
+        entries = {str(key).lower(): each for key, each in value.items()}
+        value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS))
+    if isinstance(value, (list, tuple)) and all(map(_is_number, value)):
+        if len(value) == 2:
+            return float(value[0]), float(value[1])
+        box = _as_box(value)
+        return None if box is None else box.center
+    return None
+
+
+def _as_span(value: Any) -> tuple[float, float] | None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)):
+        return (float(value[0]), float(value[1])) if value[0] < value[1] else None
+    return None
+
+
+def _first(entries: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next((entries[key] for key in keys if entries.get(key) is not None), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
+
+
+def _seconds(time: str) -> float:
+    seconds = 0.0
+    for part in time.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds

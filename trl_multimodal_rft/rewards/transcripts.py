@@ -1,0 +1,170 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rewards for transcripts: text in images, and speech."""
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..data.loading import require_module
+from .answers import completion_text, extract_answer, references_of
+from .checks import RowError
+
+
+def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a transcript by its edit distance to the reference, as [Perception-R1](https://huggingface.co/papers/2504.07954)
+    does for text in images: 1 minus the distance in characters, divided by the length of the longer text.
+
+    Case and punctuation count; whitespace counts as one space each. [`extract_answer`] finds the transcript in the
+    completion. See [`wer_reward`] for words.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
+            reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
+
+    Raises:
+        `ValueError`: If `solution` is missing, or if a reference is no text or empty. The message names the row.
+
+    Example:
+    ```python
+    >>> ocr_reward(["<answer>EXIT</answer>", "EXIT 4"], solution=["EXIT", "EXIT 42"])
+    [1.0, 0.8571428571428571]
+    ```
+    """
+
+    def reward(answer: str, reference: str) -> float:
+        return 1 - edit_distance(answer, reference) / max(len(answer), len(reference))
+
+    return _best(completions, solution, "ocr_reward", lambda text: " ".join(text.split()), reward, kwargs)
+
+
+def wer_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a transcript by its word error rate: 1 minus the rate, at least 0.0, as
+    [Video-R1](https://huggingface.co/papers/2503.21776) does.
+
+    Case, punctuation and compatibility forms of Unicode don't count, except apostrophes and the marks within numbers
+    ("don't", "3.5"). [`extract_answer`] finds the transcript in the completion. Needs
+    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
+            reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
+
+    Raises:
+        `ImportError`: If jiwer is missing.
+        `ValueError`: If `solution` is missing, or if a reference is no text or has no word. The message names the row.
+
+    Example:
+    ```python
+    >>> wer_reward(["<answer>The cat sat.</answer>", "a cat sat"], solution=["the cat sat"] * 2)
+    [1.0, 0.6666666666666667]
+    ```
+    """
+    rate = require_module("jiwer", "speech").wer
+    return _best(completions, solution, "wer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
+
+
+def cer_reward(completions, solution=None, **kwargs) -> list[float | None]:
+    """
+    Rewards a transcript by its character error rate: 1 minus the rate, at least 0.0, for languages whose words aren't
+    separated by spaces.
+
+    Everything else, spaces included, is as in [`wer_reward`].
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or conversational. The last message of a conversational one is the answer.
+        solution (`list`):
+            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
+            reward does not apply.
+        **kwargs:
+            Other dataset columns and trainer arguments, not used.
+
+    Returns:
+        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
+
+    Raises:
+        `ImportError`: If jiwer is missing.
+        `ValueError`: If `solution` is missing, or if a reference is no text or has no word. The message names the row.
+
+    Example:
+    ```python
+    >>> cer_reward(["<answer>今天天气好。</answer>"], solution=["今天天气很好"])
+    [0.8333333333333334]
+    ```
+    """
+    rate = require_module("jiwer", "speech").cer
+    return _best(completions, solution, "cer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
+
+
+def edit_distance(one: Sequence, other: Sequence) -> int:
+    """Insertions, deletions and substitutions between two sequences (Levenshtein)."""
+    codes: dict[Any, int] = {}
+    first, second = (
+        np.array([codes.setdefault(each, len(codes)) for each in text], dtype=int) for text in (one, other)
+    )
+    steps = np.arange(len(second) + 1)
+    row = steps
+    for place, each in enumerate(first, start=1):
+        # Without insertions, which are chains within the row
+        best = np.minimum(row[1:] + 1, row[:-1] + (second != each))
+        row = np.minimum.accumulate(np.concatenate([[place], best]) - steps) + steps
+    return int(row[-1])
+
+
+def _spoken(text: str) -> str:
+    """A text without case, punctuation and symbols."""
+    text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
+    kept = []
+    for place, character in enumerate(text):
+        if unicodedata.category(character)[0] not in "PS":
+            kept.append(character)
+            continue
+        around = text[max(place - 1, 0) : place], text[place + 1 : place + 2]
+        in_word = character == "'" and all(map(str.isalpha, around))
+        in_number = character in ".,:" and all(map(str.isdigit, around))
+        kept.append(character if in_word or in_number else "" if character == "'" else " ")
+    return " ".join("".join(kept).split())
+
+
+def _best(
+    completions: Sequence[Any],
+    solution: Sequence[Any] | None,
+    name: str,
+    normalize: Callable[[str], str],
+    reward: Callable[[str, str], float],
+    columns: dict[str, Any],
+) -> list[float | None]:
+    """The reward of each answer with the nearest of its references."""
+    if solution is None:
+        raise ValueError(
+            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
+            f"with the transcripts. Columns received: {sorted(columns)}."
+        )
+    rewards: list[float | None] = []
+    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+        references = [normalize(extract_answer(reference)) for reference in references_of(each, place, name)]
+        if "" in references:
+            raise RowError(place, f"column 'solution': {name} got {each!r:.60}, which has no words; remove the row.")
+        answer = normalize(extract_answer(completion_text(completion)))
+        rewards.append(max((reward(answer, reference) for reference in references), default=None))
+    return rewards

@@ -1,0 +1,125 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Ready-made tools, and tools by name."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import PIL.Image
+
+from ..data.columns import MediaRef, iter_refs
+from ..data.loading import load_image
+from ..rewards.named import check_settings, load_dotted
+from ..spelling import split_settings
+
+
+_SMALLEST = 28  # pixels of a side, one token of Qwen2.5-VL
+_MOST_ELONGATED = 100
+
+
+class Zoom:
+    """
+    An environment with the tool `zoom`, which shows a part of an image of the prompt, or of an earlier result, as
+    [DeepEyes](https://huggingface.co/papers/2505.14362) does.
+
+    Boxes are cut at the border of the image. A box with a side shorter than 28 pixels is enlarged around its center.
+
+    Args:
+        scale (`float`, *optional*):
+            Width and height of an image in the coordinates that the model gives: 1000 for Qwen3-VL, 1 for shares. By
+            default coordinates are pixels of the image in the dataset, which must then have the size that the model
+            sees.
+    """
+
+    def __init__(self, scale: float | None = None):
+        self.scale = scale
+        self._images: list[MediaRef | PIL.Image.Image] = []
+
+    def reset(self, prompt_messages: list[dict[str, Any]] | None, **row: Any) -> None:
+        """Starts with the images of a prompt."""
+        self._images = [ref for ref in iter_refs(prompt_messages) if ref.kind == "image"]
+
+    def zoom(self, bbox_2d: list[float], label: str = "", image: int = 1) -> list:
+        """
+        Zooms in on a region of an image and shows it as a further image.
+
+        Args:
+            bbox_2d: The region, as [left, top, right, bottom].
+            label: What is in the region.
+            image: The number of the image, in the order of the conversation, from 1 on.
+
+        Returns:
+            The region.
+        """
+        if not 1 <= image <= len(self._images):
+            raise ValueError(f"There is no image {image}; the conversation has {len(self._images)}.")
+        source = self._images[image - 1]
+        picture = load_image(source) if isinstance(source, MediaRef) else source
+        part = picture.crop(self._region(bbox_2d, *picture.size))
+        self._images.append(part)
+        return [{"type": "image", "image": part}]
+
+    def _region(self, bbox_2d: Any, width: int, height: int) -> tuple[int, int, int, int]:
+        """The region in pixels."""
+        try:
+            left, top, right, bottom = (float(each) for each in bbox_2d)
+        except (TypeError, ValueError):
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; give [left, top, right, bottom].") from None
+        if not (left < right and top < bottom and all(map(math.isfinite, (left, top, right, bottom)))):
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; left must be less than right, and top less than bottom.")
+        if self.scale is not None:
+            left, right = (each * width / self.scale for each in (left, right))
+            top, bottom = (each * height / self.scale for each in (top, bottom))
+        left, right = _enlarged(max(left, 0), min(right, width), width)
+        top, bottom = _enlarged(max(top, 0), min(bottom, height), height)
+        sides = right - left, bottom - top
+        if min(sides) <= 0:
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}, outside of the image; {self._size(width, height)}.")
+        if max(sides) > _MOST_ELONGATED * min(sides):
+            raise ValueError(f"bbox_2d is {bbox_2d!r:.60}; a side is over {_MOST_ELONGATED} times the other.")
+        return left, top, right, bottom
+
+    def _size(self, width: int, height: int) -> str:
+        size = (width, height) if self.scale is None else (self.scale, self.scale)
+        return f"its size is {size[0]:g} x {size[1]:g}"
+
+
+def _enlarged(start: float, end: float, size: int) -> tuple[int, int]:
+    """A stretch of at least `_SMALLEST` pixels within an image of this size, as far as it has them."""
+    if start >= end:
+        return 0, 0
+    start, end = math.floor(start), math.ceil(end)
+    missing = min(_SMALLEST, size) - (end - start)
+    if missing > 0:
+        start = min(max(start - missing // 2, 0), size - min(_SMALLEST, size))
+        end = start + min(_SMALLEST, size)
+    return start, end
+
+
+TOOLS: dict[str, Callable] = {"zoom": Zoom}
+
+
+def load_tools(names: Sequence[str]) -> dict[str, Any]:
+    """
+    The arguments `tools` and `environment_factory` of a trainer, from names of tools: ready-made ones, and dotted
+    paths of functions and of one class of environments. A class may have settings, as in `zoom(scale=1000)`.
+
+    Raises `ValueError` for an unknown name or setting, or several classes.
+    """
+    tools, factories = [], []
+    for text in names:
+        name, settings = split_settings(text)
+        tool = TOOLS.get(name) or load_dotted(name, "tool", [*TOOLS], "my_tools.search")
+        if settings:
+            check_settings(tool, name, settings)
+        if inspect.isclass(tool):
+            factories.append(partial(tool, **settings) if settings else tool)
+        elif settings is not None:
+            raise ValueError(f"The tool {name!r} is a function, which the model calls; leave out its settings.")
+        else:
+            tools.append(tool)
+    if len(factories) > 1:
+        raise ValueError(f"{[*names]} has several classes of environments; combine them in one class.")
+    return {"tools": tools or None, "environment_factory": factories[0] if factories else None}
