@@ -46,8 +46,8 @@ demo-vllm: $(VLLM)/ok
 		--use_vllm --vllm_max_model_length 128 --vllm_engine_kwargs '{"dtype": "float32", "enforce_eager": true}'
 
 # The models of the tests are tiny: one thread each, and one worker per core. The files that take longest come first
-# (`tests/cpu_seconds.json`), so that no worker ends long after the other.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# (`tests/cpu_seconds.json`), so that no worker ends long after the other. Lines that sum up failures have room for why.
+PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/tests
 	$(PYTEST)

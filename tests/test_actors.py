@@ -20,7 +20,7 @@ from helpers.by_hand import inkling2
 from helpers.chats import audio, chat, image, text, video
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, decoder, every_family, tokenizer
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -1606,7 +1606,7 @@ def test_zero3(tmp_path):
         env=python_environment(),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PATIENCE,
     )
     assert process.returncode == 0, process.stderr[-6000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
@@ -201,7 +202,7 @@ def imported(tmp_path, prelude="", **versions) -> str:
         folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     code = f"{prelude}\nfrom trl_multimodal_rft import MultimodalGRPOTrainer\nprint('imported')"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     return run.stdout + run.stderr
 
 

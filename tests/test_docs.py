@@ -31,6 +31,7 @@ import torch
 from datasets import Audio, Dataset, List, load_dataset
 from helpers.chats import RATE, audio, image, video
 from helpers.marks import slow_but
+from helpers.processes import PATIENCE
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -524,7 +525,7 @@ class Page(HTMLParser):
 def test_site_is_built(tmp_path):
     """Builds the site without a network, with the reference from docstrings. A missing name fails."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-3000:]
 
     def read(name):

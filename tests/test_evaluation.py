@@ -19,7 +19,7 @@ import trl
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers.families import FAMILIES, encode
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -758,7 +758,7 @@ def test_when_to_evaluate(freq, steps, tmp_path):
 
 def launched(script: list[str], processes: int, **environment) -> str:
     command, environment = python_command(script, processes), python_environment(**environment)
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return run.stdout
 

@@ -18,6 +18,7 @@ import torch
 import yaml
 from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
+from helpers.processes import PATIENCE
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
@@ -41,7 +42,7 @@ def launch(script, output_dir, *options, compact=False, launcher=()):
         *([] if compact else ["--disable_compact_log"]),
         *options,
     ]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 
@@ -80,7 +81,7 @@ def test_audio_and_asking_the_saved_model(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
     code = next(block for block in blocks if "outputs/grpo_audio" in block)
     code = code.replace("outputs/grpo_audio", str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-2000:]
     (answer,) = ast.literal_eval(run.stdout.strip().splitlines()[-1])
     assert isinstance(answer, str)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.hub_server import HubServer, Token
-from helpers.processes import python_environment
+from helpers.processes import PATIENCE, python_environment
 from helpers.trainer_utils import InjectedOurs, make_trainer, text_rows
 from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -51,7 +51,7 @@ class Published:
         assert run.returncode == 0, run.stderr[-3000:]
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess:
-        options = {"capture_output": True, "text": True, "timeout": 500}
+        options = {"capture_output": True, "text": True, "timeout": PATIENCE}
         return subprocess.run(command, cwd=self.folder, env=self.environment, **options)
 
     def __getitem__(self, scenario: str) -> dict:

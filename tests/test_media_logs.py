@@ -22,7 +22,7 @@ from helpers.chats import RATE, image, video
 from helpers.files import video_file
 from helpers.media_logs_worker import dataset as mixed_dataset
 from helpers.media_logs_worker import mixed_rows
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
@@ -347,7 +347,7 @@ def launch(mode, folder, processes=1):
     }
     command = python_command([Path(__file__).parent / "helpers" / "media_logs_worker.py", mode, folder], processes)
     environment = python_environment(**environment)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stdout + result.stderr
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from datasets import Audio, Dataset
 from helpers.chats import RATE, audio
+from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
 from nbclient import NotebookClient
 from safetensors.torch import load_file
@@ -44,7 +45,7 @@ def execute(name, result, *, after=None, **parameters):
     code = f"import json, pathlib\n\npathlib.Path({str(written)!r}).write_text(json.dumps({result}))"
     notebook.cells.append(nbformat.v4.new_code_cell(code))
     place = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3", resources=place).execute()
     return notebook, json.loads(written.read_text())
 
 

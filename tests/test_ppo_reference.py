@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers.chats import RATE
 from helpers.families import FAMILIES, encode
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -1731,7 +1731,7 @@ class Processes:
         # Without either, accelerate starts independent runs of one process each
         switch = "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED"
         command, environment = python_command([worker, engine, folder], n), python_environment(**{switch: "true"})
-        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
 
     def __getitem__(self, name: str) -> list[dict]:

@@ -12,6 +12,7 @@ import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
 from helpers.chats import audio
 from helpers.files import sound_file
+from helpers.processes import PATIENCE
 from helpers.trainer_utils import load, saved
 from small_models import spoken_digit_model
 from tasks import spoken_digits
@@ -238,7 +239,7 @@ def test_mixture(tmp_path):
 
 def command(name, *options, cwd):
     words = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", name, *options]
-    run = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 

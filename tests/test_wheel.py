@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.processes import PATIENCE
 from packaging.requirements import Requirement
 
 
@@ -34,7 +35,7 @@ def test_wheel_is_whole(tmp_path):
     package, no_caches = "trl_multimodal_rft", shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / package, source / package, ignore=no_caches)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    run = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=200)
+    run = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}

@@ -1,11 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Evaluates during training on one or several ranks: `evaluation_worker.py <ddp|fsdp2|zero3> <folder>`."""
 
+import faulthandler
 import json
 from datetime import timedelta
 
 import torch
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
+from helpers.processes import COLLECTIVE
 from helpers.trainer_utils import audio_rows, image_rows, text_rows
 from torch.distributed.tensor import DTensor
 from training import ENGINE, FOLDER, InjectingTrainer, start, train, weights
@@ -42,8 +44,8 @@ def main():
     torch.set_num_threads(1)
     if ENGINE == "fsdp2":
         enable_fsdp2_on_cpu()
-    # A rank that hangs in a collective fails after a minute, with a traceback
-    state = start(timeout=timedelta(minutes=1))
+    faulthandler.dump_traceback_later(COLLECTIVE - 60)  # before a collective fails, and its rank ends the others
+    state = start(timeout=timedelta(seconds=COLLECTIVE))
     trainer, _ = train(
         FOLDER, "qwen2_5_omni", list(image_rows(4)), 8, trainer_class=EvaluatedTrainer, end_ids=[2, *range(60, 100)]
     )

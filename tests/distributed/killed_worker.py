@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
-from helpers.processes import free_port
+from helpers.processes import PATIENCE, free_port
 from helpers.resumed_runs import EVERYTHING, REPLAY, REUSED, answered_audio, few_live
 from helpers.trainer_utils import audio_rows, make_trainer, saved
 from safetensors.torch import load_file
@@ -37,7 +37,6 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
-LIMIT = 600  # Maximum seconds that a process lives. DeepSpeed compiles before its first run.
 SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "difficulty_sampling": True}
 OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
 ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
@@ -298,7 +297,7 @@ def start(job: dict) -> list[int]:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, pids[0] if pids else 0)
-            signal.alarm(LIMIT)
+            signal.alarm(PATIENCE)
             log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -350,7 +349,7 @@ if __name__ == "__main__":
     tqdm.set_lock(threading.RLock())  # A killed process may hold a lock shared by processes forever
     saved("qwen2_audio")  # while each process still sees a world size of 1
     if command == "train":
-        signal.alarm(LIMIT)
+        signal.alarm(PATIENCE)
         train(json.loads(argument))
     else:
         serve(open(int(argument), "w"))

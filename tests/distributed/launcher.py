@@ -5,7 +5,8 @@ import json
 import subprocess
 from pathlib import Path
 
-from helpers.processes import end, python_command, python_environment
+import pytest
+from helpers.processes import PATIENCE, end, python_command, python_environment
 from safetensors.torch import load_file
 
 
@@ -16,7 +17,8 @@ class Run:
     """Runs scenarios of `worker.py` in the background."""
 
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path, device: str = "cpu"):
-        self.processes, self.scenarios, self.folder = processes, scenarios, folder
+        self.engine, self.processes, self.scenarios, self.folder = engine, processes, scenarios, folder
+        self._shown = False  # whether the log was
         folder.mkdir()
         splits = processes > 1 or (device == "cuda" and engine != "ddp")
         # Without either, accelerate starts independent runs of one process each
@@ -31,16 +33,27 @@ class Run:
                 stderr=subprocess.STDOUT,
             )
 
-    def results(self, timeout: float) -> dict[str, list[dict]]:
+    def results(self) -> dict[str, list[dict]]:
         """Waits for the processes to end."""
         try:
-            outcome = self.process.wait(timeout)
+            outcome = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            outcome = f"still running after {timeout} s"
+            outcome = f"still running after {PATIENCE} s"
             self.stop()
-        output = (self.folder / "log.txt").read_text(errors="replace")
-        assert outcome == 0, f"{self.processes} processes of {self.scenarios}: {outcome}\n{output[-8000:]}"
+        if outcome != 0:
+            self._fail(outcome)
         return {name: [self._result(name, rank) for rank in range(self.processes)] for name in self.scenarios}
+
+    def _fail(self, outcome: int | str) -> None:
+        """Names the scenario that each process was in, before and after the log, which only the first failure has."""
+        unfinished = [
+            next((name for name in self.scenarios if not (self.folder / f"{name}-{rank}.json").exists()), "the end")
+            for rank in range(self.processes)
+        ]
+        places = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(unfinished))
+        log, self._shown = "" if self._shown else (self.folder / "log.txt").read_text(errors="replace"), True
+        where = f"{self.engine}: {outcome}, {places}"
+        pytest.fail(f"{where}\n{log[-20_000:]}\n{where}", pytrace=False)
 
     def _result(self, name: str, rank: int) -> dict:
         result = json.loads((self.folder / f"{name}-{rank}.json").read_text())

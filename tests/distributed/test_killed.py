@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from safetensors.torch import load_file
 
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
@@ -24,7 +24,6 @@ from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-TIMEOUT = 600  # seconds; a run takes a few, but DeepSpeed compiles before its first run
 LAST = 9  # step, in the middle of an epoch and of a generation batch
 KEPT = 2  # checkpoints
 PARTIAL = "_partial_checkpoint"
@@ -62,7 +61,7 @@ class Worker:
     def ask(self, **command):
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        ready = select.select([self._answers], [], [], TIMEOUT)[0]
+        ready = select.select([self._answers], [], [], PATIENCE)[0]
         answer = self._answers.readline() if ready else ""
         assert answer, f"the worker {'ended' if ready else 'hangs'}\n{(self.folder / 'log.txt').read_text()[-8000:]}"
         return json.loads(answer)
@@ -104,13 +103,13 @@ class Processes:
 
     def until(self, happened: Callable[[], bool], n_ended: int, pause: float = 0.02) -> bool:
         """Waits for a condition or for `n_ended` processes to end. Returns whether the condition holds."""
-        limit = time.monotonic() + TIMEOUT
+        limit = time.monotonic() + PATIENCE
         while not happened():
             if self.ended() >= n_ended:
                 return False
             if time.monotonic() > limit:
                 self.kill()
-                pytest.fail(f"still running after {TIMEOUT} s\n{self.logs()}")
+                pytest.fail(f"still running after {PATIENCE} s\n{self.logs()}")
             time.sleep(pause)
         return True
 
@@ -383,7 +382,7 @@ def test_launcher_ends_the_others(worker, tmp_path):
             stderr=subprocess.STDOUT,
         )
     try:
-        code = launched.wait(TIMEOUT)
+        code = launched.wait(PATIENCE)
     finally:
         launched.terminate()
         launched.wait(60)
@@ -442,7 +441,7 @@ def test_launcher_is_killed(launcher, name, saves, tmp_path):
 
 
 def wait_until(happened: Callable[[], bool], folder: Path) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < limit, (folder / "log-0.txt").read_text(errors="replace")[-6000:]
         time.sleep(0.05)

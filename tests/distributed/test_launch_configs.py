@@ -22,7 +22,7 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from helpers.processes import end, free_port
+from helpers.processes import PATIENCE, end, free_port
 from helpers.trainer_utils import length_and_sum, load, make_trainer, text_rows
 from small_models import spoken_digit_model
 from tasks import spoken_digits
@@ -36,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "trl_multimodal_rft" / "accelerate_configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ZERO = {"deepspeed_zero1": 1, "deepspeed_zero2": 2, "deepspeed_zero3": 3}
-TIMEOUT = 900  # seconds; a launch takes half a minute on an idle machine
 
 # The configs target GPUs; these options run them on a CPU
 CPU = {"ACCELERATE_USE_CPU": "true"}
@@ -225,10 +224,10 @@ class Outcome:
 
 def wait(process):
     try:
-        return process.wait(TIMEOUT)
+        return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
         end(process)
-        return f"still running after {TIMEOUT} s"
+        return f"still running after {PATIENCE} s"
 
 
 def launch(name, folder, script_options, launcher_options=(), environment=CPU, machines=((),)):

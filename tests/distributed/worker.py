@@ -5,6 +5,7 @@ Scenarios of distributed training: `worker.py <engine> <folder> <scenario>...`, 
 Every process runs the same scenarios and writes its results. The global batches don't depend on their number.
 """
 
+import faulthandler
 import gc
 import json
 from datetime import timedelta
@@ -17,6 +18,7 @@ import sft_scenarios
 import torch
 from accelerate import PartialState
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
+from helpers.processes import COLLECTIVE
 from safetensors.torch import save_file
 from training import ENGINE, FOLDER, ON_CPU, SCENARIOS, start
 
@@ -26,11 +28,12 @@ def main():
     torch.set_num_threads(1)
     if ENGINE == "fsdp2" and ON_CPU:
         enable_fsdp2_on_cpu()
-    # A rank that hangs in a collective fails after a minute, with a traceback
-    rank = start(timeout=timedelta(minutes=1)).process_index
+    rank = start(timeout=timedelta(seconds=COLLECTIVE)).process_index
     scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
     scenarios |= vars(parts_scenarios)
     for name in SCENARIOS:
+        # Before a collective fails, and its rank ends the others, each shows where it is
+        faulthandler.dump_traceback_later(COLLECTIVE - 60)
         result = scenarios[name](FOLDER / name)
         save_file(result.pop("update", {}), FOLDER / f"{name}-{rank}.safetensors")
         (FOLDER / f"{name}-{rank}.json").write_text(json.dumps(result))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
-from helpers.processes import free_port, python_command, python_environment
+from helpers.processes import PATIENCE, free_port, python_command, python_environment
 from trl.import_utils import is_vllm_available
 
 
@@ -44,7 +44,7 @@ def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterato
         process.wait(60)
 
 
-def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = 900) -> None:
+def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = PATIENCE) -> None:
     for _ in range(seconds):
         try:
             return requests.get(f"{address}/health", timeout=5).raise_for_status()
@@ -68,7 +68,7 @@ def train(
             stderr=subprocess.STDOUT,
         )
     try:
-        outcome = process.wait(500)
+        outcome = process.wait(PATIENCE)
     finally:
         process.terminate()  # a kill would orphan torchrun's workers
         process.wait(60)

@@ -13,6 +13,7 @@ from statistics import mean
 
 import pytest
 import torch
+from helpers.processes import PATIENCE
 from helpers.trainer_utils import audio_rows, image_rows, saved, video_rows
 from peft import LoraConfig
 from serving import serve, train
@@ -117,7 +118,7 @@ def test_learns_spoken_digits(tmp_path):
         *("--output_dir", str(tmp_path), "--use_vllm", "--vllm_max_model_length", "128"),
         *("--vllm_engine_kwargs", engine),
     ]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics["accuracy_before"] < 0.3 and metrics["accuracy_after"] > 0.8

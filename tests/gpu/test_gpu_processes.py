@@ -14,20 +14,19 @@ pytestmark = GPU
 
 SCENARIOS = ["whole_groups_checkpointed", "hybrid"]
 PROCESSES = {"ddp": 2, "fsdp2": 1, "zero2": 1, "zero3": 1}
-TIMEOUT = 200  # seconds
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """Returns the result of a single process without an engine."""
-    return Run("ddp", 1, SCENARIOS, tmp_path_factory.mktemp("one") / "run", "cuda").results(TIMEOUT)
+    return Run("ddp", 1, SCENARIOS, tmp_path_factory.mktemp("one") / "run", "cuda").results()
 
 
 @pytest.mark.parametrize("engine", PROCESSES)
 def test_trains_as_one_process(engine, one, tmp_path):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed", reason="needs DeepSpeed")
-    found = Run(engine, PROCESSES[engine], SCENARIOS, tmp_path / "run", "cuda").results(TIMEOUT)
+    found = Run(engine, PROCESSES[engine], SCENARIOS, tmp_path / "run", "cuda").results()
     for scenario in SCENARIOS:
         expected = one[scenario][0]["update"]
         for rank in found[scenario]:

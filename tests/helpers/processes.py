@@ -10,6 +10,9 @@ from pathlib import Path
 
 
 TESTS = Path(__file__).parent.parent
+# Seconds that tests wait for a process, and ranks for each other: far more than any needs on a busy machine, so that
+# only what hangs fails
+PATIENCE, COLLECTIVE = 1800, 600
 
 
 def free_port() -> int:
