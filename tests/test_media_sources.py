@@ -463,11 +463,13 @@ def test_busy_servers_and_broken_downloads_are_asked_again(site, monkeypatch):
 
 
 def test_a_silent_server_ends_with_the_time_that_is_allowed(site):
-    site.answers["/silent"] = lambda handler: time.sleep(3)
+    ended = threading.Event()
+    site.answers["/silent"] = lambda handler: ended.wait(120)
     started = time.monotonic()
     with pytest.raises(MediaError, match="`media_timeout`"):
         load_image(ref("image", site.url("/silent"), media_timeout=0.5))
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 60
+    ended.set()
 
 
 @pytest.mark.parametrize("start", DRIPS)
@@ -475,7 +477,7 @@ def test_a_drip_ends_wherever_it_is(start):
     started = time.monotonic()
     with dripping(start) as url, pytest.raises(MediaError, match="`media_timeout`"):
         load_image(ref("image", url, media_timeout=0.5))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for():
@@ -483,14 +485,14 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
         protocol = "silent"
 
         def _open(self, *args, **kwargs):
-            ended.wait(30)
+            ended.wait(120)
 
     ended = threading.Event()
     fsspec.register_implementation("silent", Silent, clobber=True)
     started = time.monotonic()
     with pytest.raises(MediaError, match="cannot read 'silent://i.png' .*`media_timeout`"):
         load_image(ref("image", "silent://i.png", allowed_media_protocols=["silent"], media_timeout=0.5))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     ended.set()
 
 

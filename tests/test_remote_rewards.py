@@ -213,7 +213,7 @@ def test_requests_run_together_up_to_the_limit(serve, concurrency):
     together = threading.Barrier(concurrency)
 
     def answer(request):
-        together.wait(timeout=20)  # for the maximum number of requests
+        together.wait(timeout=60)  # for the maximum number of requests
         time.sleep(0.02)  # for unexpected further requests
         return {"rewards": [float(each) for each in request["completions"]]}
 
@@ -312,9 +312,9 @@ def test_patience_lasts(serve, waits):
 def test_patience_ends(serve):
     server = serve(lambda request: (503, {}))
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="within 0.5 s"):
-        RemoteReward(server.url, retries=None, patience=0.5, backoff=0.01)([SECRET], ["a"])
-    assert time.monotonic() - started < 5 and len(server.requests) > 3
+    with pytest.raises(RuntimeError, match="within 2 s"):
+        RemoteReward(server.url, retries=None, patience=2, backoff=0.01)([SECRET], ["a"])
+    assert time.monotonic() - started < 60 and len(server.requests) > 3
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_answers_that_drip_end_with_their_time(start):
     started = time.monotonic()
     with dripping(start) as url, pytest.raises(RuntimeError, match="in time"):
         RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_answers_that_break_off_are_asked_again():
@@ -355,7 +355,7 @@ def test_answers_that_break_off_are_asked_again():
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
-        assert RemoteReward(url, backoff=0.001, timeout=5.0)(["?"], ["a"]) == [1]
+        assert RemoteReward(url, backoff=0.001, timeout=60.0)(["?"], ["a"]) == [1]
         thread.join(5)
 
 
@@ -391,7 +391,7 @@ def test_servers_that_do_not_answer(serve):
     over = threading.Event()
 
     def answer(request):
-        over.wait(3)
+        over.wait(60)
         return {"rewards": [1]}  # too late
 
     server = serve(answer)
@@ -399,7 +399,7 @@ def test_servers_that_do_not_answer(serve):
         message = "/reward failed: (ConnectionError|ReadTimeout), after 2 attempts"
         with pytest.raises(RuntimeError, match=message) as caught:
             RemoteReward(server.url, timeout=0.1, retries=1, backoff=0.001)([SECRET], ["a"], image=PICTURES[:1])
-        deadline = time.monotonic() + 10  # the second request may still be in transit
+        deadline = time.monotonic() + 60  # the second request may still be in transit
         while len(server.requests) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(server.requests) == 2

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.processes import python_command, python_environment
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.resumed_runs import REUSED, STEPS_PER_EPOCH, logged, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 
@@ -143,7 +143,7 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
         while printed.count(b"'loss'") < 2:
             printed += os.read(terminal, 1 << 16)
         os.close(terminal)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
