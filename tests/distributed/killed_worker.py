@@ -287,7 +287,9 @@ TASKS = {"train": train, "inspect": inspect}
 def start(job: dict) -> list[int]:
     """Forks the processes of a job into a new process group."""
     if job.get("engine") == "zero2":
-        import deepspeed  # noqa: F401  once for all
+        from deepspeed.comm.torch import build_shm_op
+
+        build_shm_op()  # once for all: a process killed meanwhile would leave a lock, at which others wait forever
     port = free_port()
     folder = Path(job["folder"])
     folder.mkdir(parents=True)

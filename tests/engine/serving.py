@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
-from helpers.processes import PATIENCE, free_port, python_command, python_environment
+from helpers.processes import PATIENCE, end, free_port, python_command, python_environment
 from trl.import_utils import is_vllm_available
 
 
@@ -40,8 +40,7 @@ def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterato
         _wait(address, process, log)
         yield address
     finally:
-        process.terminate()
-        process.wait(60)
+        end(process)
 
 
 def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = PATIENCE) -> None:
@@ -70,8 +69,7 @@ def train(
     try:
         outcome = process.wait(PATIENCE)
     finally:
-        process.terminate()  # a kill would orphan torchrun's workers
-        process.wait(60)
+        end(process)
     assert outcome == 0, log.read_text()[-8000:]
     return {
         name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(processes)] for name in runs

@@ -2,8 +2,8 @@
 """
 A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
 
-Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others.
-`--write-cpu-seconds` stores the times of a run.
+Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. It holds
+the times of the default run and of the slow tests. `--write-cpu-seconds` stores those of a run.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 
 STORED = Path(__file__).parents[1] / "cpu_seconds.json"
-SHOWN = 10  # files
+SHOWN = 20  # files
 
 _seconds: Counter[str] = Counter()
 
@@ -30,9 +30,13 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    seconds = json.loads(STORED.read_text())
+def pytest_collection_modifyitems(items, config):
+    seconds = json.loads(STORED.read_text())[_run(config)]
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that tests of a file stay together
+
+
+def _run(config) -> str:
+    return "slow" if config.getoption("markexpr") == "slow" else "default"
 
 
 def _file(nodeid: str) -> str:
@@ -63,6 +67,7 @@ def pytest_terminal_summary(terminalreporter, config):
     longest = ", ".join(f"{file} {seconds:.0f}" for file, seconds in _seconds.most_common(SHOWN))
     terminalreporter.write_line(f"{sum(_seconds.values()):.0f} CPU seconds in tests, of these {longest}")
     if config.getoption("write_cpu_seconds"):
-        stored = {**json.loads(STORED.read_text()), **{file: round(n, 1) for file, n in _seconds.items()}}
-        order = sorted(stored, key=lambda file: -stored[file])
-        STORED.write_text(json.dumps({file: stored[file] for file in order}, indent=0) + "\n")
+        stored, run = json.loads(STORED.read_text()), _run(config)
+        stored[run] |= {file: round(n, 1) for file, n in _seconds.items()}
+        stored[run] = dict(sorted(stored[run].items(), key=lambda each: -each[1]))
+        STORED.write_text(json.dumps(stored, indent=0) + "\n")
