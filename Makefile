@@ -58,9 +58,11 @@ test-slow: $(VENV)/tests
 test-lightrft: $(VENV)/tests
 	$(PYTEST) -m 'lightrft and not slow and not smoke'
 
-# With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind
+# With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind. The first file that fails ends
+# the rest, so that its output comes last.
 test-vllm: $(VLLM)/ok
-	ls tests/engine/test_*.py | $(call IN,$(VLLM)) OMP_NUM_THREADS=1 xargs -n 1 -P 2 python -m pytest
+	ls tests/engine/test_*.py | $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 xargs -n 1 -P 2 sh -c \
+		'log=$$(python -m pytest $$0 2>&1) && echo "$$0 $$(echo "$$log" | tail -n 1)" || { echo "$$log"; exit 255; }'
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))
