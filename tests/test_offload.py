@@ -10,7 +10,7 @@ from helpers.trainer_utils import image_rows, load, make_trainer, metrics, norm,
 from peft import LoraConfig
 from torch.optim import AdamW
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.evaluation import evaluate_trainer
 from trl_multimodal_rft.trainers.offload import HostMemory, storages
 
@@ -264,3 +264,8 @@ def test_what_is_elsewhere_stays(tmp_path):
     with HostMemory(torch.device("cpu")).holding(storages([mapped, elsewhere, own])):
         assert n_bytes([own]) == 0 and torch.equal(mapped, torch.arange(10.0)) and n_bytes([elsewhere]) == 40
     assert torch.equal(own, torch.arange(10.0))
+
+
+def test_engine_on_other_gpus_has_nothing_to_gain(tmp_path):
+    with pytest.raises(ValueError, match="`offload_during_generation` has no effect with `vllm_mode='server'`"):
+        MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_mode="server", offload_during_generation=True)

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import grpo_scenarios
 import mixed_scenarios
+import offload_scenarios
 import parts_scenarios
 import ppo_scenarios
 import sft_scenarios
@@ -29,7 +30,7 @@ def main():
     # A rank that hangs in a collective fails after a minute, with a traceback
     rank = start(timeout=timedelta(minutes=1)).process_index
     scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
-    scenarios |= vars(parts_scenarios)
+    scenarios |= vars(parts_scenarios) | vars(offload_scenarios)
     for name in SCENARIOS:
         result = scenarios[name](FOLDER / name)
         save_file(result.pop("update", {}), FOLDER / f"{name}-{rank}.safetensors")

@@ -77,13 +77,13 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch.accelerator.synchronize(device)
 
 
-def storages(tensors: Iterable[torch.Tensor]) -> Storages:
-    """Memory of tensors; of sharded ones, that of this process's part."""
+def storages(tensors: Iterable[Any]) -> Storages:
+    """Memory of tensors among given objects; of sharded ones, that of this process's part."""
     found: Storages = {}
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             found |= storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        else:
+        elif isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
             found[storage._cdata] = storage
     return found
@@ -95,15 +95,15 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
         yield getattr(parameter, "ds_tensor", parameter)
 
 
-def update_states(trainer: Any) -> Iterator[torch.Tensor]:
+def update_states(trainer: Any) -> Iterator[Any]:
     """Gradients, and all that the optimizer holds."""
-    yield from (parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None)
+    yield from (parameter.grad for parameter in trainer.model.parameters())
     optimizer = trainer.optimizer
     while optimizer is not None:
         # DeepSpeed steps with copies in float32, and keeps gradients apart from parameters
-        held = [getattr(optimizer, "param_groups", []), *getattr(optimizer, "state", {}).items()]
-        held += [getattr(optimizer, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")]
-        yield from (each for each in tree_leaves(held) if isinstance(each, torch.Tensor))
+        names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
+        yield from tree_leaves([getattr(optimizer, name, None) for name in names])
+        yield from tree_leaves([*getattr(optimizer, "state", {}).items()])
         optimizer = getattr(optimizer, "optimizer", None)  # which engines wrap
 
 
