@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.evaluation import evaluate_trainer
-from trl_multimodal_rft.trainers.offload import HostMemory, storages
+from trl_multimodal_rft.trainers.offload import HostMemory, idle_storages, storages
 
 
 TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
@@ -182,6 +182,17 @@ def test_resumes_from_any_step(tmp_path):
         resumed.train(resume_from_checkpoint=checkpoint(straight, step))
         assert resumed.trained_on == straight.trained_on[2 * step :]
         assert same_weights(straight, resumed) and logged(resumed, ()) == logged(straight, ())
+
+
+def test_what_sampling_may_use_stays(tmp_path):
+    """Weights that the reference shares with the policy, and all of the reference if the user samples."""
+    trainer = make_trainer(MultimodalGRPOTrainer, FAMILY, image_rows(), tmp_path, beta=0.1)
+    reference = [*trainer.ref_model.parameters()]
+    assert idle_storages(trainer).keys() == storages(reference).keys()
+    reference[0].data = next(trainer.model.parameters()).data
+    assert idle_storages(trainer).keys() == storages(reference[1:]).keys()
+    trainer.rollout_func = print
+    assert not idle_storages(trainer)
 
 
 class Fails(PseudoRandom):
