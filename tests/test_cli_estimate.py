@@ -175,6 +175,42 @@ def test_reference_critic_adapters_and_vllm():
     assert memory(parse("--model_name_or_path", "m", "--use_vllm", "--vllm_mode", "server"), numbers())["vLLM"] == 0
 
 
+def test_what_waits_on_the_host():
+    """Each term by hand: AdamW in float32, a critic, a reference, buckets of DDP."""
+
+    def said(*words, **changes):
+        words = ["--model_name_or_path", "m", "--gpu_memory", 1e-3, *words]
+        args = [parse(*words, *more) for more in ((), ("--offload_during_generation",))]
+        return [memory(each, numbers(tensors=3, **changes)) for each in args]
+
+    words = ["--beta", 0.1, "--trainer", "ppo", "--strategy", "ddp", "--gpus", 2]
+    plain, ours = said(*words, critic=7_000, cache_per_token=1)
+    states = 4 * 8_000 + 8 * 8_000 + 4 * 3  # gradients, and averages with step counters
+    assert plain["host"] == 0 and ours["host"] == states + 4 * 8_000 + 16 * 7_000
+    assert ours["generation"] == 2 * 4 * 8_000 + ours["KV cache"]  # weights and buckets
+    assert plain["generation"] - ours["generation"] == ours["host"]
+    assert plain["update"] == ours["update"]
+    engine = said("--strategy", "zero2", "--gpus", 2, "--trainer", "ppo", critic=7_000)[1]
+    assert engine["host"] == (2 + 12) / 2 * 15_000  # the critic is gathered with the policy
+
+    share = 0.3 * 1e-3 * 2**30
+    plain, ours = said("--use_vllm", "--vllm_enable_sleep_mode")
+    assert ours["host"] == states + 4 * 8_000 and plain["generation"] == ours["host"] + share
+    assert ours["generation"] == share
+    assert said("--use_vllm", "--vllm_enable_sleep_mode", trained=80_000)[1]["generation"] == (4 + 2) * 80_000
+    server = said("--use_vllm", "--vllm_mode", "server")[1]
+    assert server["host"] == 0 and server["generation"] == said()[0]["generation"]
+    assert said("--trainer", "sft")[1]["host"] == 0
+
+
+def test_advice_to_wait_on_the_host():
+    words = ["--model_name_or_path", "m", "--per_device_train_batch_size", 1, "--gpu_memory", 200_000 / 2**30]
+    full = numbers(cache_per_token=100)
+    result = estimate.verdict(parse(*words), full)
+    assert not result["fits"] and result["advice"] == "`--offload_during_generation`"
+    assert estimate.verdict(parse(*words, "--offload_during_generation"), full)["fits"]
+
+
 def test_supervised_rows(folder):
     """No rows share a prompt, and nothing is sampled."""
     words = ["--model_name_or_path", folder, *TINY, "--trainer"]

@@ -407,6 +407,7 @@ MEDIA_AND_PACKING = {
     "on_media_error",
     "max_skipped_rows",
     "max_tool_media",  # see test_tools.py
+    "offload_during_generation",  # changes no update, see test_offload.py
     "vllm_engine_kwargs",  # these two configure vLLM, see tests/engine
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py

@@ -469,6 +469,27 @@ def test_rates_of_parts_need_an_optimizer_and_schedule_that_the_trainer_makes(tw
             assert message.startswith(f"The DeepSpeed config has its own `{name}`, which would train all parts at one")
 
 
+# States that wait in the host's memory
+
+
+@on(["ddp", *PARTS], "offloaded", "offloaded_adapter", "offloaded_ppo")
+def test_states_leave_the_device_while_the_model_samples(two, engine, scenario):
+    """Over accumulated rollouts, bit for bit."""
+    for rank in two:
+        assert rank["otherwise"] == [] and rank["logs"][0] == rank["logs"][1]
+        plain, ours = rank["live"]
+        assert len(plain) == len(ours) == 6
+        for before, after in zip(plain, ours, strict=True):
+            stays = {"policy"} if engine == "ddp" else {"policy", "critic"}  # which engines gather together
+            assert before["policy"] > 0
+            assert after == {name: number if name in stays else 0 for name, number in before.items()}
+        # FSDP2 keeps gradients that it hasn't reduced to itself
+        assert {each["gradients"] > 0 for each in plain[1::2]} == {engine != "fsdp2"}
+        assert plain[2]["optimizer"] > 0
+        assert (plain[2]["reference"] > 0) == (scenario != "offloaded_adapter")
+        assert (plain[2]["copies"] > 0) == engine.startswith("zero")
+
+
 # Supervised training
 
 

@@ -5,6 +5,7 @@ import argparse
 
 import pytest
 import torch
+from helpers.devices import GPU
 from helpers.four_bits import LORA, NF4, save_wide, trained
 from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
 from helpers.samplers import Wrapped
@@ -179,3 +180,39 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
         ]
     )
     assert peak == pytest.approx(estimate.memory(parsed, estimate.measure(parsed))["update"], rel=0.1)
+
+
+class Allocated(Longest):
+    """Records bytes that are allocated on the GPU when the model samples."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.allocated = []
+
+    def __call__(self, model, prompts, **options):
+        self.allocated.append(torch.cuda.memory_allocated())
+        return super().__call__(model, prompts, **options)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
+def test_states_leave_the_gpu_while_the_model_samples(device, deterministic, tmp_path):
+    """Two averages and a reference of the weights, bit for bit."""
+    runs, taken = [], []
+    for offload in (False, True):
+        start = torch.cuda.memory_allocated()
+        options = {"use_cpu": False, "optim": "adamw_torch_fused", "beta": 0.1, "max_steps": 3}
+        trainer = make_trainer(
+            MultimodalGRPOTrainer,
+            "qwen2_5_vl",
+            image_rows(),
+            tmp_path / str(offload),
+            sampler=Allocated,
+            offload_during_generation=offload,
+            **options,
+        )
+        trainer.train()
+        runs.append(trainer)
+        taken.append(trainer.sampler.allocated[-1] - start)
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert taken[0] - taken[1] >= 0.98 * 3 * weights  # torch rounds the size of each tensor up
+    assert same_weights(*runs)

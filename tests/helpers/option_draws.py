@@ -113,6 +113,7 @@ NEUTRAL = {
     "max_skipped_updates": [5, 0],
     "media_contribution_steps": [10, 1, 0],
     "media_prefetch": [1, 0, 2],
+    "offload_during_generation": [False, True],
     "remove_unused_columns": [False, True],
     "self_check": [True, False, False],
     "special_tokens_in_text": [None, "allow", "raise", "strip"],

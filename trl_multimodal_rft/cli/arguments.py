@@ -130,6 +130,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--vllm_gpu_memory_utilization", type=float, default=0.3, help="fraction of each GPU's memory for vLLM")
     add("--vllm_tensor_parallel_size", type=int, default=1, help="GPUs that share vLLM's weights")
     add("--vllm_enable_sleep_mode", action="store_true", help="vLLM frees its memory during updates")
+    add("--offload_during_generation", action="store_true", help="what sampling doesn't need waits on the host")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
     add("--suggest", action="store_true", help="print a run config that fits, for `--config` of the trainer")

@@ -236,7 +236,8 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     weights -= measured.in_4_bits * (loaded - BYTES_IN_4_BITS)
     if OPTIMIZERS[args.optim][0] and not _is_sharded(args):
         optimizer += 4 * measured.tensors  # step counters
-    critic = sum(_states(args, measured.critic, measured.frozen_critic, loaded, loaded))
+    of_critic = _states(args, measured.critic, measured.frozen_critic, loaded, loaded)
+    critic = sum(of_critic)
     shards_weights = SHARDS[args.strategy][0]
     reference = 0.0
     if args.beta > 0 and not args.use_peft:  # with adapters, the reference is the base model
@@ -268,6 +269,17 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         cache = gathered_to_sample = generation = 0.0
     else:
         generation = states + gathered_to_sample + cache + vllm
+    host = 0.0
+    if args.offload_during_generation and generation and not (args.use_vllm and args.vllm_mode == "server"):
+        host = gradients + optimizer + reference + sum(of_critic[1:])
+        if vllm:
+            # The engine gets the weights first
+            synced = 2 * (trained + frozen) / args.vllm_tensor_parallel_size if args.vllm_enable_sleep_mode else vllm
+            host += weights + of_critic[0]
+            generation = max(states - host + vllm, states - host + weights + synced)
+        else:
+            host += of_critic[0] if args.strategy in ("single", "ddp") else 0.0
+            generation -= host
     return {
         "weights": weights,
         "gradients": gradients,
@@ -284,6 +296,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
         "update": update,
         "generation": generation,
         "peak": max(update, generation),
+        "host": host,
     }
 
 
@@ -306,6 +319,9 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
     states = sum(parts[name] for name in names)
     run = measured.peak
     if parts["generation"] > parts["update"]:
+        offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
+        if memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
+            return "`--offload_during_generation`"
         sampling = parts["generation"] - states
         if parts["vLLM"]:
             return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
@@ -386,7 +402,7 @@ def run(args: argparse.Namespace) -> None:
     measured, parts = result["measured"], result["memory"]
     print(f"{args.model_name_or_path}, {args.strategy} on {args.gpus} x {args.gpu_memory:g} GiB: GiB on each GPU")
     for name, size in parts.items():
-        if size > 0 or name in ("update", "generation"):
+        if name != "host" and size > 0 or name in ("update", "generation"):
             print(f"  {name:20} {size / GIB:8.1f}")
     print(
         f"{(measured['trained'] + measured['frozen']) / 1e9:.2f} B weights, of which "
@@ -395,6 +411,8 @@ def run(args: argparse.Namespace) -> None:
         f"forward(s) of up to {measured['tokens']:,} tokens; {measured['operations'] / 1e15:.2f} PFLOP an update."
     )
     print(*parts_lines(measured["modules"]), sep="\n")
+    if parts["host"]:
+        print(f"While a GPU samples, {parts['host'] / GIB:.1f} GiB of the above wait in the host's memory.")
     if "vllm_completions" in result:
         print(f"vLLM's share holds the keys and values of {max(result['vllm_completions'], 0)} completions at once.")
     if "note" in result:

@@ -136,6 +136,8 @@ def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measur
         keys["load_in_4bit"] = True
     if args.use_vllm and samples:
         keys |= {"use_vllm": True, **{name: getattr(args, name) for name in _VLLM}}
+    if args.offload_during_generation and samples:
+        keys["offload_during_generation"] = True
     lines = [
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
         f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with",

@@ -6,7 +6,7 @@ import tempfile
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,11 +96,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         engine_kwargs: dict[str, Any] | None = None,
         adapter: EngineAdapter | None = None,
         adapter_folder: str | None = None,
+        while_sampling: Callable[[], AbstractContextManager] = nullcontext,
         **kwargs,
     ):
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
+        self._while_sampling = while_sampling  # entered when the engine has the weights
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
         self._takes_all_weights = False  # known after the first sync
         # Processed media, for as long as the decoded ones exist
@@ -173,7 +175,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
         sample = self._sample_with_server if self.mode == "server" else self._sample_with_engine
-        completions = sample(requests, options, profiler or nullcontext())
+        with self._while_sampling():
+            completions = sample(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
             [completion.ids for completion in completions],

@@ -48,6 +48,7 @@ from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
+from .offload import HostMemory
 from .optimizer import choose_what_trains
 from .setup import (
     add_log_callbacks,
@@ -186,6 +187,7 @@ class MultimodalTrainer(CheckpointMixin):
         if not args.use_vllm:
             suppress_placeholders(self, placeholders)
         self.use_vllm = args.use_vllm
+        self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self)

@@ -60,6 +60,10 @@ class MovingAverage(TrainerCallback):
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
 
+    def values(self) -> list[torch.Tensor]:
+        """The average of each weight."""
+        return [*self._average.values()]
+
     def save(self, path: str | Path, is_main_process: bool) -> None:
         """Writes the average. All processes have to call this."""
         whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}

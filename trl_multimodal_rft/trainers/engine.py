@@ -3,8 +3,8 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .checkpoint_files import checkpoints, step_of
 from .finite import naming_broken_logits
+from .offload import offloading_model
 from .setup import media_limits, sampling_changes
 
 
@@ -46,6 +47,7 @@ def make_engine(
     bias: dict[int, float],
     revision: str | None,
     media_limits: dict[str, int],
+    while_sampling: Callable[[], AbstractContextManager],
 ) -> MultimodalVLLMGeneration:
     """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
@@ -92,6 +94,7 @@ def make_engine(
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
+        while_sampling=while_sampling,
     )
 
 
@@ -185,6 +188,7 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         bias=trainer._logit_bias,
         revision=revision,
         media_limits=limits,
+        while_sampling=functools.partial(offloading_model, trainer),
     )
     if trainer.tools:
         logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")

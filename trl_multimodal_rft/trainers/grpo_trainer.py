@@ -29,6 +29,7 @@ from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .engine import check_engine
 from .grpo_config import MultimodalGRPOConfig
+from .offload import offloading
 from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
 from .setup import resolve_config
 
@@ -199,7 +200,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
-        self._sample(rollout)
+        with offloading(self):
+            self._sample(rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout)

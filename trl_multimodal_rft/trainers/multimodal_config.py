@@ -237,6 +237,14 @@ class MultimodalArguments(MediaArguments):
             at their running statistics, so that sampling, scoring and training see the same features; `True` turns
             off all dropout, as TRL does; `False` leaves the model as it is.
 
+        > Parameters that control generation
+
+        offload_during_generation (`bool`, *optional*, defaults to `False`):
+            Whether the states of the optimizer, gradients, the reference, PPO's critic and the average of weights
+            wait in the host's memory while completions are sampled, and with `vllm_mode="colocate"` the model, too.
+            Set `vllm_enable_sleep_mode=True` with it, so that vLLM and the update take turns on the GPU. Updates stay
+            the same bit for bit.
+
         > Parameters that control vLLM
 
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
@@ -302,6 +310,7 @@ class MultimodalArguments(MediaArguments):
     keep_groups_together: bool = True
     max_tool_media: int | None = None
     disable_dropout: bool | None = None
+    offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None
     vllm_sync_adapter: bool | None = None
     max_logged_media: int | None = 8
@@ -332,6 +341,11 @@ class MultimodalArguments(MediaArguments):
         check_choice(self, "packing")
         # vLLM has others
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
+        if self.use_vllm and self.vllm_mode == "server" and self.offload_during_generation:
+            raise ValueError(
+                "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
+                "GPUs; remove one of them."
+            )
         if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "

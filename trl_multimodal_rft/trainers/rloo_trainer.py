@@ -19,6 +19,7 @@ from ..rollout.groups import group_exchange
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
 from .engine import check_engine
+from .offload import offloading
 from .rloo_config import MultimodalRLOOConfig
 from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
 from .setup import resolve_config
@@ -143,7 +144,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
-        self._sample(rollout)
+        with offloading(self):
+            self._sample(rollout)
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
             rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
