@@ -125,8 +125,6 @@ CALLED = {
         "config inputs_embeds attention_mask past_key_values position_ids"
     ),
     "transformers:DynamicCache.activate_past_recording": "self",
-    "transformers.cache_utils:DynamicLayer.update": "self key_states value_states",
-    "transformers.cache_utils:DynamicLayer.lazy_initialization": "self key_states value_states",
 }
 
 
