@@ -9,11 +9,13 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.autograd.profiler import profile
 
 
 if TYPE_CHECKING:
@@ -83,6 +85,26 @@ def now(device: str | torch.device) -> np.ndarray:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return np.array([clock() for clock in CLOCKS.values()])
+
+
+@contextmanager
+def python_share(shares: list[float]) -> Iterator[None]:
+    """Appends the share of the time within the context that is spent outside of torch's operators."""
+    with profile() as profiled:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+    operators, end = 0, 0  # nanoseconds; operators that others call are within their time
+    # The events themselves: to make a tree of 100,000 takes longer than the step
+    events = [
+        (each.start_ns(), each.duration_ns())
+        for each in profiled.kineto_results.events()
+        if each.name()[:6] == "aten::"
+    ]
+    for begin, duration in sorted(events):
+        if begin >= end:
+            operators, end = operators + duration, begin + duration
+    shares.append(1 - operators / 1e9 / seconds)
 
 
 class TimedSteps:

@@ -7,6 +7,7 @@ python benchmarks/policy_update.py --case image          # a prompt of about 410
 python benchmarks/policy_update.py --case long           # a prompt of about 1,360 tokens
 python benchmarks/policy_update.py --case text           # short prompts without media, 2 completions each
 python benchmarks/policy_update.py --case varied         # 2 prompts with images of other sizes in each repetition
+python benchmarks/policy_update.py --corrects_engine     # old log-probabilities are needed, as with vLLM
 python benchmarks/policy_update.py --family qwen3_5      # Qwen3.5, with linear attention
 python benchmarks/policy_update.py --family qwen2_audio --case audio    # baseline: our padded rows (TRL has no audio)
 python benchmarks/policy_update.py --case image --device cuda --preset 3b --json
@@ -19,7 +20,11 @@ builds the model and its processor and downloads nothing. It measures
   Both trainers get the same seeded completions of 20 to 64 tokens, of `--tokens`, or of log-normal lengths
   (`--lengths`). The script also compares their gradients.
 - **step**: the time from reading the rows to the gradients, with completions of 64 tokens sampled by the model. It
-  excludes the optimizer step, which is the same for both.
+  excludes the optimizer step, which is the same for both. Its parts are those of the fastest step: *sampling*,
+  *rewards*, *scoring* (old and reference log-probabilities, without gradients), *update* (forward and backward pass)
+  and *overhead*, which is all the rest, from reading the rows to metrics.
+- **Python** of sampling: the share of the host's time outside of torch's operators, in a further step under torch's
+  profiler. The profiler's own time counts as Python, so this is an upper bound.
 - **memory** of the update: on a CPU, bytes saved for the backward pass, with each storage counted once and without
   parameters; on CUDA, the peak of allocated memory above that of parameters and gradients.
 - **processor**: prompts that go through the processor in a step, media included.
@@ -43,7 +48,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from measuring import CLOCKS, MIB, Sampling, TimedSteps, command_line, conditions, now, parse_options, report
+from measuring import (
+    CLOCKS,
+    MIB,
+    Sampling,
+    TimedSteps,
+    command_line,
+    conditions,
+    now,
+    parse_options,
+    python_share,
+    report,
+)
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -69,6 +85,7 @@ from trl_multimodal_rft.models.modes import checkpoint_activations
 
 
 SHORTEST, LONGEST = 20, 64  # completion tokens
+PHASES = ("sampling", "rewards", "scoring", "update", "overhead")  # of a step
 VARIED_STEPS = 16  # after which the sizes of varied images repeat
 RATE = 16000  # Hz
 
@@ -493,31 +510,43 @@ class Contestant(TimedSteps):
             Trainer to measure.
         completions (`list[list[int]]`):
             Completions that replace sampled ones when the update is measured.
+        corrects_engine (`bool`, *optional*, defaults to `False`):
+            Whether completions come with log-probabilities, which the trainer corrects as if an engine had sampled.
     """
 
-    def __init__(self, trainer: GRPOTrainer, completions: list[list[int]]):
+    def __init__(self, trainer: GRPOTrainer, completions: list[list[int]], corrects_engine: bool = False):
         super().__init__(trainer)
+        trainer.use_vllm = self.corrects_engine = corrects_engine
         self.processor = trainer.processing_class
         self.injected: list[list[int]] | None = None
         self.completions = completions
         self.times: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.phases: dict[str, np.ndarray] = {}  # of the fastest step
         self.encoded = 0
         is_ours = isinstance(trainer, MultimodalGRPOTrainer)
         self._sample = trainer.sampler if is_ours else trainer._generate_single_turn
-        sample = self._timed("generation", self._sample_or_inject)
+        sample = self._timed("sampling", self._sample_or_inject)
         if is_ours:
             trainer.sampler = Sampling(trainer.sampler, sample)
         else:
             trainer._generate_single_turn = sample
-        for key, name in (
-            ("rollout", "_generate_and_score_completions"),
-            ("scoring", "_score_rollout" if is_ours else "_get_per_token_logps_and_entropies"),
-            ("step", "training_step"),
+        for key, owner, name in (
+            ("rollout", trainer, "_generate_and_score_completions"),
+            ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
+            ("scoring", trainer, "_score_rollout" if is_ours else "_get_per_token_logps_and_entropies"),
+            ("update", trainer, "compute_loss"),
+            ("update", trainer.accelerator, "backward"),
+            ("step", trainer, "training_step"),
         ):
-            setattr(trainer, name, self._timed(key, getattr(trainer, name)))
+            setattr(owner, name, self._timed(key, getattr(owner, name)))
 
     def _sample_or_inject(self, *args, **kwargs):
-        return (self.injected, None) if self.injected else self._sample(*args, **kwargs)
+        self.trainer.use_vllm = False  # which transformers, in place of the engine, would not sample with
+        ids, logps = (self.injected, None) if self.injected else self._sample(*args, **kwargs)
+        self.trainer.use_vllm = self.corrects_engine
+        if self.corrects_engine:  # uniform, as nearly are those of random weights
+            logps = [[-np.log(len(self.processor.tokenizer))] * len(each) for each in ids]
+        return ids, logps
 
     def _timed(self, key, function):
         def wrapper(*args, **kwargs):
@@ -539,14 +568,34 @@ class Contestant(TimedSteps):
         self.encoded = self.processor.encoded
         return total
 
+    def _time_of(self, key: str) -> np.ndarray:
+        return sum(self.times[key], np.zeros(2))
+
     def measure_update(self) -> None:
         self._run(self.completions)
-        scoring = sum(self.times["scoring"], np.zeros(2))
-        self._keep_best("update", self.times["step"][0] - self.times["rollout"][0] + scoring)
+        self._keep_best("update", self.times["step"][0] - self.times["rollout"][0] + self._time_of("scoring"))
 
     def measure_step(self) -> None:
-        self._keep_best("step", self._run(None))
-        self._keep_best("generation", self.times["generation"][0])
+        total = self._run(None)
+        if "step" not in self.best or (total < self.best["step"]).all():
+            self.phases = {name: self._time_of(name) for name in PHASES[:-1]}
+            self.phases[PHASES[-1]] = total - sum(self.phases.values())
+        self._keep_best("step", total)
+        self._keep_best("generation", self.times["sampling"][0])
+
+    def python_share(self) -> float:
+        """The share of Python in the time of sampling."""
+        shares: list[float] = []
+        sample = self._sample
+
+        def profiled(*args, **kwargs):
+            with python_share(shares):
+                return sample(*args, **kwargs)
+
+        self._sample = profiled
+        self._run(None)
+        self._sample = sample
+        return shares[0]
 
     def shared_fraction(self) -> float:
         """Fraction of prompt tokens that our trainer, which shares them, didn't forward in its latest step."""
@@ -629,7 +678,7 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
         if args.checkpointing:  # `train`, which doesn't run here, would turn it on
             checkpoint_activations(trainer.model)
         completions = build_completions(prompts * group, processor, args.seed, args.tokens, args.lengths)
-        contestants[name] = Contestant(trainer, completions)
+        contestants[name] = Contestant(trainer, completions, args.corrects_engine)
     return contestants
 
 
@@ -658,12 +707,16 @@ def run(args: argparse.Namespace, watch: Callable[[dict[str, Contestant]], dict]
                 contestant.measure_update()
                 if not args.updates_only:
                     contestant.measure_step()
+        shares = {} if args.updates_only else {name: each.python_share() for name, each in contestants.items()}
         watched = watch(contestants) if watch else {}
 
     raw = {
         name: {
             **{f"{quantity}_s": best[0] for quantity, best in contestant.best.items()},
             **{f"{quantity}_cpu_s": best[1] for quantity, best in contestant.best.items()},
+            **{f"step_{phase}_s": seconds[0] for phase, seconds in contestant.phases.items()},
+            **{f"step_{phase}_cpu_s": seconds[1] for phase, seconds in contestant.phases.items()},
+            **({"python_share_of_sampling": shares[name]} if shares else {}),
             "memory_bytes": memory[name],
             "processor_prompts": contestant.encoded,
         }
@@ -724,30 +777,36 @@ def table(result: dict) -> str:
         lines.append(
             "(on a CPU, TRL's fused LM head, which both use, projects prompt positions too: GPU ratios differ)"
         )
-    quantities = {"update": "update", "step": "whole step", "generation": "  of it, generation"}
+    sides = trl, ours
     rows = [
-        (label, f"{trl[name + suffix]:.3f} s", f"{ours[name + suffix]:.3f} s", result[f"{name}_ratio"])
-        for name, label in quantities.items()
+        (label, *(f"{side[name + suffix]:.3f} s" for side in sides), f"{result[f'{name}_ratio']:.2f}x")
+        for name, label in {"update": "update", "step": "whole step"}.items()
         if name + suffix in ours
     ]
+    if "step" + suffix in ours:
+        for phase in PHASES:
+            parts = [
+                (side[f"step_{phase}{suffix}"], side[f"step_{phase}{suffix}"] / side["step" + suffix])
+                for side in sides
+            ]
+            rows.append((f"  {phase}", *(f"{seconds:.3f} s {share:4.0%}" for seconds, share in parts), ""))
+        rows.append(("  Python in sampling", *(f"{side['python_share_of_sampling']:.0%}" for side in sides), ""))
     rows += [
         (
             f"memory ({memory})",
-            f"{trl['memory_bytes'] / MIB:.0f} MiB",
-            f"{ours['memory_bytes'] / MIB:.0f} MiB",
-            result["memory_ratio"],
+            *(f"{side['memory_bytes'] / MIB:.0f} MiB" for side in sides),
+            f"{result['memory_ratio']:.2f}x",
         ),
         (
             "prompts through the processor",
-            str(trl["processor_prompts"]),
-            str(ours["processor_prompts"]),
-            result["processor_ratio"],
+            *(str(side["processor_prompts"]) for side in sides),
+            f"{result['processor_ratio']:.2f}x",
         ),
     ]
     width = max(len(row[0]) for row in rows)
     baseline = setting["baseline"]
-    lines += ["", f"{'':{width}}  {baseline:>12}  {'ours':>12}  {baseline + ' / ours':>10}"]
-    lines += [f"{label:{width}}  {a:>12}  {b:>12}  {ratio:>9.2f}x" for label, a, b, ratio in rows]
+    rows.insert(0, ("", baseline, "ours", f"{baseline} / ours"))
+    lines += ["", *(f"{label:{width}}  {a:>12}  {b:>12}  {ratio:>10}".rstrip() for label, a, b, ratio in rows)]
     return "\n".join(lines)
 
 
@@ -768,6 +827,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--equal_rewards", type=float, default=0.0, help="share of prompts whose completions all get the same reward"
+    )
+    parser.add_argument(
+        "--corrects_engine",
+        action="store_true",
+        help="completions come with log-probabilities, corrected as those of vLLM",
     )
     parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
     parser.add_argument("--updates_only", action="store_true", help="measure only updates, without sampling")

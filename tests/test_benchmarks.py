@@ -13,6 +13,7 @@ import masks
 import media_pipeline
 import project
 import pytest
+import step_table
 import token_budget
 import torch
 from helpers.cuda_path import Counts
@@ -55,6 +56,12 @@ def test_policy_update(policy_update, case, family, capsys):
     for trainer in ("trl", "ours"):
         for quantity in ("update", "step", "generation"):
             assert result[trainer][f"{quantity}_s"] > 0 and result[trainer][f"{quantity}_cpu_s"] > 0
+        assert 0 < result[trainer]["python_share_of_sampling"] < 1
+        for suffix in ("_s", "_cpu_s"):
+            parts = {phase: result[trainer][f"step_{phase}{suffix}"] for phase in policy_update.PHASES}
+            assert sum(parts.values()) == pytest.approx(result[trainer][f"step{suffix}"])
+            assert parts["sampling"] > 0 and parts["rewards"] > 0 and parts["update"] > 0
+            assert parts["scoring"] == 0 and parts["overhead"] > 0
     assert result["gradient_difference"] < 1e-4
     setting = result["setting"]
     # TRL processes each prompt once per completion, and once more if it holds an image. For sounds, the baseline is
@@ -81,6 +88,21 @@ def test_checkpointing_runs_layers_again(policy_update, tmp_path):
             counts.setdefault(name, []).append(counted.operations["silu"])
     # A layer of the decoder or of the vision tower calls it once in each of its forwards
     assert counts == {"trl": [4, 8], "ours": [4, 8]}
+
+
+def test_step_table(capsys):
+    """TRL scores old log-probabilities in a pass of its own where it corrects those of an engine."""
+    rows = ["text", "engine", "equal_rewards"]
+    results = step_table.main(["--rows", *rows, "--preset", "tiny", "--repeats", "1", "--clock", "cpu", *THREADS])
+    printed = capsys.readouterr().out.split("\n\n")
+    steps, parts = (table.strip().splitlines()[2:] for table in printed[-2:])
+    assert [row.split(" | ")[0] for row in steps] == [f"| `{name}`" for name in rows]
+    assert [row.split(" | ")[:2] for row in parts] == [
+        [f"| `{name}`", trainer] for name in rows[:2] for trainer in ("TRL", "ours")
+    ]
+    assert results["engine"]["trl"]["step_scoring_s"] > 0 == results["engine"]["ours"]["step_scoring_s"]
+    for result in results.values():
+        assert result["gradient_difference"] < 1e-4
 
 
 def test_options_that_make_no_sense(policy_update, capsys):

@@ -5,14 +5,17 @@ import copy
 
 import pytest
 import torch
+from helpers.cuda_path import Counts
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scoring import left_pad, to_model
+from trl_multimodal_rft.generation import caches
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
@@ -78,6 +81,24 @@ def test_a_state_is_no_wider_than_its_convolution(monkeypatch):
     tokenizer = processor.tokenizer
     generate_completions(model, model, prompts, config(tokenizer), tokenizer.pad_token_id, model.device)
     assert caches == [[model.config.get_text_config().linear_conv_kernel_dim]]
+
+
+def test_decoding_copies_no_earlier_keys(monkeypatch):
+    """Logits are those of transformers' own cache, bit for bit, also after room for more tokens was made."""
+    model, _, processor, prompts = build("qwen2_5_vl")
+    options = config(processor.tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    args = (model, model, prompts, options, processor.tokenizer.pad_token_id, model.device)
+    found = {}
+    monkeypatch.setattr(caches, "_ROOM", 3)
+    for name, layer in (("transformers", DynamicLayer), ("ours", caches.GrowingLayer)):
+        monkeypatch.setattr(caches, "GrowingLayer", layer)
+        with Counts() as counts:
+            output = generate_completions(*args)
+        found[name] = torch.stack(output.logits), counts.operations
+    assert torch.equal(found["ours"][0], found["transformers"][0])
+    layers, steps = model.config.text_config.num_hidden_layers, len(found["ours"][0])
+    saved = found["transformers"][1]["cat"] - found["ours"][1]["cat"]
+    assert saved == 2 * layers * (steps + 1)  # with the prefill, for keys and values
 
 
 @pytest.mark.parametrize("option", [{"cache_implementation": "static"}, {"use_cache": False}])

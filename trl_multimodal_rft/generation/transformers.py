@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, masking_utils
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
@@ -20,6 +19,7 @@ from ..families import family_of
 from ..forward.layout import Causal, group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
 from ..forward.scoring import left_pad, media_inputs
+from .caches import GrowingLayer, growing_cache
 
 
 # Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
@@ -97,7 +97,7 @@ class Branches:
         """Why the cache isn't that of the prompts' first tokens."""
         if cache is None:
             return "`generate` has used another cache"
-        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        if any(type(layer) is not GrowingLayer for layer in cache.layers):
             return "its layers keep windows or states, which have no mask for padding"
         for prompt, (place, _) in zip(prompts, self.asked or (), strict=True):
             if place not in held:
@@ -193,7 +193,7 @@ def _prefill(
         batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")
     )
     if past is None:
-        cache: Any = DynamicCache(config=windows_as_forwarded(unwrapped_model))
+        cache: Any = growing_cache(windows_as_forwarded(unwrapped_model))
         seen = attention_mask[:, :0]
     else:
         cache, seen, _ = past
