@@ -90,7 +90,7 @@ def encode_turn(
         add_special_tokens=False,
     )
     if not turn.modalities:
-        return replace(turn, media={})  # without blank media
+        return replace(turn, media={}, on_device={})  # without blank media
     if masks := family_of(model).token_masks:
         raise MediaError(
             f"{model.config.model_type} attends to media through a mask per token ({', '.join(masks)}), so tools "
@@ -190,6 +190,7 @@ def conversation(
         position_ids=whole.position_ids[..., :n],
         modalities=whole.modalities,
         row=prompt.row,
+        on_device=prompt.on_device,
         prompt=prompt,
         later=later,
         is_causal=is_causal,
