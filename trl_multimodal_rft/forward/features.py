@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +22,17 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..models.modes import has_dropout
 from ..models.towers import find_tower
+
+
+# How a call for several prompts gives their outputs: joined on a dimension, or in a call each
+_ONE_BY_ONE = -1
+_WAYS = (0, 1, _ONE_BY_ONE)
+
+# Outputs differ by rounding up to so many steps of their dtype, relative to their norm
+_TOLERANCE = 32
+
+# Of each model, by its frozen modules and the kind of media, the ways that the first forward of several prompts showed
+_ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -36,7 +48,7 @@ class _Call:
 class _Scope:
     """What a forward computes now."""
 
-    kind: str | None  # of media whose features it computes; of a model without a method for each kind, any
+    kind: str  # of media whose features it computes, or none; of a model without a method for each kind, "any"
     calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
     n_calls: Counter = field(default_factory=Counter)
 
@@ -65,9 +77,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
                 found += search(child, False)
             elif _is_frozen(child):
                 found.append(child)
-            elif not is_encoder and any(
-                isinstance(each, nn.ModuleList) and _is_frozen(each) for each in child.modules()
-            ):
+            elif not is_encoder and _has_frozen_layers(child):
                 found += search(child, True)
         return found
 
@@ -82,22 +92,35 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
-    known = [prompt.on_device.get((model, *modules)) for prompt in prompts]
-    scope = _scope(model)
+    known = [prompt.on_device.get((model, *modules), {}) for prompt in prompts]
+    are_known = all((model, *modules) in prompt.on_device for prompt in prompts)
+    scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
+    tried: dict[str, dict[nn.Module, int | None]] = {}
 
     def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        key, output = (scope.kind, module), None
-        if None not in known:
-            parts = [calls[key] for calls in known if key in calls]
-            output = _joined_output(parts, _first_features(args, kwargs), scope.n_calls[key])
-            scope.n_calls[key] += 1
-        if output is not None:
-            return output
+        kind, place = scope.kind, scope.n_calls[scope.kind, module]
+        scope.n_calls[kind, module] += 1
+        given, parts = _first_features(args, kwargs), []
+        if given is not None and are_known:
+            parts = [calls[kind, module] for calls in known if (kind, module) in calls]
+            autocasts = {each.autocast for part in parts for each in part}
+            parts = parts if autocasts == {_autocast_dtype(given)} else []
+        way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
+        if way is not None and (calls := _calls_of(parts, way, place, given)):
+            return _joined(calls, way)
         with torch.set_grad_enabled(torch.is_grad_enabled() and _reaches_weights(args, kwargs)):
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        if len(parts) > 1 and kind not in ways:
+            found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, place, given), way))
+            way, of_kind = next(found, None), tried.setdefault(kind, {})
+            of_kind[module] = way if of_kind.get(module, way) == way else None
+        return output
 
     with _wrapped(model, modules, scope, call):
         yield
+    for kind, of_kind in tried.items():
+        learned = {module: way for module, way in of_kind.items() if way is not None}
+        ways[kind] = learned if len(learned) == len(of_kind) else {}  # one needs what all before it return
 
 
 def encode_frozen(
@@ -130,11 +153,11 @@ def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_C
     scope, reached = _scope(model), []
 
     def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        reaches_weights, given = _reaches_weights(args, kwargs), _first_features(args, kwargs)
-        with torch.set_grad_enabled(reaches_weights):
+        given = _first_features(args, kwargs)
+        if not scope.kind or given is None or _reaches_weights(args, kwargs):
+            return forward(*args, **kwargs)
+        with torch.no_grad():
             output = forward(*args, **kwargs)
-        if reaches_weights or given is None or scope.kind is None:
-            return output
         output = _mapped(lambda each: each.detach().requires_grad_() if _is_float(each) else each, [output])
         made = _Call(given.shape, output, _autocast_dtype(given))
         scope.calls.setdefault((scope.kind, module), []).append(made)
@@ -179,57 +202,56 @@ def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[s
     return kinds
 
 
-def _kept(leaf: torch.Tensor, read: set[torch.Tensor] | None) -> torch.Tensor:
+def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
     """A part of an output without its memory, unless it is read; without knowing what is, all are."""
     if not _is_float(leaf) or read is None or leaf in read:
         return leaf.detach()
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
-def _joined_output(parts: list[list[_Call]], given: torch.Tensor | None, place: int) -> Any:
-    """The output of the call at a place, from those of each prompt; `None` if they aren't its parts."""
-    if given is None or not parts:
-        return None
-    flat = [call for part in parts for call in part]
-    if any(call.autocast != _autocast_dtype(given) for call in flat):
-        return None
-    together = [part[place] for part in parts if len(part) > place]
-    dim = _joined_dim([call.shape for call in together], given.shape) if len(together) == len(parts) else None
-    if dim is not None:
-        return _join(together, dim)
-    # One call per medium, for instance
-    if place < len(flat) and flat[place].shape == given.shape:
-        return _join([flat[place]], 0)
-    return None
-
-
-def _joined_dim(shapes: list[torch.Size], whole: torch.Size) -> int | None:
-    """The dimension on which tensors of these shapes were joined, padded on the others."""
-    if any(len(shape) != len(whole) for shape in shapes):
-        return None
-    if len(shapes) == 1:
-        return 0 if shapes[0] == whole else None
+def _calls_of(parts: list[list[_Call]], way: int, place: int, given: Any) -> list[_Call]:
+    """The calls, of those of each prompt, whose inputs are that of the call at a place; none if they aren't known."""
+    if way == _ONE_BY_ONE:
+        return [call for part in parts for call in part][place : place + 1]
+    calls = [part[place] for part in parts if place < len(part)]
+    shapes = [call.shape for call in calls]
+    if len(calls) < len(parts) or any(len(shape) != given.dim() for shape in shapes):
+        return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
-    for dim in range(len(whole)):
-        if list(whole) == [*largest[:dim], sums[dim], *largest[dim + 1 :]]:
-            return dim
-    return None
+    joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(given.dim())]
+    return calls if list(given.shape) in joined else []
 
 
-def _join(calls: list[_Call], dim: int) -> Any:
-    """The output of a call whose input are those of calls, joined on a dimension; `None` if it isn't known."""
+def _joined(calls: list[_Call], way: int) -> Any:
+    """The output for all prompts from those of each."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
-        if len(tensors) == 1:
-            return tensors[0].clone()  # as some models change features in place
-        # One row holds all where the input is one
-        is_row = dim > 0 and tensors[0].dim() > 2 and tensors[0].size(0) == 1
-        return cat_padded(list(tensors), 0, int(is_row))
+        # Not those that are kept, as some models change features in place
+        return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
+
+    return _mapped(join, [call.output for call in calls])
+
+
+def _is_joined(output: Any, calls: list[_Call], way: int) -> bool:
+    """Whether an output is that of the calls, up to rounding, and apart from padding."""
+    results = [bool(calls)]
+
+    def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
+        dim = 0 if way == _ONE_BY_ONE else way
+        if whole.dim() <= dim or whole.size(dim) != sum(part.size(dim) for part in parts):
+            results.append(False)
+            return
+        for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
+            piece = piece[tuple(map(slice, part.shape))]
+            error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
+            limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
+            results.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
 
     try:
-        return _mapped(join, [call.output for call in calls])
-    except ValueError:  # of different structures
-        return None
+        _mapped(compare, [output, *(call.output for call in calls)])
+    except (ValueError, RuntimeError):  # of other structures or shapes
+        return False
+    return all(results)
 
 
 def _mapped(function: Callable, values: Sequence[Any]) -> Any:
@@ -239,7 +261,7 @@ def _mapped(function: Callable, values: Sequence[Any]) -> Any:
         return function(*values)
     if isinstance(first, Mapping):
         mapped = {name: _mapped(function, [value[name] for value in values]) for name in first}
-        result = copy.copy(first)  # outputs of transformers may have further keys than their fields
+        result: Any = copy.copy(first)  # outputs of transformers may have further keys than their fields
         for name, value in mapped.items():
             result[name] = value
         return result
@@ -300,7 +322,7 @@ def _methods(model: PreTrainedModel) -> dict[str, Callable]:
 
 
 def _scope(model: PreTrainedModel) -> _Scope:
-    return _Scope(None if _methods(model) else "any")
+    return _Scope("" if _methods(model) else "any")
 
 
 @functools.cache
@@ -339,12 +361,12 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def _reaches_weights(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
-    return any(isinstance(leaf, nn.Parameter) for leaf in _leaves_of_graph(given))
+    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in _leaves_of_graph(given))
 
 
-def _leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
-    """The leaves, weights among them, that tensors get their gradients from."""
-    leaves = {each for each in tensors if each.is_leaf and each.requires_grad}
+def _leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
+    """The leaves, weights among them, that tensors get their gradients from; `None` for those that are hidden."""
+    leaves: set[torch.Tensor | None] = {each for each in tensors if each.is_leaf and each.requires_grad}
     nodes, seen = [each.grad_fn for each in tensors], set()
     while nodes:
         node = nodes.pop()
@@ -353,6 +375,8 @@ def _leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
         seen.add(node)
         if hasattr(node, "variable"):
             leaves.add(node.variable)
+        elif node.name() == "CheckpointFunctionBackward":  # of reentrant checkpointing
+            leaves.add(None)
         nodes += [following for following, _ in node.next_functions]
     return leaves
 
