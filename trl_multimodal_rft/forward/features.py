@@ -281,6 +281,7 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
     """Runs `call` in place of the forwards of modules, and keeps track of what the model computes."""
 
     def of_kind(kind: str, method: Callable) -> Callable:
+        @functools.wraps(method)  # `generate` reads its arguments
         def compute(*args, **kwargs):
             before = scope.kind
             if before not in MODALITIES:  # features of videos may be those of images
