@@ -2,10 +2,12 @@
 """Encoders without trained weights cost no graph and run once per medium; media are encoded and moved once."""
 
 import functools
+import pickle
 from collections import Counter
 from contextlib import nullcontext
 
 import pytest
+import torch
 from helpers.completions import random_completions
 from helpers.encoding import build_encoded
 from helpers.families import ALL_FAMILIES
@@ -27,6 +29,7 @@ from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, policy
 from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import features, scoring
 from trl_multimodal_rft.forward.attention import install_prefix_attention
@@ -34,8 +37,9 @@ from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.models.modes import fix_encoders
-from trl_multimodal_rft.models.parts import named_parts
+from trl_multimodal_rft.models.parts import freeze, named_parts
 from trl_multimodal_rft.models.towers import find_tower
+from trl_multimodal_rft.rollout import prompts as rollout_prompts
 
 
 TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
@@ -68,7 +72,7 @@ def count_forwards(module: nn.Module, seen) -> None:
 # All families
 
 
-def of_media(model, prompts, count=None):
+def of_media(model, prompts):
     """Scores, and their gradients."""
     ids, mask = random_completions(len(prompts), vocab=(50, 100))
     packed, isolate = sharing_obstacle(model) is None, family_of(model).isolate
@@ -231,3 +235,93 @@ def test_an_encoder_sees_each_medium_once_per_generation_batch(adapter, monkeypa
         assert [each["reference"] for each in counts] == once[1:]
     # Sampling and each iteration, and the reference that shares the encoder
     assert [each["policy"] for each in before.batches] == [(4 if adapter else 3) * each for each in once]
+
+
+# What is kept, and for how long
+
+
+def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
+    """Also those of an encoder that is trained, for its forwards with gradients."""
+    moved, to_device = [], scoring.to_device
+    monkeypatch.setattr(scoring, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
+    options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = run(trainer_class("grpo", samples=True), FAMILY, image_rows(), **options).trainer
+    prompts = {id(prompt): prompt for rollout in trainer.rollouts for prompt in rollout.prompts}.values()
+    counts = Counter(map(id, moved))
+    assert len(prompts) == 4
+    assert {counts[id(value)] for prompt in prompts for value in prompt.media.values()} == {1}
+
+
+def test_nothing_is_kept_of_used_rollouts():
+    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": True}
+    trainer = run(trainer_class("grpo"), FAMILY, image_rows(), **options).trainer
+    first, last = trainer.rollouts
+    assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)
+    assert len(trainer._groups.replay) == 4
+    kept = [prompt for group in trainer._groups.replay._groups for prompt in group.prompts]
+    assert not any(prompt.on_device for prompt in kept if prompt not in last.prompts)
+    assert not pickle.loads(pickle.dumps(last.prompts[0])).on_device
+
+
+def frozen_model():
+    model, _, prompts = build_encoded(FAMILY)
+    freeze(model, ["vision_tower", "projector"])
+    install_prefix_attention(model)
+    add_fused_head(model, outputs=("log_probs",))
+    return model, [prompt for prompt in prompts if "image" in prompt.modalities]
+
+
+def test_features_are_those_of_the_media_and_of_the_weights():
+    model, prompts = frozen_model()
+    other = with_other_media(prompts[0], "image", prompts[1])
+    logps, _ = of_media(model, prompts[:1])
+    assert (of_media(model, [other])[0] - logps).abs().max() > 1e-3
+    assert of_media(model, prompts[:1])[0].equal(logps)
+
+    def moved_by(distance):
+        with torch.no_grad():
+            model.model.visual.merger.mlp[2].weight.add_(distance)
+        return (of_media(model, prompts[:1])[0] - logps).abs().max()
+
+    model.model.visual.requires_grad_(True)
+    assert moved_by(0.1) > 1e-3  # trained weights are never read from what was kept
+    model.model.visual.requires_grad_(False)
+    of_media(model, prompts[1:2])
+    key = next(key for key in prompts[0].on_device if key[0] is model)
+    assert key in prompts[1].on_device
+
+
+def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
+    model, prompts = frozen_model()
+    seen = Counter()
+    count_forwards(model.model.visual, lambda given, has_graph: seen.update(forwards=1, graphs=has_graph))
+    model.enable_input_require_grads()
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "_is_sharded", lambda model: True)
+        of_media(model, prompts[:1])
+        of_media(model, prompts[:1])
+    assert seen == {"forwards": 2, "graphs": 0}
+    model.model.visual.blocks[0].attn.attention_dropout = 0.1
+    of_media(model, prompts[:1])
+    of_media(model, prompts[:1])
+    assert seen == {"forwards": 4, "graphs": 0}
+
+
+@pytest.mark.parametrize("rows", [image_rows, text_rows])
+def test_rows_become_messages_once(rows, monkeypatch):
+    placed, rendered = Counter(), Counter()
+    to_messages = rollout_prompts.rows_to_messages
+
+    def counting(rows, *args):
+        placed.update(row.number for row in rows)
+        return to_messages(rows, *args)
+
+    monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)
+    model, processor = load(FAMILY)
+    render = processor.apply_chat_template
+    processor.apply_chat_template = lambda chat, **options: rendered.update(n=1) or render(chat, **options)
+    objects = {"model": model, "processing_class": processor}
+    trainer = run(trainer_class("grpo"), FAMILY, rows(), objects=objects, max_steps=2).trainer
+    assert trainer.batches and len(placed) == 4 and set(placed.values()) == {1}
+    assert rendered["n"] == 4
