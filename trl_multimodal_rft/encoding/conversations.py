@@ -190,7 +190,6 @@ def conversation(
         position_ids=whole.position_ids[..., :n],
         modalities=whole.modalities,
         row=prompt.row,
-        on_device=prompt.on_device,
         prompt=prompt,
         later=later,
         is_causal=is_causal,
