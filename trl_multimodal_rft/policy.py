@@ -21,7 +21,7 @@ from .forward.attention import attention_obstacle
 from .forward.layout import packed_length, split_by_tokens, split_samples
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
-from .forward.scoring import completion_scores, completion_values
+from .forward.scoring import completion_scores, completion_values, encode_once
 from .forward.token_budget import DeferredParts
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
@@ -312,6 +312,10 @@ class PolicyForward:
             surplus = self.processes.n_forwards(prompts, fallbacks.isolate, dummies) - len(parts)
             with ready as generating_model:
                 unwrapped_model = self.unwrapped(generating_model)
+                device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
+                if branches is None or branches.asked is None:  # else the cache holds what the media gave
+                    with self._autocast():
+                        encode_once(unwrapped_model, [*prompts, *dummies], device)
                 return generate_in_parts(
                     generating_model,
                     unwrapped_model,
@@ -319,7 +323,7 @@ class PolicyForward:
                     parts,
                     generation_config,
                     pad_token_id,
-                    unwrapped_model.device if self.accelerator is None else self.accelerator.device,
+                    device,
                     surplus=surplus,
                     shared_prefill=shared_prefill,
                     dummies=dummies,

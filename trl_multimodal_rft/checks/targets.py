@@ -87,7 +87,7 @@ def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | No
         for dim, size in enumerate(value.shape):
             other = other.index_select(dim, torch.arange(size) % other.size(dim))
         media[name] = torch.where((value == 0) | (other == 0), value, other.to(value.dtype))
-    return replace(prompt, media=media, mask_cache={})
+    return replace(prompt, media=media, mask_cache={}, on_device={})
 
 
 def _features_of(prompt: EncodedPrompt, kind: str) -> dict[str, torch.Tensor]:

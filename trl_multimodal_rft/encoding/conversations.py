@@ -90,7 +90,7 @@ def encode_turn(
         add_special_tokens=False,
     )
     if not turn.modalities:
-        return replace(turn, media={})  # without blank media
+        return replace(turn, media={}, on_device={})  # without blank media
     if masks := family_of(model).token_masks:
         raise MediaError(
             f"{model.config.model_type} attends to media through a mask per token ({', '.join(masks)}), so tools "

@@ -78,6 +78,9 @@ class EncodedPrompt:
             Index of the row in its batch, for errors.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
+        on_device (`dict`, *optional*):
+            What forwards keep of the media, on their device: the tensors, and what frozen encoders make of them.
+            Copies with the same media share it.
     """
 
     input_ids: torch.Tensor
@@ -88,6 +91,7 @@ class EncodedPrompt:
     modalities: frozenset[str] = frozenset()
     row: int | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
+    on_device: dict = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -133,8 +137,8 @@ class EncodedPrompt:
         return torch.full((n,), fill)
 
     def __getstate__(self) -> dict:
-        # The update needs no decoded media and can build the masks again
-        return {**self.__dict__, "decoded": (), "mask_cache": {}}
+        # The update needs no decoded media and can build the rest again
+        return {**self.__dict__, "decoded": (), "mask_cache": {}, "on_device": {}}
 
 
 def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:

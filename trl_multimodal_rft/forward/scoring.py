@@ -22,6 +22,7 @@ from ..families import family_of
 from ..models.wrapped import hidden_states
 from .attention import without_masks
 from .encoders import remember_on_host
+from .features import encode_frozen, frozen_features
 from .head import scores_of_logits
 from .layout import group_by_prompt, pack, same_rank, split_samples, to_device
 from .masks import linear_masks
@@ -124,7 +125,10 @@ def completion_scores(
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
         inputs = {**batch.inputs, **outside}
         is_fused = logits_temperature is None
+        if not whole:  # whole sequences are forwarded once
+            encode_once(unwrapped_model, batch.parts, ids.device)
         with (
+            frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **inside),
             _outputs_of(decoder) as decoded,
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
@@ -176,7 +180,11 @@ def completion_values(
 
     def part(prompts, completion_ids, mask):
         batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed)
-        with inject(unwrapped_model.get_decoder(), **batch.injected):
+        encode_once(unwrapped_model, batch.parts, completion_ids.device)
+        with (
+            frozen_features(unwrapped_model, batch.parts),
+            inject(unwrapped_model.get_decoder(), **batch.injected),
+        ):
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
@@ -230,6 +238,7 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 class _Batch:
     """Inputs of one forward, and where completions are in its outputs."""
 
+    parts: Sequence[EncodedPrompt]  # whose media the inputs hold, in their order
     inputs: dict[str, torch.Tensor]
     injected: dict[str, Any]  # overrides of the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
@@ -305,6 +314,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         return counts
 
     return _Batch(
+        row.parts,
         inputs,
         {"prefix_layout": row.layout, "position_ids": row.position_ids, **_places(model, row.layout.places)},
         row.shift_labels,
@@ -326,11 +336,12 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
         for part in prompt.parts[1:]:
             for name, value in part.token_fields.items():
                 fields[name][place, -n_new:][: len(value)] = value[:n_new]
+    parts = [part for prompt in prompts for part in prompt.parts]
     inputs = {
         "input_ids": torch.cat([batch["input_ids"].to(device), completion_ids], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"].to(device), completion_mask], dim=1),
         "position_ids": torch.cat([batch["position_ids"], torch.cat(following, dim=-2)], dim=-1).to(device),
-        **media_inputs((part for prompt in prompts for part in prompt.parts), model, device),
+        **media_inputs(parts, model, device),
         **{name: value.to(device) for name, value in fields.items()},
     }
     # Each position predicts the next token; prompts aren't scored
@@ -338,6 +349,7 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     labels = torch.full_like(inputs["input_ids"], -100)
     labels[:, predicts] = completion_ids.masked_fill(completion_mask == 0, -100)
     return _Batch(
+        parts,
         inputs,
         _places(model, (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)),
         labels,
@@ -387,23 +399,42 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
 def media_inputs(
     prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """
-    Media of prompts for one forward. Features are joined and cast on its device, and pinned once, so that the host
-    neither copies nor waits.
-    """
-    moved = []
-    for prompt in prompts:
-        features = {name: value for name, value in prompt.media.items() if value.is_floating_point()}
-        if device.type == "cuda":
-            features = {name: value.pin_memory() for name, value in features.items()}
-            prompt.media.update(features)
-        features = {name: to_device(value, device).to(model.dtype) for name, value in features.items()}
-        moved.append({**prompt.media, **features})
-    joined = join_tensors(moved)
-    return {
-        name: value if value.is_floating_point() else remember_on_host(to_device(value, device), value)
-        for name, value in joined.items()
-    }
+    """Media of prompts for one forward, joined on its device. Other tensors than features are on the host, too."""
+    prompts = list(prompts)
+    moved = join_tensors(_uploaded(prompt, model.dtype, device) for prompt in prompts)
+    if device.type == "cpu":
+        return moved
+    given = join_tensors(
+        {name: value for name, value in prompt.media.items() if not value.is_floating_point()} for prompt in prompts
+    )
+    return {name: remember_on_host(value, given[name]) if name in given else value for name, value in moved.items()}
+
+
+def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """A prompt's media on a device, features in a dtype: copied once while the prompt is in use."""
+    key = device, dtype
+    if key not in prompt.on_device:
+        moved = {name: to_device(value, device) for name, value in prompt.media.items()}
+        prompt.on_device[key] = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()
+        }
+    return prompt.on_device[key]
+
+
+def encode_once(model: PreTrainedModel, prompts: Iterable[EncodedPrompt], device: torch.device) -> None:
+    """Computes what frozen encoders make of the media of prompts, unless they have it, see [`encode_frozen`]."""
+
+    def inputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
+        inputs = {
+            "input_ids": prompt.input_ids[None],
+            "attention_mask": torch.ones_like(prompt.input_ids)[None],
+            "position_ids": prompt.position_ids,
+            **{name: value[None] for name, value in prompt.token_fields.items()},
+        }
+        moved = {name: to_device(value, device) for name, value in inputs.items()}
+        return {**moved, **media_inputs([prompt], model, device)}
+
+    encode_frozen(model, prompts, inputs_of)
 
 
 def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:

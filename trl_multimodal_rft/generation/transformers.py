@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..forward.features import frozen_features
 from ..forward.layout import Causal, group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
 from ..forward.scoring import left_pad, media_inputs
@@ -157,14 +158,18 @@ def generate_completions(
     inputs: dict[str, Any]
     if cached:
         order = None if past is not None else torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
-        inputs = _prefill(model, unwrapped_model, batch, media, cached, past, order, pad_token_id)
+        with frozen_features(unwrapped_model, rows):
+            inputs = _prefill(model, unwrapped_model, batch, media, cached, past, order, pad_token_id)
     else:
         del batch["position_ids"]
         inputs = {**batch, **media}
         config = windows_as_forwarded(unwrapped_model)
         if takes_a_cache and config is not unwrapped_model.config:
             inputs["past_key_values"] = DynamicCache(config=config)  # the default one forgets what leaves a window
-    with as_generation_config(unwrapped_model, generation_config):
+    with (
+        frozen_features(unwrapped_model, () if cached else rows),
+        as_generation_config(unwrapped_model, generation_config),
+    ):
         output: Any = model.generate(**inputs, generation_config=generation_config)
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]

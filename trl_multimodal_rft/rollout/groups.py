@@ -32,7 +32,9 @@ class GroupBuffer:
 
     def append(self, groups: Sequence[Rollout]) -> None:
         """Adds copies, which share no memory with the batch they come from."""
-        self._groups += [group.with_copied_prompts().to("cpu", copy=True) for group in groups[-self.limit :]]
+        self._groups += [
+            group.with_copied_prompts(on_device=False).to("cpu", copy=True) for group in groups[-self.limit :]
+        ]
         self._groups = self._groups[-self.limit :]
 
     def sample(self, n: int, step: int) -> list[Rollout]:

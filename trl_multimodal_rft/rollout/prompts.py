@@ -50,10 +50,14 @@ class PromptEncoder:
         placed = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules)
         return [row["prompt"] for row in placed]
 
-    def encode_row(self, row: Row) -> EncodedPrompt | None:
-        """The prompt of a row; `None` if it has no media, as text is tokenized like the other rows of its batch."""
+    def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
+        """
+        The prompt of a row, whose messages may be known; `None` if it has no media, as text is tokenized like the
+        other rows of its batch.
+        """
         check_has_prompt(row)
-        (prompt,) = self.messages([row])
+        if prompt is None:
+            (prompt,) = self.messages([row])
         if next(iter_refs(prompt), None) is None:
             self.checked(prompt, row.number)
             return None

@@ -186,16 +186,22 @@ class Rollout:
         moved = {k: v.to(device, copy=copy) for k, v in values.items() if isinstance(v, torch.Tensor)}
         return replace(self, **moved)
 
-    def with_copied_prompts(self) -> "Rollout":
+    def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
         """With prompts that share no cached masks, nor what only generation needs, with those of this one."""
         copies: dict[int, EncodedPrompt] = {}
+        fresh: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
 
         def copied(prompt: EncodedPrompt) -> EncodedPrompt:
             if isinstance(prompt, Conversation):
-                return replace(prompt, prompt=copied(prompt.prompt), mask_cache={})
-            return copies.setdefault(id(prompt), replace(prompt, decoded=(), mask_cache={}))
+                return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
+            return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
         return replace(self, prompts=[copied(prompt) for prompt in self.prompts])
+
+    def release(self) -> None:
+        """Frees what forwards kept of the media, once no more of them come."""
+        for part in {id(part): part for prompt in self.prompts for part in prompt.parts}.values():
+            part.on_device.clear()
 
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,12 +51,21 @@ class EncodedRow:
     prompt: EncodedPrompt | None = None  # `None` without media: text is tokenized as the other rows of its batch are
 
 
+class _Read(NamedTuple):
+    """A row as it was read, and what was encoded of it."""
+
+    row: Row
+    prompt: Any = None
+    decoded: Any = ()  # media of the prompt
+    messages: Any = None  # by themselves
+
+
 class RowStream:
     """
     Reads and encodes a trainer's rows. In training, it replaces rows that can't be read.
 
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages. `columns` are those to keep, by default all.
+    converts the rows of a batch to messages, which `encode` gets, too. `columns` are those to keep, by default all.
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class RowStream:
         args: Any,
         accelerator: Accelerator,
         *,
-        encode: Callable[[Row], Any] | None,
+        encode: Callable[..., Any] | None,
         messages: Callable[[list[Row]], list[Any]] | None = None,
         columns: Collection[str] | None = None,
         metrics: Any,
@@ -123,7 +132,8 @@ class RowStream:
         self._batches = EpochBatches(len(dataset), shape, self._read_training, order, self.sampler, left_out)
         if n_ahead > 0 and sys.platform == "linux" and self._encode is not None:  # elsewhere nothing can be forked
             rows, n_workers = self._rows, max(1, args.dataloader_num_workers)
-            self._pool = PrefetchPool(lambda number: self._encoded(rows[number]), n_workers)
+            # References to media stay in the process that made them
+            self._pool = PrefetchPool(lambda number: self._encoded(rows[number])._replace(messages=None), n_workers)
         return _batch_loader(self._batches, len(dataset), **options)
 
     def eval_loader(
@@ -170,7 +180,7 @@ class RowStream:
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
         """Rows that come from no loader, not encoded yet."""
-        return self._complete([(Row(getattr(row, "number", i), dict(row)), None) for i, row in enumerate(rows)])
+        return self._complete([_Read(Row(getattr(row, "number", i), dict(row))) for i, row in enumerate(rows)])
 
     def _select_columns(self, dataset: Dataset) -> Dataset:
         if self._columns is None:
@@ -205,12 +215,12 @@ class RowStream:
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
         skips, n_failed = training and self._args.on_media_error == "skip", 0
-        read: dict[int, tuple[Row, Any]] = {}  # by the place at which a group begins
+        read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
             for i in (i for i in range(len(batch)) if begins[i]):
                 key = self._replacement(batch.keys[i]) if training else batch.keys[i]
-                if i in read and read[i][0].number == _number(key):
+                if i in read and read[i].row.number == _number(key):
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
@@ -228,30 +238,47 @@ class RowStream:
         groups = self._complete([read[i] for i in sorted(read)])
         return [groups[group - 1] for group in accumulate(begins)]
 
-    def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> tuple[Row, Any]:
+    def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> "_Read":
         """A row and its prompt."""
         if training and self._pool is not None and self._has_prompts:
-            row, prompt, decoded = self._pool.take(key)
+            read = self._pool.take(key)
         else:
-            row, prompt, decoded = self._encoded(key if rows is None else rows[key])
-        if decoded:
-            prompt.decoded = decoded  # which isn't pickled with it
+            read = self._encoded(key if rows is None else rows[key])
+        if read.decoded:
+            read.prompt.decoded = read.decoded  # which isn't pickled with it
         if training:
-            self._last_row = row
-        return row, prompt
+            self._last_row = read.row
+        return read
 
-    def _encoded(self, row: Row) -> tuple[Row, Any, Any]:
-        prompt = None if self._encode is None else self._encode(row)
-        return row, prompt, getattr(prompt, "decoded", ())
+    def _encoded(self, row: Row) -> "_Read":
+        if self._encode is None:
+            return _Read(row)
+        if self._messages is None:
+            prompt, messages = self._encode(row), None
+        else:
+            (messages,) = self._messages([row])
+            prompt = self._encode(row, messages)
+        return _Read(row, prompt, getattr(prompt, "decoded", ()), messages)
 
-    def _complete(self, read: list[tuple[Row, Any]]) -> list[EncodedRow]:
-        rows = [row for row, _ in read]
-        messages = [None] * len(rows) if self._messages is None else self._messages(rows)
-        columns = restore_rows(rows, self._args.media_rules)
+    def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
+        columns = restore_rows([each.row for each in read], self._args.media_rules)
         return [
-            EncodedRow(row.number, restored, row, placed, prompt)
-            for (row, prompt), restored, placed in zip(read, columns, messages, strict=True)
+            EncodedRow(each.row.number, restored, each.row, placed, each.prompt)
+            for each, restored, placed in zip(read, columns, self._placed(read), strict=True)
         ]
+
+    def _placed(self, read: "list[_Read]") -> list[Any]:
+        """The messages of rows in one format, which the media of one of them determine."""
+        messages = [each.messages for each in read]
+        formats = {(each.prompt is None, type(each.messages)) for each in read}
+        if self._messages is None or (len(formats) == 1 and messages[0] is not None):
+            return messages
+        others = [i for i, each in enumerate(read) if each.prompt is None or each.messages is None]
+        known = [each.row for each in read if each.prompt is not None and each.messages is not None][:1]
+        made = self._messages([*known, *(read[i].row for i in others)])[len(known) :]
+        for i, each in zip(others, made, strict=True):
+            messages[i] = each
+        return messages
 
     # Rows that can't be read
 

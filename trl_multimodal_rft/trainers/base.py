@@ -414,6 +414,8 @@ class MultimodalTrainer(CheckpointMixin):
         steps = self.args.steps_per_generation
         place = self._step % (steps * self.num_iterations)
         if place == 0 or self._buffered_inputs is None:
+            for part in self._buffered_inputs or ():
+                part.release()
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or has_dropout(self.model)):  # which draws random numbers for each token
                 rollout.without_gradient = without_gradient(rollout)

@@ -1,0 +1,327 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Encoders without trained weights cost no graph and run once per medium; media are encoded and moved once."""
+
+import functools
+import pickle
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers.completions import random_completions
+from helpers.encoding import build_encoded
+from helpers.families import ALL_FAMILIES
+from helpers.grpo_runs import FAMILY, TWO
+from helpers.trainer_utils import (
+    Injected,
+    audio_rows,
+    image_rows,
+    largest_difference,
+    load,
+    norm,
+    relative_difference,
+    run,
+    text_rows,
+    video_rows,
+)
+from peft import LoraConfig
+from torch import nn
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, policy
+from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.checks.targets import with_other_media
+from trl_multimodal_rft.families import family_of
+from trl_multimodal_rft.forward import features, scoring
+from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.masks import sharing_obstacle
+from trl_multimodal_rft.generation import transformers as generation
+from trl_multimodal_rft.models.modes import fix_encoders
+from trl_multimodal_rft.models.parts import freeze, named_parts
+from trl_multimodal_rft.models.towers import find_tower
+from trl_multimodal_rft.rollout import prompts as rollout_prompts
+
+
+TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
+FROZEN = {"freeze": ["vision_tower", "projector"]}
+ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.[qv]_proj", init_lora_weights=False)
+
+
+def switch_off(monkeypatch) -> None:
+    """Encoders run as they do in transformers."""
+    for module in (scoring, policy):
+        monkeypatch.setattr(module, "encode_once", lambda *args: None)
+    for module in (scoring, generation):
+        monkeypatch.setattr(module, "frozen_features", lambda *args: nullcontext())
+
+
+def count_forwards(module: nn.Module, seen) -> None:
+    """Calls `seen` with each forward's features, its output, and whether it made a graph."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def counting(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        tensors = [each for each in features._tensors(output) if each.is_floating_point()]
+        seen(features._first_features(args, kwargs), any(each.requires_grad for each in tensors))
+        return output
+
+    module.forward = counting
+
+
+# All families
+
+
+def of_media(model, prompts):
+    """Scores, and their gradients."""
+    ids, mask = random_completions(len(prompts), vocab=(50, 100))
+    packed, isolate = sharing_obstacle(model) is None, family_of(model).isolate
+    model.zero_grad()
+    scores = scoring.completion_scores(model, model, prompts, ids, mask, packed=packed, isolate=isolate)
+    scores.logps.sum().backward()
+    return scores.logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Codes of images, and features within the language model
+_WITHOUT_MODULES = ("chameleon", "phi4_multimodal")
+# Their joint features aren't joined from those of each prompt
+_NOT_JOINED = ("ovis2", "minicpmv4_6", "llama4")
+
+
+@pytest.mark.parametrize("frozen", [["vision_tower", "audio_tower", "projector"], ["vision_tower", "audio_tower"]])
+@pytest.mark.parametrize("name", [name for name in ALL_FAMILIES if name != "chameleon"])
+def test_features_that_were_kept_change_nothing(name, frozen, monkeypatch):
+    model, _, prompts = build_encoded(name)
+    fix_encoders(model)
+    for _, part, parameter in named_parts(model):
+        parameter.requires_grad_(part not in frozen)
+    add_fused_head(model, outputs=("log_probs",))
+    if sharing_obstacle(model) is None:
+        install_prefix_attention(model)
+    modules, counts = features.frozen_modules(model), Counter()
+    for module in modules:
+        count_forwards(module, lambda given, has_graph: counts.update(n=1, graphs=has_graph))
+    prompts = [prompt for prompt in prompts for _ in range(2)]
+    with monkeypatch.context() as patch:
+        switch_off(patch)
+        plain, expected = of_media(model, prompts)
+    for forward in range(3):
+        counts.clear()
+        logps, gradients = of_media(model, prompts)
+        assert (logps - plain).abs().max() <= 1e-5
+        assert gradients.keys() == expected.keys()
+        largest = max(gradient.abs().max() for gradient in expected.values())
+        assert max((gradients[each] - expected[each]).abs().max() for each in expected) <= 1e-5 * largest
+        assert counts["graphs"] == 0 or forward == 0  # where the first shows what is read
+    assert bool(modules) == (name not in _WITHOUT_MODULES)
+    if name not in (*_NOT_JOINED, "gemma3n"):  # which embeds tokens with its projectors
+        assert counts["n"] == 0
+
+
+# Updates
+
+REAL = {"max_completion_length": 6, "learning_rate": 0.03}
+
+
+class Counting:
+    """Counts the media that encoders see, by generation batch, and forwards in updates."""
+
+    def __init__(self, *args, **kwargs):
+        self.batches, self.in_update, self.rollouts, self.updates = [], Counter(), [], False
+        super().__init__(*args, **kwargs)
+        self.models = [self._unwrapped(self.model)]
+        if getattr(self, "ref_model", None) is not None:
+            self.models.append(self._unwrapped(self.ref_model))
+        for model in self.models:
+            for kind in {"image", "audio"} & {*model.input_modalities}:
+                encoder = model.get_submodule(find_tower(model, kind))
+                layers = next(each for each in encoder.modules() if isinstance(each, nn.ModuleList))
+                count_forwards(layers[0], functools.partial(self.saw, model))
+
+    def saw(self, model, given, has_graph):
+        name = "policy" if model is self.models[0] else "reference"
+        self.batches[-1][name] += given.numel()
+        self.in_update.update(forwards=self.updates, graphs=has_graph)
+
+    def _generate_and_score_completions(self, inputs):
+        self.batches.append(Counter())
+        rollout = super()._generate_and_score_completions(inputs)
+        self.rollouts.append(rollout)
+        return rollout
+
+    def compute_loss(self, *args, **kwargs):
+        self.updates = self.model.training
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            self.updates = False
+
+
+@functools.cache
+def trainer_class(kind: str, *, samples: bool = False):
+    bases = (Counting, *([] if samples else [Injected]), TRAINERS[kind])
+    return type("Counted", bases, {})
+
+
+def both(monkeypatch, kind, family, rows, *, samples=False, objects=None, **options):
+    """Runs of the plain path and as shipped."""
+    results = []
+    for plain in (True, False):
+        with monkeypatch.context() as patch:
+            if plain:
+                switch_off(patch)
+            given = None if objects is None else objects()
+            results.append(run(trainer_class(kind, samples=samples), family, rows, objects=given, **options))
+    return results
+
+
+def assert_same(plain, ours) -> None:
+    assert norm(plain.update) > 1e-3
+    assert relative_difference(plain.update, ours.update) <= 2e-6
+    difference, name = largest_difference(plain.history, ours.history)
+    assert difference <= 1e-5, name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_updates_of_grpo(loss, monkeypatch):
+    plain, ours = both(monkeypatch, "grpo", FAMILY, image_rows(), **TWO, **FROZEN, loss_type=loss, num_iterations=2)
+    assert_same(plain, ours)
+    assert ours.trainer.in_update["graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "rows", "options"),
+    [
+        ("grpo", "qwen2_audio", audio_rows, {"freeze": ["audio_tower"], "beta": 0.1}),
+        ("grpo", FAMILY, video_rows, {"freeze": ["vision_tower"], "beta": 0.1, "sync_ref_model": True}),
+        ("grpo", "qwen3_vl", image_rows, {"freeze": ["vision_tower"], "gradient_checkpointing": True}),
+        ("grpo", FAMILY, image_rows, {**FROZEN, "dynamic_sampling": True, "replay_buffer_size": 2}),
+        ("grpo", FAMILY, text_rows, FROZEN),
+        ("rloo", FAMILY, image_rows, {**FROZEN, "beta": 0.1, "num_iterations": 2}),
+        ("ppo", FAMILY, image_rows, {**FROZEN, "beta": 0.1}),
+        ("ppo", "qwen2_audio", audio_rows, {"freeze": ["audio_tower"], "num_ppo_epochs": 2}),
+    ],
+)
+def test_updates(kind, family, rows, options, monkeypatch):
+    assert_same(*both(monkeypatch, kind, family, rows(), **TWO, **options))
+
+
+def adapted(checkpointing=True):
+    model, processor = load(FAMILY)
+    return {"model": model, "processing_class": processor, "peft_config": ADAPTER}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_encoder_sees_each_medium_once_per_generation_batch(adapter, monkeypatch):
+    """Sampling, the reference, two iterations over two steps, with gradient checkpointing."""
+    options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 4, "max_steps": 4, "gradient_checkpointing": True}
+    options |= {} if adapter else FROZEN
+    rows, objects = image_rows(), adapted if adapter else None
+    plain, ours = both(monkeypatch, "grpo", FAMILY, rows, samples=True, objects=objects, **options)
+    assert_same(plain, ours)
+    before, after = (result.trainer for result in (plain, ours))
+    assert (before.in_update["forwards"] > 0, after.in_update["forwards"]) == (True, 0)
+    assert before.in_update["graphs"] > 0 and after.in_update["graphs"] == 0  # hooks for checkpointing made one
+    width = load(FAMILY)[0].config.vision_config.hidden_size
+    once = [
+        width * sum(prompt.media["pixel_values"].size(0) for prompt in {id(p): p for p in rollout.prompts}.values())
+        for rollout in after.rollouts
+    ]
+    (learning, *counts) = after.batches
+    assert len(counts) == 1 and [each["policy"] for each in counts] == once[1:]
+    assert learning["policy"] == 2 * once[0]  # a joint forward shows how features are joined
+    if not adapter:
+        assert [each["reference"] for each in counts] == once[1:]
+    # Sampling and each iteration, and the reference that shares the encoder
+    assert [each["policy"] for each in before.batches] == [(4 if adapter else 3) * each for each in once]
+
+
+# What is kept, and for how long
+
+
+def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
+    """Also those of an encoder that is trained, for its forwards with gradients."""
+    moved, to_device = [], scoring.to_device
+    monkeypatch.setattr(scoring, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
+    options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = run(trainer_class("grpo", samples=True), FAMILY, image_rows(), **options).trainer
+    prompts = {id(prompt): prompt for rollout in trainer.rollouts for prompt in rollout.prompts}.values()
+    counts = Counter(map(id, moved))
+    assert len(prompts) == 4
+    assert {counts[id(value)] for prompt in prompts for value in prompt.media.values()} == {1}
+
+
+def test_nothing_is_kept_of_used_rollouts():
+    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": True}
+    trainer = run(trainer_class("grpo"), FAMILY, image_rows(), **options).trainer
+    first, last = trainer.rollouts
+    assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)
+    assert len(trainer._groups.replay) == 4
+    kept = [prompt for group in trainer._groups.replay._groups for prompt in group.prompts]
+    assert not any(prompt.on_device for prompt in kept if prompt not in last.prompts)
+    assert not pickle.loads(pickle.dumps(last.prompts[0])).on_device
+
+
+def frozen_model():
+    model, _, prompts = build_encoded(FAMILY)
+    freeze(model, ["vision_tower", "projector"])
+    install_prefix_attention(model)
+    add_fused_head(model, outputs=("log_probs",))
+    return model, [prompt for prompt in prompts if "image" in prompt.modalities]
+
+
+def test_features_are_those_of_the_media_and_of_the_weights():
+    model, prompts = frozen_model()
+    other = with_other_media(prompts[0], "image", prompts[1])
+    logps, _ = of_media(model, prompts[:1])
+    assert (of_media(model, [other])[0] - logps).abs().max() > 1e-3
+    assert of_media(model, prompts[:1])[0].equal(logps)
+
+    def moved_by(distance):
+        with torch.no_grad():
+            model.model.visual.merger.mlp[2].weight.add_(distance)
+        return (of_media(model, prompts[:1])[0] - logps).abs().max()
+
+    model.model.visual.requires_grad_(True)
+    assert moved_by(0.1) > 1e-3  # trained weights are never read from what was kept
+    model.model.visual.requires_grad_(False)
+    of_media(model, prompts[1:2])
+    key = next(key for key in prompts[0].on_device if key[0] is model)
+    assert key in prompts[1].on_device
+
+
+def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
+    model, prompts = frozen_model()
+    seen = Counter()
+    count_forwards(model.model.visual, lambda given, has_graph: seen.update(forwards=1, graphs=has_graph))
+    model.enable_input_require_grads()
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "_is_sharded", lambda model: True)
+        of_media(model, prompts[:1])
+        of_media(model, prompts[:1])
+    assert seen == {"forwards": 2, "graphs": 0}
+    model.model.visual.blocks[0].attn.attention_dropout = 0.1
+    of_media(model, prompts[:1])
+    of_media(model, prompts[:1])
+    assert seen == {"forwards": 4, "graphs": 0}
+
+
+@pytest.mark.parametrize("rows", [image_rows, text_rows])
+def test_rows_become_messages_once(rows, monkeypatch):
+    placed, rendered = Counter(), Counter()
+    to_messages = rollout_prompts.rows_to_messages
+
+    def counting(rows, *args):
+        placed.update(row.number for row in rows)
+        return to_messages(rows, *args)
+
+    monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)
+    model, processor = load(FAMILY)
+    render = processor.apply_chat_template
+    processor.apply_chat_template = lambda chat, **options: rendered.update(n=1) or render(chat, **options)
+    objects = {"model": model, "processing_class": processor}
+    trainer = run(trainer_class("grpo"), FAMILY, rows(), objects=objects, max_steps=2).trainer
+    assert trainer.batches and len(placed) == 4 and set(placed.values()) == {1}
+    assert rendered["n"] == 4

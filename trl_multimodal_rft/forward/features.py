@@ -1,0 +1,388 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Encoders without trained weights: no graph, and one forward per prompt while its rollout is in use."""
+
+import copy
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from ..encoding.join import cat_padded
+from ..encoding.prompts import EncodedPrompt
+from ..families import MODALITIES
+from ..models.modes import has_dropout
+from ..models.towers import find_tower
+
+
+# How a call for several prompts gives their outputs: joined on a dimension, or in a call each
+_ONE_BY_ONE = -1
+_WAYS = (0, 1, _ONE_BY_ONE)
+
+# Outputs differ by rounding up to so many steps of their dtype, relative to their norm
+_TOLERANCE = 32
+
+# Of each model, by its frozen modules and the kind of media, the ways that the first forward of several prompts showed
+_ways: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, ...], dict[str, dict[nn.Module, int]]]] = WeakKeyDictionary()
+
+
+@dataclass
+class _Call:
+    """A call of a frozen module with the media of one prompt."""
+
+    shape: torch.Size  # of its first floating-point input
+    output: Any  # in which floating-point tensors that nothing reads have no memory
+    autocast: torch.dtype | None
+
+
+@dataclass
+class _Scope:
+    """What a forward computes now."""
+
+    kind: str  # of media whose features it computes, or none; of a model without a method for each kind, "any"
+    calls: dict[tuple[str, nn.Module], list[_Call]] = field(default_factory=dict)  # of frozen modules
+    n_calls: Counter = field(default_factory=Counter)
+
+
+class _Encoded(Exception):
+    """The media are encoded; the decoder needn't run."""
+
+
+def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """
+    The largest modules, with weights of which none is trained, that media pass on their way to the language model. Of
+    an encoder whose layers are frozen, but not all of it, these are its children.
+    """
+    text = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+
+    def search(module: nn.Module, is_encoder: bool) -> list[nn.Module]:
+        found = []
+        for child in module.children():
+            if child in text or next(child.parameters(), None) is None:
+                continue
+            # Some modules replace embeddings of tokens by features
+            holds_text = "input_ids" in _parameters(type(child)) or not text.isdisjoint(child.modules())
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found += search(child, is_encoder)
+            elif holds_text:
+                found += search(child, False)
+            elif _is_frozen(child):
+                found.append(child)
+            elif not is_encoder and _has_frozen_layers(child):
+                found += search(child, True)
+        return found
+
+    return search(model, False)
+
+
+@contextmanager
+def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
+    """
+    Keeps frozen modules out of the graph of forwards within the context, whose media are those of `prompts` in their
+    order, and takes the outputs that [`encode_frozen`] computed.
+    """
+    prompts = [prompt for prompt in prompts if prompt.media]
+    modules = frozen_modules(model) if prompts else []
+    known = [prompt.on_device.get((model, *modules), {}) for prompt in prompts]
+    are_known = all((model, *modules) in prompt.on_device for prompt in prompts)
+    scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
+    tried: dict[str, dict[nn.Module, int | None]] = {}
+
+    def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind, place = scope.kind, scope.n_calls[scope.kind, module]
+        scope.n_calls[kind, module] += 1
+        given, parts = _first_features(args, kwargs), []
+        if given is not None and are_known:
+            parts = [calls[kind, module] for calls in known if (kind, module) in calls]
+            autocasts = {each.autocast for part in parts for each in part}
+            parts = parts if autocasts == {_autocast_dtype(given)} else []
+        way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
+        if way is not None and (calls := _calls_of(parts, way, place, given)):
+            return _joined(calls, way)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and _reaches_weights(args, kwargs)):
+            output = forward(*args, **kwargs)
+        if len(parts) > 1 and kind not in ways:
+            found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, place, given), way))
+            way, of_kind = next(found, None), tried.setdefault(kind, {})
+            of_kind[module] = way if of_kind.get(module, way) == way else None
+        return output
+
+    with _wrapped(model, modules, scope, call):
+        yield
+    for kind, of_kind in tried.items():
+        learned = {module: way for module, way in of_kind.items() if way is not None}
+        ways[kind] = learned if len(learned) == len(of_kind) else {}  # one needs what all before it return
+
+
+def encode_frozen(
+    model: PreTrainedModel,
+    prompts: Iterable[EncodedPrompt],
+    inputs_of: Callable[[EncodedPrompt], Mapping[str, torch.Tensor]],
+) -> None:
+    """
+    Computes what frozen modules return for each prompt's media, unless the prompt has it, by the model's own forward
+    up to its decoder. `inputs_of` returns the inputs of one prompt.
+
+    Modules that draw random numbers, or count batches, are left alone, as are sharded models, whose ranks must all run
+    them equally often.
+    """
+    prompts = [prompt for prompt in prompts if prompt.media]
+    if not prompts or _is_sharded(model):
+        return
+    modules = frozen_modules(model)
+    missing = {id(prompt): prompt for prompt in prompts if (model, *modules) not in prompt.on_device}
+    if not missing or not all(map(_is_deterministic, modules)):
+        return
+    kinds = _frozen_kinds(model, modules)
+    for prompt in missing.values():
+        if not kinds.isdisjoint(prompt.modalities):
+            prompt.on_device[(model, *modules)] = _calls_of_one(model, modules, inputs_of(prompt))
+
+
+def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_Call]]:
+    """Calls of frozen modules in the forward of one prompt, by the kind of its media."""
+    scope, reached = _scope(model), []
+
+    def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = _first_features(args, kwargs)
+        if not scope.kind or given is None or _reaches_weights(args, kwargs):
+            return forward(*args, **kwargs)
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        output = _mapped(lambda each: each.detach().requires_grad_() if _is_float(each) else each, [output])
+        made = _Call(given.shape, output, _autocast_dtype(given))
+        scope.calls.setdefault((scope.kind, module), []).append(made)
+        return _mapped(torch.clone, [output])
+
+    def stop(module, args, kwargs):
+        reached.extend(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        raise _Encoded
+
+    handle = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.enable_grad(), _wrapped(model, modules, scope, call):
+            model(**inputs, use_cache=False)
+    except _Encoded:
+        pass
+    finally:
+        handle.remove()
+    # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
+    read = _leaves_of_graph(reached)
+    kinds_read = {
+        kind for (kind, _), made in scope.calls.items() for each in made if not read.isdisjoint(_tensors(each.output))
+    }
+    for (kind, _), made in scope.calls.items():
+        keep = functools.partial(_kept, read=read if kind in kinds_read else None)
+        for each in made:
+            each.output = _mapped(keep, [each.output])
+    return scope.calls
+
+
+def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
+    """Kinds of media whose encoders have frozen modules."""
+    kinds = set()
+    for kind in ("image", "audio"):
+        if kind in model.input_modalities:
+            try:
+                tower = model.get_submodule(find_tower(model, kind))
+            except ValueError:
+                continue
+            inside = {*tower.modules()}
+            if any(module in inside or tower in module.modules() for module in modules):
+                kinds |= {kind, "video"} if kind == "image" else {kind}
+    return kinds
+
+
+def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Tensor:
+    """A part of an output without its memory, unless it is read; without knowing what is, all are."""
+    if not _is_float(leaf) or read is None or leaf in read:
+        return leaf.detach()
+    return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
+
+
+def _calls_of(parts: list[list[_Call]], way: int, place: int, given: Any) -> list[_Call]:
+    """The calls, of those of each prompt, whose inputs are that of the call at a place; none if they aren't known."""
+    if way == _ONE_BY_ONE:
+        return [call for part in parts for call in part][place : place + 1]
+    calls = [part[place] for part in parts if place < len(part)]
+    shapes = [call.shape for call in calls]
+    if len(calls) < len(parts) or any(len(shape) != given.dim() for shape in shapes):
+        return []
+    sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
+    joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(given.dim())]
+    return calls if list(given.shape) in joined else []
+
+
+def _joined(calls: list[_Call], way: int) -> Any:
+    """The output for all prompts from those of each."""
+
+    def join(*tensors: torch.Tensor) -> torch.Tensor:
+        # Not those that are kept, as some models change features in place
+        return tensors[0].clone() if len(tensors) == 1 else cat_padded(list(tensors), 0, way)
+
+    return _mapped(join, [call.output for call in calls])
+
+
+def _is_joined(output: Any, calls: list[_Call], way: int) -> bool:
+    """Whether an output is that of the calls, up to rounding, and apart from padding."""
+    results = [bool(calls)]
+
+    def compare(whole: torch.Tensor, *parts: torch.Tensor) -> None:
+        dim = 0 if way == _ONE_BY_ONE else way
+        if whole.dim() <= dim or whole.size(dim) != sum(part.size(dim) for part in parts):
+            results.append(False)
+            return
+        for piece, part in zip(whole.split([part.size(dim) for part in parts], dim), parts, strict=True):
+            piece = piece[tuple(map(slice, part.shape))]
+            error = torch.where(part.isnan(), 0, piece - part) if _is_float(part) else piece != part
+            limit = _TOLERANCE * torch.finfo(part.dtype).eps * piece.norm() if _is_float(part) else 0
+            results.append(piece.shape == part.shape and bool(error.float().norm() <= limit))
+
+    try:
+        _mapped(compare, [output, *(call.output for call in calls)])
+    except (ValueError, RuntimeError):  # of other structures or shapes
+        return False
+    return all(results)
+
+
+def _mapped(function: Callable, values: Sequence[Any]) -> Any:
+    """Results of modules with `function` of the tensors at each place of them."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return function(*values)
+    if isinstance(first, Mapping):
+        mapped = {name: _mapped(function, [value[name] for value in values]) for name in first}
+        result: Any = copy.copy(first)  # outputs of transformers may have further keys than their fields
+        for name, value in mapped.items():
+            result[name] = value
+        return result
+    if isinstance(first, (tuple, list)):
+        return type(first)(_mapped(function, each) for each in zip(*values, strict=True))
+    return first
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(found.append, [value])
+    return found
+
+
+@contextmanager
+def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
+    """Runs `call` in place of the forwards of modules, and keeps track of what the model computes."""
+
+    def of_kind(kind: str, method: Callable) -> Callable:
+        @functools.wraps(method)  # `generate` reads its arguments
+        def compute(*args, **kwargs):
+            before = scope.kind
+            if before not in MODALITIES:  # features of videos may be those of images
+                scope.kind = kind
+            try:
+                return method(*args, **kwargs)
+            finally:
+                scope.kind = before
+
+        return compute
+
+    def of_module(module: nn.Module, forward: Callable) -> Callable:
+        return lambda *args, **kwargs: call(module, forward, args, kwargs)
+
+    with ExitStack() as stack:
+        for kind, method in _methods(model).items():
+            stack.enter_context(_attribute(model.base_model, method.__name__, of_kind(kind, method)))
+        for module in modules:
+            stack.enter_context(_attribute(module, "forward", of_module(module, module.forward)))
+        yield
+
+
+@contextmanager
+def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of an instance within the context."""
+    before = {name: vars(holder)[name]} if name in vars(holder) else {}
+    vars(holder)[name] = value
+    try:
+        yield
+    finally:
+        del vars(holder)[name]
+        vars(holder).update(before)
+
+
+def _methods(model: PreTrainedModel) -> dict[str, Callable]:
+    """The methods by which a model's forward computes the features of each kind."""
+    names = {kind: f"get_{kind}_features" for kind in MODALITIES}
+    return {kind: getattr(model.base_model, name) for kind, name in names.items() if hasattr(model.base_model, name)}
+
+
+def _scope(model: PreTrainedModel) -> _Scope:
+    return _Scope("" if _methods(model) else "any")
+
+
+@functools.cache
+def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(module_class.forward).parameters)
+
+
+def _has_frozen_layers(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.ModuleList) and _is_frozen(each) for each in module.modules())
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(weight.requires_grad for weight in module.parameters())
+
+
+def _is_deterministic(module: nn.Module) -> bool:
+    """Whether a module returns the same in each forward, and changes nothing."""
+    norms = (each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    return not has_dropout(module) and not any(norm.training and not norm._forward_pre_hooks for norm in norms)
+
+
+def _first_features(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    return next(filter(_is_float, given), given[0] if given else None)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _reaches_weights(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
+    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in _leaves_of_graph(given))
+
+
+def _leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
+    """The leaves, weights among them, that tensors get their gradients from; `None` for those that are hidden."""
+    leaves: set[torch.Tensor | None] = {each for each in tensors if each.is_leaf and each.requires_grad}
+    nodes, seen = [each.grad_fn for each in tensors], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        elif node.name() == "CheckpointFunctionBackward":  # of reentrant checkpointing
+            leaves.add(None)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _is_sharded(model: PreTrainedModel) -> bool:
+    """Whether ranks gather weights of the model while it runs."""
+    wrapped = any(isinstance(each, FSDPModule) or hasattr(each, "_fsdp_wrapped_module") for each in model.modules())
+    return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
