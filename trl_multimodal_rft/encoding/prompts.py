@@ -76,6 +76,8 @@ class EncodedPrompt:
             Which of `"image"`, `"video"` and `"audio"` the prompt contains.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
+        media_span (`tuple[int, int]`, *optional*):
+            Place of the first placeholder, and the one behind the last, if known.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
     """
@@ -87,6 +89,7 @@ class EncodedPrompt:
     decoded: tuple[tuple[slice, DecodedPrompt], ...] = ()
     modalities: frozenset[str] = frozenset()
     row: int | None = None
+    media_span: tuple[int, int] | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -269,6 +272,8 @@ def encode_messages(
     token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
+    known = torch.tensor(sorted(set().union(*placeholders.values())))
+    places = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
@@ -277,6 +282,7 @@ def encode_messages(
         decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
         modalities=frozenset(ref.kind for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
+        media_span=(places[0], places[-1] + 1) if places else None,
     )
 
 

@@ -24,7 +24,7 @@ from .attention import without_masks
 from .encoders import remember_on_host
 from .head import scores_of_logits
 from .layout import group_by_prompt, pack, same_rank, split_samples, to_device
-from .masks import linear_masks
+from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
 
 
@@ -251,7 +251,9 @@ def _batch(
     make = functools.partial(_packed_batch, with_last=with_last) if packed else _padded_batch
     if not whole:
         return make(model, prompts, completion_ids, completion_mask)
-    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
+    # Each prompt has labels of its own
+    options = {"shares_prefixes": False} if packed else {}
+    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0], **options)
     return _scoring_prompts(batch, prompts, completion_ids, completion_mask, packed)
 
 
@@ -276,15 +278,19 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
     )
 
 
-def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
+def _packed_batch(
+    model, prompts, completion_ids, completion_mask, with_last: bool = False, shares_prefixes: bool = True
+) -> _Batch:
     """
     One row that holds each prompt, and its media, once. It is exact: every token attends to what it would in a row of
     its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had the idea of sharing a prefix in RL.
     """
     longest = int(completion_mask.sum(1).max())
-    masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
+    groups = group_by_prompt(prompts)
+    masks = [linear_masks(model, prompt, longest) for prompt in groups]
     fill = family_of(model).token_field_fill
-    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last)
+    trees = trees_of(model, prompts, completion_mask.sum(1).tolist()) if shares_prefixes else None
+    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last, trees=trees)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
@@ -294,14 +300,13 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
     }
 
     def n_rows():
-        groups = iter(group_by_prompt(prompts).items())
         counts = torch.ones_like(row.input_ids)
-        for start, length, prompt_start, _ in row.layout.segments:
-            if start == prompt_start:
-                prompt, members = next(groups)
-                counts[0, start : start + length] = 0 if isinstance(prompt, DummyPrompt) else len(members)
-            else:
-                counts[0, start] = 0  # a copy of the prompt's last token
+        for start, length, parent, _ in row.layout.segments:
+            if start in row.nodes:
+                owned = (len(groups[each]) for each in row.nodes[start].leaves if not isinstance(each, DummyPrompt))
+                counts[0, start : start + length] = sum(owned)
+            if start != parent:
+                counts[0, start] = 0  # a copy of the last token of what it continues
         return counts
 
     return _Batch(
