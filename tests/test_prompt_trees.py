@@ -2,25 +2,35 @@
 """Prompts that start alike share what they start with: scores, gradients and updates equal those of separate rows."""
 
 import copy
+import functools
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from helpers.chats import chat, text
+from datasets import Dataset
+from helpers.chats import chat, text, video
 from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.packed_rows import backward, relative_difference, skip_linear_attention
+from helpers.trainer_utils import Injected, largest_difference, norm, run, with_media
+from helpers.trainer_utils import relative_difference as relative_difference_of_updates
+from transformers import GenerationConfig
 
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import trees
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import _is_causal, linear_masks, trees_of
 from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.generation.transformers import generate_completions
 
 
+TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
 QUESTIONS = ["Is there a bird?", "Is there a cat? Yes", "Is there a bird? No", "Describe the image."]
 # Sliding windows, chunked and latent attention, states
 OTHERS = ["kimi_k25", "llama4", "qwen3_5_deep", "lfm2_vl", "mistral3", "cohere2_vision", "llava_gpt_oss"]
@@ -68,8 +78,8 @@ def differences(scores, expected, model, mask):
     logps, entropies, grads = expected
     own = backward(model, scores.logps, scores.entropies, mask)
     return (
-        float((scores.logps - logps * mask).abs().max()),
-        float((scores.entropies - entropies * mask).abs().max()),
+        (scores.logps - logps * mask).abs().max().item(),
+        (scores.entropies - entropies * mask).abs().max().item(),
         relative_difference(grads, own),
     )
 
@@ -107,5 +117,114 @@ def test_trees_equal_separate_rows(name, mode, monkeypatch, separate):
     # Chunked kernels of states round by where a chunk starts
     assert all(now <= max(1e-5, 2 * then) for now, then in zip(found, before, strict=True)), (found, before)
     shared = {bool(node.prompt.media) for node in shared_nodes(model, prompts)}
-    sees_media_both_ways = any(not _is_causal(linear_masks(model, prompt, 1)) for prompt in prompts if prompt.media)
-    assert shared == ({False} if sees_media_both_ways else {False, True}) - ({False} if name == "paligemma" else set())
+    assert shared == {bool(prompt.media) for prompt in prompts if _is_causal(linear_masks(model, prompt, 1))}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5_deep"])
+def test_random_trees(name, cuda, monkeypatch, separate):
+    """Prompts over few tokens start alike in many ways, some are the start of others, and one occurs twice."""
+    monkeypatch.setattr(trees, "_WORTH_SHARING", -1e9)
+    model, _ = built(name, [])
+    depths = set()
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(1, 24, (9,), generator=generator).tolist()
+        drawn = [60 + torch.randint(0, 2, (n,), generator=generator) for n in sizes]
+        drawn += [drawn[0], drawn[1][: sizes[1] // 2 + 1], torch.cat([drawn[2], drawn[3]])]
+        unique = [EncodedPrompt(ids, {}, {}, torch.arange(len(ids))[None]) for ids in drawn]
+        prompts = [prompt for prompt in unique for _ in range(2)]
+        ids, mask = random_completions(len(prompts), seed=seed)
+        mask[3] = mask[8:10] = 0
+        nodes = dict(trees.walk(trees_of(model, prompts, [1] * len(prompts))))
+        depths |= {sum(1 for _ in ancestors(node, nodes)) for node in nodes}
+        expected = alone(model, prompts, ids, mask)
+        with cuda_path(monkeypatch) if cuda else nullcontext():
+            scores = completion_scores(model, model, prompts, ids, mask)
+            assert max(differences(scores, expected, model, mask)) <= 1e-5
+    assert max(depths) >= 4
+
+
+def greedy(tokenizer):
+    return GenerationConfig(
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        suppress_tokens=list(range(30)),  # special tokens
+        disable_compile=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "gemma3", "kimi_k25", "qwen3_5"])
+def test_prefill_shares_what_prompts_start_with(name, separate):
+    model, prompts = built(name, several_questions(name))
+    tokenizer = ALL_FAMILIES[name].build()[1].tokenizer
+    tokens, results = [], []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["inputs_embeds"].shape[:2].numel()), with_kwargs=True
+    )
+    for shares in (True, False):
+        tokens.clear()
+        with nullcontext() if shares else separate():
+            args = greedy(tokenizer), tokenizer.pad_token_id, model.device
+            ids = generate_completions(model, model, prompts, *args)
+        results.append((ids, sum(tokens[:2])))
+    handle.remove()
+    (shared, n_shared), (alone, n_alone) = results
+    assert torch.equal(shared, alone)
+    # Windows and states have no mask for padding, and Gemma 3 sees an image both ways
+    assert (n_shared < 0.8 * n_alone) == (name not in ("gemma3", "qwen3_5"))
+
+
+def clip_rows():
+    """Four questions about each of two clips."""
+    clips = [video(6, 112, 112, seed=i // 4)["video"] for i in range(8)]
+    rows = [{"prompt": [{"role": "user", "content": f"Describe the video. {question}"}]} for question in 2 * QUESTIONS]
+    return with_media(Dataset.from_list(rows), "video", clips)
+
+
+@functools.cache
+def counting(kind):
+    class Counting(Injected, TRAINERS[kind]):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.n_tokens = 0
+            self._unwrapped(self.model).get_decoder().register_forward_pre_hook(self.count, with_kwargs=True)
+
+        def count(self, module, args, kwargs):
+            self.n_tokens += kwargs["inputs_embeds"].shape[:2].numel()
+
+    return Counting
+
+
+BATCH = {"per_device_train_batch_size": 16, "shuffle_dataset": False, "learning_rate": 0.03, "max_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("grpo", {"loss_type": loss, "beta": 0.05}) for loss in LOSSES),
+        ("grpo", {"num_iterations": 2, "max_tokens_per_microbatch": 300}),
+        ("rloo", {"beta": 0.1}),
+        ("ppo", {"num_ppo_epochs": 2}),
+        ("ppo", {"shared_trunk": True}),
+    ],
+)
+def test_updates_equal_those_of_separate_prompts(kind, options, separate):
+    ours = run(counting(kind), "qwen2_5_vl", clip_rows(), **BATCH, **options)
+    with separate():
+        expected = run(counting(kind), "qwen2_5_vl", clip_rows(), **BATCH, **options)
+    assert norm(expected.update) > 1e-3
+    assert relative_difference_of_updates(expected.update, ours.update) <= 5e-6
+    difference, name = largest_difference(expected.history, ours.history)
+    assert difference <= 1e-5, name
+    assert ours.trainer.n_tokens <= (1 if "max_tokens_per_microbatch" in options else 0.75) * expected.trainer.n_tokens
+    for each, bound in ((ours, 0.85), (expected, 0.75)):
+        shares = [entry["packing/shared_frac"] for entry in each.history if "packing/shared_frac" in entry]
+        assert all(share >= bound for share in shares) and (each is ours or set(shares) == {0.75})
+
+
+def ancestors(node, nodes):
+    while (node := nodes[node]) is not None:
+        yield node

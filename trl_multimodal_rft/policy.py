@@ -349,6 +349,7 @@ class PolicyForward:
                     unwrapped_model.device if self.accelerator is None else self.accelerator.device,
                     surplus=surplus,
                     shared_prefill=shared_prefill,
+                    shared_prefixes=not is_sharded,
                     dummies=dummies,
                     branches=branches,
                 )

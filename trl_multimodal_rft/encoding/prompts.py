@@ -105,6 +105,19 @@ class EncodedPrompt:
         """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
 
+    def part(self, place: slice) -> "EncodedPrompt":
+        """Some of the tokens, with the media if these start in them."""
+        first = (self.media_span or (0, 0))[0]
+        has_media = first in range(*place.indices(len(self)))
+        return EncodedPrompt(
+            self.input_ids[place],
+            {name: value[place] for name, value in self.token_fields.items()},
+            self.media if has_media else {},
+            self.position_ids[..., place],
+            modalities=self.modalities if has_media else frozenset(),
+            row=self.row,
+        )
+
     def positions_after(self, n: int) -> torch.Tensor:
         """
         Positions of the tokens after the prompt.

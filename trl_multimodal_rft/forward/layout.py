@@ -191,7 +191,7 @@ class PrefixLayout:
         restore[branch_index[is_branch]] = branch_places.view_as(branch_index)[is_branch]
         # A branch begins with a copy of the last token of what it continues
         lasts = {start: start + length - 1 for start, length, *_ in self.segments}
-        for start, _, parent, _ in self.segments:
+        for start, _, parent, _ in reversed(self.segments):
             if start != parent:
                 restore[lasts[parent]] = restore[start]
 
