@@ -252,6 +252,18 @@ def test_one_completion_of_each_prompt_is_worth_packing():
     assert policy.worth_packing(*arguments, model)
 
 
+def test_router_statistics_count_each_token_once_per_completion(separate):
+    model, prompts = built("qwen3_vl_moe", several_questions("qwen3_vl_moe"))
+    ids, mask = random_completions(len(prompts))
+    args = model, model, prompts, ids, mask
+    ours = completion_scores(*args, output_router_logits=True).router
+    with separate():
+        expected = completion_scores(*args, output_router_logits=True).router
+    padded = completion_scores(*args, output_router_logits=True, packed=False).router
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(ours, padded)
+
+
 @pytest.mark.parametrize("change", ["ids", "positions", "fields", "media"])
 def test_what_differs_is_not_shared(change):
     """A prompt with another token, position, token field or pixel within the clip's tokens shares what precedes it."""

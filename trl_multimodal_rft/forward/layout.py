@@ -613,9 +613,11 @@ class _Unit:
 def _before(segments) -> dict[int, torch.Tensor]:
     """Positions in the row of what each segment, by its start, shares."""
     before, below = {}, {}
+    continued = {parent for start, _, parent, _ in segments if start != parent}
     for start, length, parent, _ in segments:
         before[start] = torch.arange(0) if start == parent else below[parent]
-        below[start] = torch.cat([before[start], torch.arange(start, start + length - 1)])
+        if start in continued:
+            below[start] = torch.cat([before[start], torch.arange(start, start + length - 1)])
     return before
 
 

@@ -114,7 +114,7 @@ def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: 
     groups = group_by_prompt(prompts)
     behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
-    return prompt_trees(behind, [prompt for prompt, own in masks.items() if _is_causal(own)])
+    return prompt_trees(behind, {prompt for prompt, own in masks.items() if _is_causal(own)})
 
 
 def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
