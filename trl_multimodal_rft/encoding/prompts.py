@@ -106,7 +106,16 @@ class EncodedPrompt:
         return [self]
 
     def part(self, place: slice) -> "EncodedPrompt":
-        """Some of the tokens, with the media if these start in them."""
+        """
+        Some of the tokens, with the media if these start in them.
+
+        Args:
+            place (`slice`):
+                Which tokens.
+
+        Returns:
+            [`EncodedPrompt`]: The part, at the positions of the whole.
+        """
         first = (self.media_span or (0, 0))[0]
         has_media = first in range(*place.indices(len(self)))
         return EncodedPrompt(

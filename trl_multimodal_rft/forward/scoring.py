@@ -251,9 +251,7 @@ def _batch(
     make = functools.partial(_packed_batch, with_last=with_last) if packed else _padded_batch
     if not whole:
         return make(model, prompts, completion_ids, completion_mask)
-    # Each prompt has labels of its own
-    options = {"shares_prefixes": False} if packed else {}
-    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0], **options)
+    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
     return _scoring_prompts(batch, prompts, completion_ids, completion_mask, packed)
 
 
@@ -278,18 +276,18 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
     )
 
 
-def _packed_batch(
-    model, prompts, completion_ids, completion_mask, with_last: bool = False, shares_prefixes: bool = True
-) -> _Batch:
+def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
     """
-    One row that holds each prompt, and its media, once. It is exact: every token attends to what it would in a row of
-    its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had the idea of sharing a prefix in RL.
+    One row that holds each prompt, and its media, once, and so what several prompts start with. It is exact: every
+    token attends to what it would in a row of its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had
+    the idea of sharing a prefix in RL.
     """
-    longest = int(completion_mask.sum(1).max())
+    lengths = completion_mask.sum(1).tolist()
     groups = group_by_prompt(prompts)
-    masks = [linear_masks(model, prompt, longest) for prompt in groups]
+    masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
-    trees = trees_of(model, prompts, completion_mask.sum(1).tolist()) if shares_prefixes else None
+    # Without completions, tokens of prompts are scored, and each prompt has labels of its own
+    trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last, trees=trees)
     inputs = {
         "input_ids": row.input_ids,
