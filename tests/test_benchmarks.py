@@ -13,6 +13,7 @@ import masks
 import media_pipeline
 import project
 import pytest
+import shared_media
 import step_table
 import token_budget
 import torch
@@ -75,6 +76,17 @@ def test_policy_update(policy_update, case, family, capsys):
         assert result["memory_ratio"] > 4
     assert {"cpu", "cores", "gpu"} == result["hardware"].keys()
     assert result["versions"]["trl"].startswith("1.16")
+
+
+def test_shared_media(capsys):
+    shared_media.main(["--preset", "tiny", "--frames", "2", "--side", "4", "--repeats", "1", *THREADS, "--json"])
+    result = result_of(capsys)
+    tokens = {name: each["tokens"] for name, each in result["contestants"].items()}
+    assert tokens["tree"] < tokens["separate"] < tokens["trl"]
+    assert result["token_share_of_separate"] == tokens["tree"] / tokens["separate"]
+    assert all(each["gradient_difference"] < 1e-4 for each in result["contestants"].values())
+    assert all(each["update_s"] > 0 and each["update_cpu_s"] > 0 for each in result["contestants"].values())
+    assert result["update_share_of_separate"] > 0 and result["update_share_of_trl"] > 0
 
 
 def test_checkpointing_runs_layers_again(policy_update, tmp_path):

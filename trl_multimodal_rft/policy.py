@@ -19,10 +19,12 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.layout import packed_length, split_by_tokens, split_samples
+from .forward.masks import trees_of
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
 from .forward.scoring import completion_scores, completion_values, encode_once
 from .forward.token_budget import DeferredParts
+from .forward.trees import count_tokens
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
 from .models.wrapped import is_unsharded, unwrapped
@@ -94,14 +96,39 @@ class PolicyForward:
         """The model within wrappers of engine and adapter."""
         return unwrapped(self.accelerator, model)
 
-    def worth_packing(self, prompts: Sequence[EncodedPrompt], lengths: Sequence[int], size: int) -> bool:
+    def worth_packing(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        lengths: Sequence[int],
+        size: int,
+        model: PreTrainedModel | None = None,
+    ) -> bool:
         """
-        Whether packed rows are possible, and enough shorter than padded ones, for `size` completions per forward.
+        Whether packed rows are possible, and enough shorter than padded ones, for `size` completions per forward. With
+        the `model`, prompts that start alike may share more.
         """
+        if not self.fallbacks.packing:
+            return False
         padded = len(lengths) * (max(map(len, prompts)) + max(lengths))
         slices = [slice(start, start + size) for start in range(0, len(lengths), size)]
         packed = sum(packed_length(prompts[part], lengths[part]) for part in slices)
-        return self.fallbacks.packing and packed <= _WORTH_PACKING * padded
+        if packed > _WORTH_PACKING * padded and model is not None:
+            packed = sum(lengths) + sum(self.n_prompt_tokens(model, prompts[part], lengths[part]) for part in slices)
+        return packed <= _WORTH_PACKING * padded
+
+    def n_prompt_tokens(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
+        """Prompt tokens of the packed rows of completions, given their lengths."""
+        bins = [range(len(prompts))]
+        if self.max_tokens is not None:
+            bins = split_by_tokens(prompts, lengths, self.max_tokens)
+        parts = [
+            [own[i] for i in part]
+            for own in bins
+            for part in split_samples([prompts[j] for j in own], self.fallbacks.isolate)
+        ]
+        return sum(
+            count_tokens(trees_of(model, [prompts[i] for i in part], [lengths[i] for i in part])) for part in parts
+        )
 
     # Scores
 
@@ -326,6 +353,7 @@ class PolicyForward:
                     device,
                     surplus=surplus,
                     shared_prefill=shared_prefill,
+                    shared_prefixes=not is_sharded,
                     dummies=dummies,
                     branches=branches,
                 )

@@ -18,6 +18,7 @@ from peft import AutoPeftModel, LoraConfig, PeftModel
 from training import (
     ENGINE,
     GROUP,
+    ONE_IMAGE,
     SHORT_AND_LONG,
     InjectingRLOO,
     InjectingTrainer,
@@ -155,6 +156,8 @@ PLAIN = {
     # Each of two ranks has one whole group and half of another
     "straddling_groups": ("qwen2_5_vl", image_rows(), 3, {}),
     "whole_groups": ("qwen2_5_vl", image_rows(), 2, WHOLE),
+    # Prompts share their image within each micro-batch
+    "one_image": ("qwen2_5_vl", ONE_IMAGE, 4, WHOLE),
     # Micro-batches of arbitrary completions, as in TRL
     "shuffled": ("qwen2_5_vl", image_rows(), 2, {**REUSED, "keep_groups_together": False}),
     # Groups of different lengths; each of two ranks has whole groups

@@ -26,7 +26,7 @@ IN_DEFAULT_RUN = {
     "fsdp2": [FOR_EACH_ENGINE],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
-DDP += ["rloo", "without_signal", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
+DDP += ["rloo", "one_image", "without_signal", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
@@ -182,6 +182,11 @@ def test_a_group_that_straddles_processes_is_packed_on_each(two, scenario):
     shares = [step["packing/shared_frac"] for step in two[0]["steps"]]
     # Either both completions of a process share a prompt, or 4 of 6 have one prompt and 2 another
     assert shares == pytest.approx([0.5 if scenario == "straddling_group" else 2 / 3] * 2, abs=0.05)
+
+
+@on(["ddp"], "one_image")
+def test_prompts_that_share_an_image_are_packed_on_each(two):
+    assert all(step["packing/shared_frac"] > 0.8 for step in two[0]["steps"] if "packing/shared_frac" in step)
 
 
 @on(["ddp"], FOR_EACH_ENGINE)

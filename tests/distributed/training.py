@@ -264,6 +264,10 @@ def image_rows():
 SHORT_AND_LONG = 4 * [image_rows()[3]] + 4 * [row("What is in the image? " * 4, image=image_rows()[2]["image"])]
 
 
+# Four questions about each of two images
+ONE_IMAGE = [row("What is in the image? " * 4 + str(i), image=image_rows()[i // 4]["image"]) for i in range(8)]
+
+
 def audio_rows(seconds=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
     return [
         row("What do you hear?", audio={"array": audio(length, seed=i)["audio"], "sampling_rate": RATE})

@@ -125,7 +125,9 @@ def measure(args: argparse.Namespace) -> Measured:
         freeze_backbone(critic.model, as_names(args.freeze))
     prompt, encoders = synthetic_prompt(base, args)
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
-    prompts = [replace(prompt) for _ in range(-(-args.per_device_train_batch_size // group))]
+    n_prompts = -(-args.per_device_train_batch_size // group)
+    # At positions of their own, as prompts that start alike would share tokens
+    prompts = [replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_prompts)]
     prompts = [each for each in prompts for _ in range(group)][: args.per_device_train_batch_size]
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch

@@ -76,6 +76,8 @@ class EncodedPrompt:
             Which of `"image"`, `"video"` and `"audio"` the prompt contains.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
+        media_span (`tuple[int, int]`, *optional*):
+            Place of the first placeholder, and the one behind the last, if known.
         mask_cache (`dict`, *optional*):
             Attention masks of this prompt with text after it, by layer type, filled when completions are packed.
         on_device (`dict`, *optional*):
@@ -90,6 +92,7 @@ class EncodedPrompt:
     decoded: tuple[tuple[slice, DecodedPrompt], ...] = ()
     modalities: frozenset[str] = frozenset()
     row: int | None = None
+    media_span: tuple[int, int] | None = None
     mask_cache: dict = field(default_factory=dict, repr=False)
     on_device: dict = field(default_factory=dict, repr=False)
 
@@ -105,6 +108,28 @@ class EncodedPrompt:
     def parts(self) -> list["EncodedPrompt"]:
         """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
+
+    def part(self, place: slice) -> "EncodedPrompt":
+        """
+        Some of the tokens, with the media if these start in them.
+
+        Args:
+            place (`slice`):
+                Which tokens.
+
+        Returns:
+            [`EncodedPrompt`]: The part, at the positions of the whole.
+        """
+        first = (self.media_span or (0, 0))[0]
+        has_media = first in range(*place.indices(len(self)))
+        return EncodedPrompt(
+            self.input_ids[place],
+            {name: value[place] for name, value in self.token_fields.items()},
+            self.media if has_media else {},
+            self.position_ids[..., place],
+            modalities=self.modalities if has_media else frozenset(),
+            row=self.row,
+        )
 
     def positions_after(self, n: int) -> torch.Tensor:
         """
@@ -273,6 +298,8 @@ def encode_messages(
     token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
+    known = torch.tensor(sorted(set().union(*placeholders.values())))
+    places = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
@@ -281,6 +308,7 @@ def encode_messages(
         decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
         modalities=frozenset(ref.kind for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
+        media_span=(places[0], places[-1] + 1) if places else None,
     )
 
 

@@ -153,13 +153,14 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
         options = {"is_causal": base != "eager", "groups": groups, "with_branches": not takes_varlen}
         local = layout.local_prompts(block, kind, query.dtype)
         prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, **options, with_prompts=local is None)
-        queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
-        prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
-        with kernels.without_cudnn():
-            output, _ = base_attention(module, *prompts, prompt_mask, **kwargs)
-        if local:
-            output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
-        outputs.append(output.flatten(0, 1))
+        if block.starts:
+            queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
+            prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+            with kernels.without_cudnn():
+                output, _ = base_attention(module, *prompts, prompt_mask, **kwargs)
+            if local:
+                output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
+            outputs.append(output.flatten(0, 1))
         if takes_varlen or block.branch_index.numel() == 0:
             continue
         keys = block.key_index[:, block.unseen_keys(kind) :]

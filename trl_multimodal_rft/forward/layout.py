@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
+from .trees import Node, leaf, walk
 
 
 T = TypeVar("T")
@@ -52,13 +53,15 @@ class PrefixBlock:
     `N` prompts of similar length and their `M` branches, attended in two calls: the prompts, then the branches.
 
     A branch is a copy of the prompt's last token followed by the completion without its last token: exactly the
-    positions that predict the completion. Indices are positions in the packed row, padded on the right.
+    positions that predict the completion. Where prompts start alike, what they share is a prompt, too, whose branches
+    are their rests; a prompt with a rest is attended as a branch, and its own branches are in another block. Indices
+    are positions in the packed row, padded on the right.
     """
 
-    prompt_index: torch.Tensor  # of the prompts, `(N, P)`
+    prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if they are attended as branches
     branch_index: torch.Tensor  # of the branches, `(M, L)`
     key_index: torch.Tensor  # of a branch's keys: its prompt without the last token, then itself, `(M, P - 1 + L)`
-    starts: list[int]  # of each prompt in the row
+    starts: list[int]  # of each prompt in the row; empty if they are attended as branches
     sizes: list[int]  # tokens of each prompt
     owner: torch.Tensor  # prompt of each branch, `(M,)`
     linear: list[dict[str | None, LayerMask]]  # `linear_masks` of each prompt
@@ -91,8 +94,8 @@ class PrefixLayout:
 
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # place of each row position in the concatenated outputs of the blocks, `(T,)`
-    # In row order, each prompt and branch as (start, length, prompt start, shared prompt tokens); a prompt shares 0
-    # tokens, a branch all but the last of its prompt
+    # In row order, each prompt and branch as (start, length, start of what it continues, shared tokens); a prompt
+    # continues itself and shares 0 tokens, a branch all but the last of what it continues
     segments: list[tuple[int, int, int, int]]
     # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
     # whether the prompts are, too
@@ -104,9 +107,14 @@ class PrefixLayout:
         _, lengths, _, shared = torch.tensor(self.segments).T
         return to_device(_ranges(shared, lengths)[None], self.restore_index.device)
 
+    @cached_property
+    def before(self) -> dict[int, torch.Tensor]:
+        """Positions in the row of what each segment, by its start, shares."""
+        return _before(self.segments)
+
     def has_sequences(self, with_prompts: bool) -> bool:
         """Whether the row holds branches, or prompts that count as sequences."""
-        return with_prompts or len(self.segments) > sum(len(block.sizes) for block in self.blocks)
+        return with_prompts or any(start != parent for start, _, parent, _ in self.segments)
 
     def sequences(self, window: int | None, with_prompts: bool) -> tuple[torch.Tensor | None, torch.Tensor, Sequences]:
         """
@@ -119,10 +127,13 @@ class PrefixLayout:
         key = ("sequences", window, with_prompts)
         if key not in self._masks:
             segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
-            starts, lengths, prompt_starts, shared = torch.tensor(segments).T
+            starts, lengths, _, shared = torch.tensor(segments).T
             seen = shared if window is None else shared.clamp(max=window - 1)
-            firsts = torch.stack([prompt_starts + shared - seen, starts], dim=1)
-            keys = _ranges(firsts, torch.stack([seen, lengths], dim=1))
+            pieces = [
+                (self.before[start][n - m :], torch.arange(start, start + length))
+                for (start, length, _, n), m in zip(segments, seen.tolist(), strict=True)
+            ]
+            keys = torch.cat([piece for pair in pieces for piece in pair])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
             device = self.restore_index.device
             queries = None if with_prompts else to_device(_ranges(starts, lengths), device)
@@ -148,23 +159,28 @@ class PrefixLayout:
     @cached_property
     def continued(self) -> Continued:
         """The layout for layers that carry a state along the row, computed once for all of them."""
-        branches: dict[int, list[tuple[int, int]]] = {}  # by the start of their prompt
-        for start, length, prompt, _ in self.segments:
-            branches.setdefault(prompt, []).append((start, length))
-        prompts = [segments.pop(0) for segments in branches.values()]
-        lasts = [start + size - 1 for start, size in prompts]
-        owned = [segments or [(last, 1)] for segments, last in zip(branches.values(), lasts, strict=True)]
-        owner = torch.tensor([i for i, segments in enumerate(owned) for _ in segments])
+        prompts = [(start, length) for start, length, parent, _ in self.segments if start == parent]
+        numbers = {start: i for i, (start, _) in enumerate(prompts)}
+        inner = {parent for start, _, parent, _ in self.segments if start != parent}
+        # What follows the head of a prompt up to the end of each completion. The states of a rest, which several
+        # prompts or completions share, are computed for each.
+        ways, owner = [], []
+        for start, length, parent, _ in self.segments:
+            owns = numbers[start] = numbers[parent]
+            if start not in inner:
+                whole = torch.cat([self.before[start], torch.arange(start, start + length)])
+                ways.append(whole[prompts[owns][1] - 1 :])
+                owner.append(owns)
 
         starts, sizes = torch.tensor(prompts).T[:, :, None]
         longest = max(1, int(sizes.max()) - 1)
         head_steps = torch.arange(longest) - longest + sizes - 1  # below 0 on padding
         head_index = starts + head_steps.clamp(min=0)
 
-        starts, lengths = torch.tensor(sum(owned, [])).T[:, :, None]
+        lengths = torch.tensor([[len(way)] for way in ways])
         # At least two: mixers take a single token for a decoding step, which has no gradient
         steps = torch.arange(max(2, int(lengths.max())))
-        branch_index = starts + steps.minimum(lengths - 1)
+        branch_index = torch.stack([way[steps.clamp(max=len(way) - 1)] for way in ways])
 
         is_head, is_branch = head_steps >= 0, steps < lengths
         head_places, branch_places = torch.arange(head_index.numel() + branch_index.numel()).split(
@@ -173,15 +189,18 @@ class PrefixLayout:
         restore = torch.empty_like(self.restore_index, device="cpu")
         restore[head_index[is_head]] = head_places.view_as(head_index)[is_head]
         restore[branch_index[is_branch]] = branch_places.view_as(branch_index)[is_branch]
-        # A branch begins with a copy of its prompt's last token
-        restore[torch.tensor(lasts)[owner]] = branch_places.view_as(branch_index)[:, 0]
+        # A branch begins with a copy of the last token of what it continues
+        lasts = {start: start + length - 1 for start, length, *_ in self.segments}
+        for start, _, parent, _ in reversed(self.segments):
+            if start != parent:
+                restore[lasts[parent]] = restore[start]
 
         device = self.restore_index.device
         return Continued(
             to_device(head_index, device),
             None if is_head.all() else to_device(is_head, device),
             to_device(branch_index, device),
-            to_device(owner, device),
+            to_device(torch.tensor(owner), device),
             to_device(restore, device),
         )
 
@@ -209,7 +228,7 @@ class PrefixLayout:
         key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
         if key not in self._masks:
             plain = all(linear[kind] is None for linear in block.linear)
-            if not with_prompts:
+            if not (with_prompts and block.starts):
                 prompts = None
             elif not plain:
                 prompts = self._prompt_masks(block, kind, dtype)
@@ -233,10 +252,10 @@ class PrefixLayout:
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
             """Keys before that of the first query, and queries."""
-            width = block.prompt_index.size(1)
-            return (0, width) if part == "prompts" else (width - 1, block.branch_index.size(1))
+            queries = block.branch_index.size(1)
+            return (0, block.prompt_index.size(1)) if part == "prompts" else (max(block.sizes) - 1, queries)
 
-        shapes = [shape(each) for each in self.blocks if part == "prompts" or len(set(each.sizes)) == 1]
+        shapes = [shape(b) for b in self.blocks if (b.starts if part == "prompts" else len(set(b.sizes)) == 1)]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
         key = (part, dtype, groups)
         if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
@@ -268,6 +287,8 @@ class PrefixLayout:
         Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and masks `(N * C, 1, L, K)`.
         """
         key = ("local", block, kind, dtype)
+        if not block.starts:
+            return None
         if key not in self._masks:
             self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
         return self._masks[key]
@@ -300,7 +321,7 @@ class PrefixLayout:
 
     def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
         n, skipped, longest = len(block.sizes), block.unseen_keys(kind), block.branch_index.size(1)
-        shared = block.prompt_index.size(1) - 1 - skipped
+        shared = max(block.sizes) - 1 - skipped
         masks = self._hidden(n, longest, shared + longest, dtype)
         masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
         for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
@@ -343,8 +364,8 @@ class PackedRow:
     shift_labels: torch.Tensor  # the token that each position predicts, -100 on prompts, `(1, T)`
     position_ids: torch.Tensor  # of each token in its own sequence, `(1, T)` or `(R, 1, T)`
     token_fields: dict[str, torch.Tensor]  # each `(1, T)`
-    prompts: list[EncodedPrompt]  # in row order
-    parts: list[EncodedPrompt]  # the same, each followed by what holds media of its completions
+    nodes: dict[int, Node]  # prompts, or what several share, by their start in the row
+    parts: list[EncodedPrompt]  # with the media of the row, in their order
     layout: PrefixLayout
     label_index: torch.Tensor  # positions with a label, `(N,)`
     score_index: torch.Tensor  # row position that predicts each completion token, 0 on padding, `(B, C)`
@@ -391,20 +412,33 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     return [sorted(part) for part in split]
 
 
-def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
+def micro_batch_order(
+    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, trees: Sequence[Node] | None = None
+) -> list[int]:
     """
-    An order of completions that keeps groups together and balances packed lengths over equally large micro-batches,
-    which come in random order. A group that fits into none is split over as few as possible.
+    An order of completions that keeps groups together, and those of a tree, and balances packed lengths over equally
+    large micro-batches, which come in random order. A group that fits into none is split over as few as possible.
     """
     size = len(prompts) // n_batches
-    groups = [(len(p) + sum(lengths[i] for i in members), members) for p, members in group_by_prompt(prompts).items()]
+    groups = group_by_prompt(prompts)
+    bundles: list[tuple[int, list[int]]] = []
+    for tree in [*map(leaf, groups)] if trees is None else trees:
+        shared = tree.stop if tree.children else 0
+        load, members = shared, []
+        for prompt in tree.leaves:
+            if members and len(members) + len(groups[prompt]) > size:
+                bundles.append((load, members))
+                load, members = shared, []
+            load += len(prompt) - shared + sum(lengths[i] for i in groups[prompt])
+            members = members + groups[prompt]
+        bundles.append((load, members))
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches
-    for load, members in sorted(groups, key=lambda group: -group[0]):
+    for load, members in sorted(bundles, key=lambda bundle: -bundle[0]):
         while members:
             room = [size - len(batch) for batch in batches]
             fitting = [b for b in range(n_batches) if room[b] >= len(members)]
-            # The lightest that takes the whole group, else the one that takes most of it
+            # The lightest that takes the whole bundle, else the one that takes most of it
             b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
             taken, members = members[: room[b]], members[room[b] :]
             batches[b] += taken
@@ -450,9 +484,10 @@ def pack(
     masks: Sequence[dict],
     field_fill: Mapping[str, int] | None = None,
     with_last: bool = False,
+    trees: Sequence[Node] | None = None,
 ) -> PackedRow:
     """
-    Lays out prompts and completions as one row in which each prompt stands once.
+    Lays out prompts and completions as one row in which each prompt stands once, or each node of their `trees`.
 
     `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance; `field_fill`
     is the value of token fields on completion tokens, where it isn't 0. A completion that is masked throughout gets no
@@ -463,26 +498,30 @@ def pack(
     lengths = completion_mask.sum(1).tolist()
     completions = completion_ids.cpu()
     groups = group_by_prompt(prompts)
+    of_prompt = dict(zip(groups, masks, strict=True))
     fields = sorted({name for prompt in prompts for name in prompt.token_fields})
 
     ids, labels, positions, segments = [], [], [], []
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
     parts: list[EncodedPrompt] = []
     score_start = torch.zeros(len(prompts), dtype=torch.long)
-    units = []  # for each prompt: start, length and [(start, length) of its branches]
+    starts: dict[Node, int] = {}  # of prompts in the row
     offset = 0
-    for prompt, members in groups.items():
-        start, size = offset, len(prompt)
-        segments.append((start, size, start, 0))
-        ids.append(prompt.input_ids)
+    for node, parent in walk([*map(leaf, groups)] if trees is None else trees):
+        prompt, first = node.prompt, 0 if parent is None else parent.stop - 1
+        place = slice(first, node.stop)
+        start, size = offset, node.stop - first
+        starts[node] = start
+        segments.append((start, size, start if parent is None else starts[parent], first))
+        ids.append(prompt.input_ids[place])
         labels.append(torch.full((size,), -100))
-        positions.append(prompt.position_ids)
-        parts.append(prompt.parts[0])
+        positions.append(prompt.position_ids[..., place])
+        if first <= (prompt.media_span or (0,))[0] < node.stop:
+            parts.append(prompt.parts[0])
         for name in fields:
-            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)))
+            columns[name].append(prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids))[place])
         offset += size
-        branches = []
-        for member in members:
+        for member in [] if node.children else groups[prompt]:
             if (length := lengths[member]) == 0:
                 continue
             completion = completions[member, :length]
@@ -495,11 +534,9 @@ def pack(
             for name in fields:
                 fill = (field_fill or {}).get(name, 0)
                 columns[name].append(F.pad(whole.field_after(name, taken, fill), (1, 0), value=fill))
-            segments.append((offset, taken + 1, start, size - 1))
-            branches.append((offset, taken + 1))
+            segments.append((offset, taken + 1, start, len(prompt) - 1))
             score_start[member] = offset
             offset += taken + 1
-        units.append((start, size, branches))
 
     labels = torch.cat(labels)
     steps = torch.arange(completion_ids.size(1))
@@ -510,9 +547,9 @@ def pack(
         shift_labels=to_device(labels[None], device),
         position_ids=to_device(torch.cat(same_rank(positions), dim=-1), device),
         token_fields={name: to_device(torch.cat(values)[None], device) for name, values in columns.items()},
-        prompts=list(groups),
+        nodes={start: node for node, start in starts.items()},
         parts=parts,
-        layout=_layout(units, masks, segments, device),
+        layout=_layout(segments, {start: of_prompt[node.prompt] for node, start in starts.items()}, device),
         label_index=to_device((labels != -100).nonzero()[:, 0], device),
         score_index=to_device(score_index, device),
     )
@@ -524,29 +561,64 @@ def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
 
-def _layout(units, masks, segments, device) -> PrefixLayout:
+def _layout(segments, masks: Mapping[int, dict], device) -> PrefixLayout:
+    """The layout of segments, with the masks of prompts by their start."""
+    before, owned = _before(segments), {start: [] for start in masks}
+    for start, length, parent, _ in segments:
+        if start != parent:
+            owned[parent].append((start, length))
+    units = [
+        _Unit(
+            torch.cat([before[start], torch.arange(start, start + length)]),
+            owned[start],
+            masks[start],
+            start == parent,
+        )
+        for start, length, parent, _ in segments
+        if start in masks and (start == parent or owned[start])
+    ]
     # Clusters of prompts of similar length, so that many short ones need few attention calls
-    clusters: list[list[tuple]] = []
-    for each in sorted(zip(units, masks, strict=True), key=lambda each: each[0][1]):
-        if clusters and _share_a_call(*zip(*clusters[-1], each, strict=True)):
-            clusters[-1].append(each)
+    clusters: list[list[_Unit]] = []
+    for unit in sorted(units, key=lambda unit: (not unit.is_first, len(unit.tokens))):
+        if clusters and _share_a_call([*clusters[-1], unit]):
+            clusters[-1].append(unit)
         else:
-            clusters.append([each])
+            clusters.append([unit])
 
     blocks, spans, taken = [], [], 0
     for cluster in clusters:
-        members, member_masks = zip(*cluster, strict=True)
-        block = _block(members, member_masks, device)
-        prompts = [unit[:2] for unit in members]
-        branches = [branch for *_, owned in members for branch in owned]
+        block = _block(cluster, device)
+        prompts = [(int(unit.tokens[0]), len(unit.tokens)) for unit in cluster if unit.is_first]
+        branches = [branch for unit in cluster for branch in unit.branches]
         for index, sequences in ((block.prompt_index, prompts), (block.branch_index, branches)):
             spans += [(start, size, taken + row * index.size(1)) for row, (start, size) in enumerate(sequences)]
             taken += index.numel()
         blocks.append(block)
-    reaches = [size - 1 + max((length for _, length in owned), default=1) for _, size, owned in units]
-    windows = {kind: _window([mask[kind] for mask in masks], reaches) for kind in masks[0]}
+    reaches = [len(u.tokens) - 1 + max((length for _, length in u.branches), default=1) for u in units]
+    windows = {kind: _window([unit.masks[kind] for unit in units], reaches) for kind in units[0].masks}
     windows = {kind: window for kind, window in windows.items() if window is not None}
     return PrefixLayout(blocks, to_device(_places(spans), device), segments, windows)
+
+
+@dataclass
+class _Unit:
+    """A prompt, or what several share, and what continues it."""
+
+    tokens: torch.Tensor  # positions in the row, `(P,)`
+    branches: list[tuple[int, int]]  # (start, length) in the row
+    masks: dict[str | None, LayerMask]
+    is_first: bool  # whether it continues nothing
+
+
+def _before(segments) -> dict[int, torch.Tensor]:
+    """Positions in the row of what each segment, by its start, shares."""
+    before, below = {}, {}
+    continued = {parent for start, _, parent, _ in segments if start != parent}
+    for start, length, parent, _ in segments:
+        before[start] = torch.arange(0) if start == parent else below[parent]
+        if start in continued:
+            below[start] = torch.cat([before[start], torch.arange(start, start + length - 1)])
+    return before
 
 
 def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | None, bool] | None:
@@ -582,34 +654,34 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
-def _share_a_call(units, masks) -> bool:
+def _share_a_call(units: Sequence[_Unit]) -> bool:
     """Whether one call attends prompts, given from the shortest to the longest."""
-    shortest, longest = units[0][1], units[-1][1]
-    if longest > _LENGTH_TOLERANCE * shortest:
+    shortest, longest = len(units[0].tokens), len(units[-1].tokens)
+    if units[0].is_first != units[-1].is_first or longest > _LENGTH_TOLERANCE * shortest:
         return False
-    if shortest == longest and not any(mask is not None for linear in masks for mask in linear.values()):
+    if shortest == longest and not any(mask is not None for unit in units for mask in unit.masks.values()):
         return True  # one mask for all branches
-    lengths = [length for _, _, branches in units for _, length in branches]
+    lengths = [length for unit in units for _, length in unit.branches]
     return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
-def _block(units, masks, device) -> PrefixBlock:
-    width = max(size for _, size, _ in units)
-    steps = torch.arange(width)
-    starts = torch.tensor([start for start, _, _ in units])
-    sizes = torch.tensor([size for _, size, _ in units])
+def _block(units: Sequence[_Unit], device) -> PrefixBlock:
+    sizes = [len(unit.tokens) for unit in units]
     # Padding points at the last token of the sequence: its output is dropped, no query of a causal prompt sees it, and
     # every other mask hides it
-    prompt_index = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+    steps = torch.arange(max(sizes))
+    prompt_index = torch.stack([unit.tokens[steps.clamp(max=len(unit.tokens) - 1)] for unit in units])
 
-    owner = torch.tensor([i for i, (_, _, branches) in enumerate(units) for _ in branches], dtype=torch.long)
-    branches = torch.tensor([branch for _, _, owned in units for branch in owned], dtype=torch.long).view(-1, 2)
+    owner = torch.tensor([i for i, unit in enumerate(units) for _ in unit.branches], dtype=torch.long)
+    branches = torch.tensor([branch for unit in units for branch in unit.branches], dtype=torch.long).view(-1, 2)
     longest = int(branches[:, 1].max()) if len(branches) else 0
     branch_steps = torch.arange(longest)
     branch_index = branches[:, :1] + torch.minimum(branch_steps, branches[:, 1:] - 1)
-    key_index = torch.cat([prompt_index[owner, : width - 1], branch_index], dim=1)
+    key_index = torch.cat([prompt_index[owner, : max(sizes) - 1], branch_index], dim=1)
 
+    starts = [int(unit.tokens[0]) for unit in units if unit.is_first]
+    prompt_index = prompt_index if starts else prompt_index[:0, :0]
     prompt_index, branch_index, key_index = (
         to_device(index, device) for index in (prompt_index, branch_index, key_index)
     )
-    return PrefixBlock(prompt_index, branch_index, key_index, starts.tolist(), sizes.tolist(), owner, list(masks))
+    return PrefixBlock(prompt_index, branch_index, key_index, starts, sizes, owner, [unit.masks for unit in units])

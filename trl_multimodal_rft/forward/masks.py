@@ -2,7 +2,7 @@
 """The attention masks of a model family, from the family's own function."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from .layout import Causal, LayerMask
+from .layout import Causal, LayerMask, group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
+from .trees import Node, prompt_trees
 
 
 # Layer types whose tokens interact through attention alone
@@ -106,6 +107,19 @@ def _described(mask: torch.Tensor, size: int) -> LayerMask:
     reaches = [(far[allowed].max(), -far[allowed].min()) for allowed, far in by_rows(0, size)]
     back, ahead = (int(max(each)) for each in zip(*reaches, strict=True))
     return Causal(window, mask[:size, :size].clone(), ahead if back < (window or size) else None)
+
+
+def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
+    """Trees of the prompts of completions, as the row that packs them holds them."""
+    groups = group_by_prompt(prompts)
+    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    masks = {prompt: linear_masks(model, prompt, max(lengths)) for prompt in groups} if len(groups) > 1 else {}
+    return prompt_trees(behind, {prompt for prompt, own in masks.items() if _is_causal(own)})
+
+
+def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
+    """Whether no token of a prompt sees later ones, and all see the same window."""
+    return all(mask is None or (isinstance(mask, Causal) and mask.prompt is None) for mask in masks.values())
 
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:

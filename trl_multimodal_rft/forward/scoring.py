@@ -25,7 +25,7 @@ from .encoders import remember_on_host
 from .features import encode_frozen, frozen_features
 from .head import scores_of_logits
 from .layout import group_by_prompt, pack, same_rank, split_samples, to_device
-from .masks import linear_masks
+from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
 
 
@@ -287,13 +287,17 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
 
 def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
     """
-    One row that holds each prompt, and its media, once. It is exact: every token attends to what it would in a row of
-    its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had the idea of sharing a prefix in RL.
+    One row that holds each prompt, and its media, once, and so what several prompts start with. It is exact: every
+    token attends to what it would in a row of its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had
+    the idea of sharing a prefix in RL.
     """
-    longest = int(completion_mask.sum(1).max())
-    masks = [linear_masks(model, prompt, longest) for prompt in group_by_prompt(prompts)]
+    lengths = completion_mask.sum(1).tolist()
+    groups = group_by_prompt(prompts)
+    masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
-    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last)
+    # Without completions, tokens of prompts are scored, and each prompt has labels of its own
+    trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
+    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last, trees=trees)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
@@ -303,14 +307,13 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
     }
 
     def n_rows():
-        groups = iter(group_by_prompt(prompts).items())
         counts = torch.ones_like(row.input_ids)
-        for start, length, prompt_start, _ in row.layout.segments:
-            if start == prompt_start:
-                prompt, members = next(groups)
-                counts[0, start : start + length] = 0 if isinstance(prompt, DummyPrompt) else len(members)
-            else:
-                counts[0, start] = 0  # a copy of the prompt's last token
+        for start, length, parent, _ in row.layout.segments:
+            if start in row.nodes:
+                owned = (len(groups[each]) for each in row.nodes[start].leaves if not isinstance(each, DummyPrompt))
+                counts[0, start : start + length] = sum(owned)
+            if start != parent:
+                counts[0, start] = 0  # a copy of the last token of what it continues
         return counts
 
     return _Batch(

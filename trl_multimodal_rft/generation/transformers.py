@@ -4,7 +4,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.features import frozen_features
 from ..forward.layout import Causal, group_by_prompt
-from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, windows_as_forwarded
+from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
 from ..forward.scoring import left_pad, media_inputs
 from .caches import GrowingLayer, growing_cache
 
+
+# Prefixes are prefilled first if that leaves at most this share of the tokens
+_WORTH_PREFILLING = 0.9
 
 # Options that look at all tokens, and their neutral values: tokens may be missing behind a cache
 _LOOKS_BACK = {
@@ -86,9 +89,7 @@ class Branches:
         for prompt, (place, turn) in zip(prompts, self.asked, strict=True):
             row, before, ids = held[place]
             n = len(before) + len(ids)
-            fields = {name: value[n:] for name, value in prompt.token_fields.items()}
-            positions = prompt.position_ids[..., n:]
-            rests.append(EncodedPrompt(prompt.input_ids[n:], fields, turn.media, positions, row=prompt.row))
+            rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
             rows.append(row)
         index = torch.tensor(rows, device=mask.device)
         cache.reorder_cache(index)
@@ -126,6 +127,7 @@ def generate_completions(
     device: torch.device,
     *,
     shared_prefill: bool = True,
+    shared_prefixes: bool = True,
     dummies: Sequence[EncodedPrompt] = (),
     branches: Branches | None = None,
 ) -> Any:
@@ -133,6 +135,7 @@ def generate_completions(
     Generates a completion of each prompt, equal to that of `generate` on repeated prompts.
 
     Unique prompts are prefilled once, through the model's own forward, and the cache is expanded to their completions.
+    With `shared_prefixes`, which takes one more forward, so is what they start with, see [`~forward.trees.Node`].
     Where the family or the options don't allow that, `generate` gets repeated prompts. `dummies` are prefilled, for
     the collectives in their encoders, but not completed. `branches` hold a cache to continue from, and get the new
     one.
@@ -143,21 +146,19 @@ def generate_completions(
     unique = [*group_by_prompt(prompts), *dummies]
     takes_a_cache = _takes_a_cache(generation_config)
     cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
-    past = None
+    past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+    obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
     if branches is not None:
-        branches.obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
-        if branches.obstacle is None:
-            past = branches.take(unwrapped_model, prompts)
-        else:
-            branches = None
+        branches.obstacle = obstacle
+        if obstacle is None and (past := branches.take(unwrapped_model, prompts)) is not None:
+            order = None
+        branches = branches if obstacle is None else None
+    if past is None and obstacle is None and shared_prefixes:
+        past = _prefilled_prefixes(model, unwrapped_model, unique, device, pad_token_id)
     rows = past[2] if past is not None else unique if cached else [*prompts, *dummies]
-    batch = left_pad(rows, pad_token_id)
-    batch = {**batch.pop("fields"), **batch}
-    batch = {name: value.to(device) for name, value in batch.items()}
-    media = media_inputs(rows, unwrapped_model, device)
+    batch, media = _batch(rows, unwrapped_model, device, pad_token_id)
     inputs: dict[str, Any]
     if cached:
-        order = None if past is not None else torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
         with frozen_features(unwrapped_model, rows):
             inputs = _prefill(model, unwrapped_model, batch, media, cached, past, order, pad_token_id)
     else:
@@ -180,6 +181,51 @@ def generate_completions(
     return output if isinstance(output, ModelOutput) else completion_ids
 
 
+def _batch(rows: Sequence[EncodedPrompt], model: PreTrainedModel, device: torch.device, pad_token_id: int) -> tuple:
+    """Left-padded tensors per token, and the media, of rows."""
+    batch = left_pad(rows, pad_token_id)
+    batch = {**batch.pop("fields"), **batch}
+    return {name: value.to(device) for name, value in batch.items()}, media_inputs(rows, model, device)
+
+
+def _prefilled_prefixes(
+    model: nn.Module,
+    unwrapped_model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    device: torch.device,
+    pad_token_id: int,
+) -> tuple[DynamicCache, torch.Tensor, list[EncodedPrompt]] | None:
+    """
+    A cache of what prompts start with, with a row for each, its mask, and the rests of the prompts; `None` if that
+    saves too little, or isn't exact.
+    """
+    trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
+    layers = DynamicCache(config=windows_as_forwarded(unwrapped_model)).layers
+    if len(trees) == len(prompts) or any(type(layer) is not DynamicLayer for layer in layers):
+        return None
+    prefixes, rests, owner = [], {}, {}
+    for number, tree in enumerate(trees):
+        n = min(tree.stop, *(len(prompt) - 1 for prompt in tree.leaves))
+        if n < 1 or any(_is_within_media(prompt, n) for prompt in tree.leaves):
+            return None
+        prefixes.append(tree.prompt.part(slice(n)))
+        for prompt in tree.leaves:
+            rests[prompt], owner[prompt] = prompt.part(slice(n, None)), number
+    forwarded = sum(len(rows) * max(map(len, rows)) for rows in (prefixes, rests.values()))
+    if forwarded > _WORTH_PREFILLING * len(prompts) * max(map(len, prompts)):
+        return None
+    order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
+    options = {"cached": 0, "past": None, "order": order, "pad_token_id": pad_token_id}
+    filled = _prefill(model, unwrapped_model, *_batch(prefixes, unwrapped_model, device, pad_token_id), **options)
+    return filled["past_key_values"], filled["attention_mask"], [rests[prompt] for prompt in prompts]
+
+
+def _is_within_media(prompt: EncodedPrompt, n: int) -> bool:
+    """Whether the first `n` tokens of a prompt may hold a part of its media."""
+    first, end = prompt.media_span or (0, len(prompt))
+    return bool(prompt.media) and first < n < end
+
+
 def _prefill(
     model: nn.Module,
     unwrapped_model: PreTrainedModel,
@@ -192,7 +238,8 @@ def _prefill(
 ) -> dict[str, Any]:
     """
     Fills a cache with prompts, or with what follows a `past` one, and returns the inputs with which `generate`
-    continues, of the rows in this `order` or as they are. `cached` is from [`_cacheable_tokens`].
+    continues, of the rows in this `order` or as they are. `cached` is from [`_cacheable_tokens`], or 0 to keep all
+    tokens in the cache.
     """
     input_ids, attention_mask, position_ids = (
         batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
-from ..forward.layout import group_by_prompt, to_device
+from ..forward.layout import to_device
 from ..forward.scoring import left_pad
 
 
@@ -218,10 +218,3 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
         if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
             changed[name] = torch.cat(values)
     return replace(parts[0], **changed)
-
-
-def count_prompt_tokens(micro_batches: Sequence[Rollout]) -> list[float]:
-    """Prompt tokens that micro-batches forward, and those that a forward per completion would."""
-    prompts = [group_by_prompt(each.prompts) if each.packed else each.prompts for each in micro_batches]
-    every = [prompt for each in micro_batches for prompt in each.prompts]
-    return [sum(len(prompt) for part in prompts for prompt in part), sum(map(len, every))]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 from trl.trainer.utils import nanmax, nanmin
 
 from ..algorithms.metrics import Metric
@@ -136,3 +137,15 @@ def without_gradient(rollout: Rollout) -> list[bool]:
     """Which completions have a policy gradient of exactly 0, such as those of a group with equal rewards."""
     advantages = rollout.advantages if rollout.advantages.dim() == 2 else rollout.advantages[:, None]
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
+
+
+def count_prompt_tokens(
+    policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
+) -> list[float]:
+    """Prompt tokens that micro-batches forward, and those that a forward per completion would."""
+    repeated = [sum(map(len, each.prompts)) for each in micro_batches]
+    forwarded = [
+        policy.n_prompt_tokens(model, each.prompts, each.completion_mask.sum(1).tolist()) if each.packed else n
+        for each, n in zip(micro_batches, repeated, strict=True)
+    ]
+    return [sum(forwarded), sum(repeated)]

@@ -25,6 +25,7 @@ from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..forward.layout import micro_batch_order
+from ..forward.masks import trees_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
@@ -40,9 +41,16 @@ from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
-from ..rollout.rollout import Rollout, count_prompt_tokens
+from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
-from ..rollout.score import engine_metrics, n_on_policy, rollout_ratios, score_in_batches, without_gradient
+from ..rollout.score import (
+    count_prompt_tokens,
+    engine_metrics,
+    n_on_policy,
+    rollout_ratios,
+    score_in_batches,
+    without_gradient,
+)
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .arguments import check_arguments
@@ -304,7 +312,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._log_metrics(metrics)
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
-        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size)
+        rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
 
     def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
         """Calls tools and samples further turns, until no completion ends with a call."""
@@ -420,14 +428,17 @@ class MultimodalTrainer(CheckpointMixin):
             if not (self._uses_every_score or has_dropout(self.model)):  # which draws random numbers for each token
                 rollout.without_gradient = without_gradient(rollout)
             together = self.args.keep_groups_together and self.rollout_func is None
+            model = self._unwrapped(self.model)
             if not together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             elif steps > 1:
                 lengths = rollout.completion_mask.sum(1).tolist()
-                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps))
+                trees = trees_of(model, rollout.prompts, lengths) if rollout.packed else None
+                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, trees))
             self._buffered_inputs = rollout.micro_batches(steps)
             # Prompt tokens that a forward per completion would repeat and the packed forward doesn't
-            forwarded, repeated = self._sum_over_ranks(count_prompt_tokens(self._buffered_inputs))
+            counts = count_prompt_tokens(self._policy, model, self._buffered_inputs)
+            forwarded, repeated = self._sum_over_ranks(counts)
             self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
             n_skipped, n = self._sum_over_ranks([float(sum(rollout.without_gradient)), float(len(rollout))])
             self._mode_metrics["packing/skipped_frac"].append(n_skipped / n)

@@ -1,0 +1,123 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts that start alike, with the same media or the same system prompt, as trees whose nodes are forwarded once."""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+
+from ..encoding.prompts import EncodedPrompt
+
+
+# A node must save at least this share of the tokens below it: less makes no measurable difference
+_WORTH_SHARING = 0.1
+
+
+@dataclass(eq=False)
+class Node:
+    """Tokens that prompts start with, behind those of the node above; without children, the rest of one prompt."""
+
+    prompt: EncodedPrompt  # the longest of the prompts, whose mask holds for all
+    stop: int  # tokens of the prompt up to the end of the node
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def leaves(self) -> list[EncodedPrompt]:
+        """The prompts."""
+        return [leaf for child in self.children for leaf in child.leaves] or [self.prompt]
+
+
+def leaf(prompt: EncodedPrompt) -> Node:
+    """A prompt that shares nothing."""
+    return Node(prompt, len(prompt))
+
+
+def walk(nodes: Sequence[Node], parent: Node | None = None) -> Iterator[tuple[Node, Node | None]]:
+    """Nodes with their parents, in row order."""
+    for node in nodes:
+        yield node, parent
+        yield from walk(node.children, node)
+
+
+def count_tokens(trees: Sequence[Node]) -> int:
+    """Prompt tokens in the row. A node repeats the last token of the one above."""
+    return sum(node.stop - (0 if parent is None else parent.stop - 1) for node, parent in walk(trees))
+
+
+def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[EncodedPrompt]) -> list[Node]:
+    """
+    Trees of unique prompts, given with the tokens behind each, and those of them in which attention is causal.
+
+    These share tokens with equal ids, fields and positions. Media are shared if they are equal, and wholly within
+    these tokens.
+    """
+    shareable = [prompt for prompt in prompts if prompt in causal]
+    trees = _grow(shareable, 0, _symbols(shareable), prompts) if len(shareable) > 1 else [*map(leaf, shareable)]
+    order = {prompt: i for i, prompt in enumerate(prompts)}
+    alone = [leaf(prompt) for prompt in prompts if prompt not in causal]
+    return sorted([*trees, *alone], key=lambda node: min(order[prompt] for prompt in node.leaves))
+
+
+def _grow(prompts, taken: int, symbols, behind: Mapping[EncodedPrompt, int]) -> list[Node]:
+    """Nodes of prompts that have so many tokens in common with a node above."""
+    if len(prompts) == 1:
+        return [leaf(prompts[0])]
+    first = prompts[0]
+    equal = common = min(_n_equal(symbols[first], symbols[prompt]) for prompt in prompts)
+    # A node that would cut media, or whose last token, which is repeated, is a placeholder, holds none of them
+    starts, ends = zip(*(prompt.media_span or (equal, 0) for prompt in prompts), strict=True)
+    if min(starts) < equal <= max(ends):
+        common = min(starts)
+    saved = (common - taken) * (len(prompts) - 1) - len(prompts)
+    is_worth = saved >= _WORTH_SHARING * sum(len(prompt) - taken + behind[prompt] for prompt in prompts)
+    groups: dict[tuple, list[EncodedPrompt]] = {}
+    for i, prompt in enumerate(prompts):
+        following = symbols[prompt][equal : equal + 1].flatten().tolist()
+        groups.setdefault((*following,) or (None, i), []).append(prompt)
+    below = common if is_worth and common else taken
+    children = [node for group in groups.values() for node in _grow(group, below, symbols, behind)]
+    return [Node(max(prompts, key=len), common, children)] if is_worth and common else children
+
+
+def _n_equal(a: torch.Tensor, b: torch.Tensor) -> int:
+    n = min(len(a), len(b))
+    differs = (a[:n] != b[:n]).any(1)
+    return int(differs.int().argmax()) if differs.any() else n
+
+
+def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tensor]:
+    """All that distinguishes the tokens of prompts, `(P, K)`: ids, fields, positions, and media where these start."""
+    names = sorted({name for prompt in prompts for name in prompt.token_fields})
+    axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
+    numbers, unknown = {}, count(-1, -1)
+    alike: dict[tuple, list[EncodedPrompt]] = {}
+    for prompt in prompts:
+        alike.setdefault(_media_shapes(prompt), []).append(prompt)
+    symbols = {}
+    for prompt in prompts:
+        media = torch.zeros_like(prompt.input_ids)
+        if prompt.media and (prompt.media_span is None or len(alike[_media_shapes(prompt)]) == 1):
+            media[(prompt.media_span or (0,))[0]] = next(unknown)
+        elif prompt.media_span is not None:
+            media[prompt.media_span[0]] = numbers.setdefault(_digest(prompt), len(numbers) + 1)
+        fields = [prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)) for name in names]
+        positions = prompt.position_ids.flatten(0, -2).expand(axes, -1)
+        symbols[prompt] = torch.stack([prompt.input_ids, media, *fields, *positions], dim=1)
+    return symbols
+
+
+def _media_shapes(prompt: EncodedPrompt) -> tuple:
+    return prompt.media_span, *((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
+
+
+def _digest(prompt: EncodedPrompt) -> bytes:
+    """A hash of the media's content, cached."""
+    if "media" not in prompt.mask_cache:
+        digest = hashlib.blake2b()
+        for name, value in sorted(prompt.media.items()):
+            digest.update(name.encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+        prompt.mask_cache["media"] = digest.digest()
+    return prompt.mask_cache["media"]
