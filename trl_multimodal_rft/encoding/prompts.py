@@ -129,6 +129,7 @@ class EncodedPrompt:
             self.position_ids[..., place],
             modalities=self.modalities if has_media else frozenset(),
             row=self.row,
+            on_device=self.on_device if has_media else {},
         )
 
     def positions_after(self, n: int) -> torch.Tensor:

@@ -139,7 +139,7 @@ def encode_frozen(
     if not prompts or _is_sharded(model):
         return
     modules = frozen_modules(model)
-    missing = {id(prompt): prompt for prompt in prompts if (model, *modules) not in prompt.on_device}
+    missing = {id(prompt.on_device): prompt for prompt in prompts if (model, *modules) not in prompt.on_device}
     if not missing or not all(map(_is_deterministic, modules)):
         return
     kinds = _frozen_kinds(model, modules)

@@ -2,9 +2,8 @@
 """Prompts that start alike, with the same media or the same system prompt, as trees whose nodes are forwarded once."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 
@@ -91,25 +90,32 @@ def _symbols(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, torch.Tens
     """All that distinguishes the tokens of prompts, `(P, K)`: ids, fields, positions, and media where these start."""
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
     axes = max(prompt.position_ids.shape[:-1].numel() for prompt in prompts)
-    numbers, unknown = {}, count(-1, -1)
-    alike: dict[tuple, list[EncodedPrompt]] = {}
-    for prompt in prompts:
-        alike.setdefault(_media_shapes(prompt), []).append(prompt)
+    share_media(prompts)
+    numbers: dict[int, int] = {}
     symbols = {}
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         media = torch.zeros_like(prompt.input_ids)
-        if prompt.media and (prompt.media_span is None or len(alike[_media_shapes(prompt)]) == 1):
-            media[(prompt.media_span or (0,))[0]] = next(unknown)
-        elif prompt.media_span is not None:
-            media[prompt.media_span[0]] = numbers.setdefault(_digest(prompt), len(numbers) + 1)
+        if prompt.media_span is not None:
+            media[prompt.media_span[0]] = numbers.setdefault(id(prompt.on_device), len(numbers) + 1)
+        elif prompt.media:
+            media[0] = -1 - i
         fields = [prompt.token_fields.get(name, torch.zeros_like(prompt.input_ids)) for name in names]
         positions = prompt.position_ids.flatten(0, -2).expand(axes, -1)
         symbols[prompt] = torch.stack([prompt.input_ids, media, *fields, *positions], dim=1)
     return symbols
 
 
-def _media_shapes(prompt: EncodedPrompt) -> tuple:
-    return prompt.media_span, *((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
+def share_media(prompts: Iterable[EncodedPrompt]) -> None:
+    """Lets prompts with equal media share what forwards keep of these."""
+    alike: dict[tuple, list[EncodedPrompt]] = {}
+    for prompt in dict.fromkeys(prompts):
+        if prompt.media:
+            shapes = ((name, value.dtype, *value.shape) for name, value in sorted(prompt.media.items()))
+            alike.setdefault((*shapes,), []).append(prompt)
+    for group in alike.values():
+        kept: dict[bytes, dict] = {}
+        for prompt in group if len(group) > 1 else ():
+            prompt.on_device = kept.setdefault(_digest(prompt), prompt.on_device)
 
 
 def _digest(prompt: EncodedPrompt) -> bytes:

@@ -11,6 +11,7 @@ from ..data.columns import iter_refs
 from ..encoding.ablation import Ablation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
+from ..forward.trees import share_media
 from .environments import Environments
 from .prompts import PromptEncoder
 from .rollout import Rollout
@@ -55,6 +56,7 @@ def collect(
                 ablation = None if ablations is None else ablations[row.number]
                 tools = template_tools(toolbox, environments, i)
                 prompts.append(encoder.encode(messages[i], row.number, ablation, **tools))
+    share_media(prompts)
     return Rollout(
         prompts,
         group_ids.to(accelerator.device),
