@@ -82,6 +82,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.models.modes import checkpoint_activations
+from trl_multimodal_rft.models.parts import freeze
 
 
 SHORTEST, LONGEST = 20, 64  # completion tokens
@@ -665,6 +666,8 @@ def build_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestan
             **options,
         )
         model = build_model(preset, processor, args.device, args.seed, family)
+        if args.freeze_tower:
+            freeze(model, ["audio_tower" if family.hears else "vision_tower", "projector"])
         if args.beta != 0.0:  # the trainers load the reference model from disk
             model.config._name_or_path = str(Path(folder) / "model")
             model.save_pretrained(model.config._name_or_path)
@@ -834,6 +837,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="completions come with log-probabilities, corrected as those of vLLM",
     )
     parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
+    parser.add_argument("--freeze_tower", action="store_true", help="freeze the encoder and its projector")
     parser.add_argument("--updates_only", action="store_true", help="measure only updates, without sampling")
     parser.add_argument(
         "--beta", type=float, default=0.0, help="KL coefficient; above 0, a reference model scores, too"

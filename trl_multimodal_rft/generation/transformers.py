@@ -200,8 +200,8 @@ def _prefilled_prefixes(
     saves too little, or isn't exact.
     """
     trees = trees_of(unwrapped_model, prompts, [0] * len(prompts))
-    layers = DynamicCache(config=windows_as_forwarded(unwrapped_model)).layers
-    if len(trees) == len(prompts) or any(type(layer) is not DynamicLayer for layer in layers):
+    layers = growing_cache(windows_as_forwarded(unwrapped_model)).layers
+    if len(trees) == len(prompts) or any(type(layer) is not GrowingLayer for layer in layers):
         return None
     prefixes, rests, owner = [], {}, {}
     for number, tree in enumerate(trees):
