@@ -87,7 +87,7 @@ def test_decoding_copies_no_earlier_keys(monkeypatch):
     """Logits are those of transformers' own cache, bit for bit, also after room for more tokens was made."""
     model, _, processor, prompts = build("qwen2_5_vl")
     options = config(processor.tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    args = (model, model, prompts, options, processor.tokenizer.pad_token_id, model.device)
+    args = (model, model, prompts[:1] * 2, options, processor.tokenizer.pad_token_id, model.device)
     found = {}
     monkeypatch.setattr(caches, "_ROOM", 3)
     for name, layer in (("transformers", DynamicLayer), ("ours", caches.GrowingLayer)):

@@ -274,6 +274,7 @@ def test_what_differs_is_not_shared(change):
     assert [node.stop for node in shared_nodes(model, [first, second])] == [57]
     if change == "media":
         second.media = {**second.media, "pixel_values": second.media["pixel_values"].clone()}
+        second.on_device = {}
         second.media["pixel_values"][-1, -1] += 1e-3
         place = first.media_span[0]
     elif change == "fields":
