@@ -15,6 +15,7 @@ from helpers.grpo_runs import FAMILY, TWO
 from helpers.trainer_utils import (
     Injected,
     audio_rows,
+    clip_rows,
     image_rows,
     largest_difference,
     load,
@@ -235,6 +236,18 @@ def test_an_encoder_sees_each_medium_once_per_generation_batch(adapter, monkeypa
         assert [each["reference"] for each in counts] == once[1:]
     # Sampling and each iteration, and the reference that shares the encoder
     assert [each["policy"] for each in before.batches] == [(4 if adapter else 3) * each for each in once]
+
+
+def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
+    options = {**REAL, **FROZEN, "num_iterations": 2, "per_device_train_batch_size": 16, "shuffle_dataset": False}
+    rows = clip_rows()
+    plain, ours = both(monkeypatch, "grpo", FAMILY, rows, samples=True, max_steps=4, **options)
+    assert_same(plain, ours)
+    width = load(FAMILY)[0].config.vision_config.hidden_size
+    (rollout,) = {id(each): each for each in ours.trainer.rollouts[1:]}.values()
+    clips = {id(prompt.on_device): prompt.media["pixel_values_videos"].size(0) for prompt in rollout.prompts}
+    assert len(clips) == 1 and len(set(map(id, rollout.prompts))) == 4
+    assert ours.trainer.batches[1]["policy"] == width * sum(clips.values())
 
 
 # What is kept, and for how long

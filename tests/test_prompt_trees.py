@@ -7,14 +7,13 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from datasets import Dataset
-from helpers.chats import chat, text, video
+from helpers.chats import chat, text
 from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.packed_rows import backward, relative_difference, skip_linear_attention
-from helpers.trainer_utils import Injected, largest_difference, norm, run, with_media
+from helpers.trainer_utils import QUESTIONS, Injected, clip_rows, largest_difference, norm, run
 from helpers.trainer_utils import relative_difference as relative_difference_of_updates
 from transformers import GenerationConfig
 
@@ -32,7 +31,6 @@ from trl_multimodal_rft.policy import PolicyForward
 
 
 TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
-QUESTIONS = ["Is there a bird?", "Is there a cat? Yes", "Is there a bird? No", "Describe the image."]
 # Sliding windows, chunked and latent attention, states
 OTHERS = ["kimi_k25", "llama4", "qwen3_5_deep", "lfm2_vl", "mistral3", "cohere2_vision", "llava_gpt_oss"]
 LONG = "What is in the image? " * 6
@@ -176,14 +174,6 @@ def test_prefill_shares_what_prompts_start_with(name, separate):
     assert torch.equal(shared, alone)
     # Windows and states have no mask for padding, and Gemma 3 sees an image both ways
     assert (n_shared < 0.8 * n_alone) == (name not in ("gemma3", "qwen3_5"))
-
-
-def clip_rows(order=range(8)):
-    """Four questions about each of two clips."""
-    clips = [video(6, 112, 112, seed=i // 4)["video"] for i in order]
-    contents = [f"Describe the video. {QUESTIONS[i % 4]}" for i in order]
-    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
-    return with_media(Dataset.from_list(rows), "video", clips)
 
 
 @functools.cache

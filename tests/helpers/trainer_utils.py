@@ -121,6 +121,18 @@ def video_rows(n: int = 8) -> Dataset:
     return with_media(Dataset.from_list(rows), "video", videos)
 
 
+# Of which some start alike
+QUESTIONS = ["Is there a bird?", "Is there a cat? Yes", "Is there a bird? No", "Describe the image."]
+
+
+def clip_rows(order=range(8)) -> Dataset:
+    """Four questions about each of two clips."""
+    clips = [video(6, 112, 112, seed=i // 4)["video"] for i in order]
+    contents = [f"Describe the video. {QUESTIONS[i % 4]}" for i in order]
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
+    return with_media(Dataset.from_list(rows), "video", clips)
+
+
 def with_media(rows: Dataset, column: str, media: list) -> Dataset:
     """Adds a column when rows are read, because Arrow would turn arrays into lists of numbers."""
     rows = rows if "index" in rows.column_names else rows.add_column("index", range(len(rows)))
