@@ -130,6 +130,7 @@ class Counting:
     def __init__(self, *args, **kwargs):
         self.batches, self.in_update, self.rollouts, self.updates = [], Counter(), [], False
         super().__init__(*args, **kwargs)
+        self.roll_out, self._generate_and_score_completions = self._generate_and_score_completions, self.counting
         self.models = [self._unwrapped(self.model)]
         if getattr(self, "ref_model", None) is not None:
             self.models.append(self._unwrapped(self.ref_model))
@@ -144,9 +145,9 @@ class Counting:
         self.batches[-1][name] += given.numel()
         self.in_update.update(forwards=self.updates, graphs=has_graph)
 
-    def _generate_and_score_completions(self, inputs):
+    def counting(self, inputs):
         self.batches.append(Counter())
-        rollout = super()._generate_and_score_completions(inputs)
+        rollout = self.roll_out(inputs)
         self.rollouts.append(rollout)
         return rollout
 
