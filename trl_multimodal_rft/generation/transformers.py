@@ -216,7 +216,8 @@ def _prefilled_prefixes(
         return None
     order = torch.tensor([owner[prompt] for prompt in prompts], device=device)
     options = {"cached": 0, "past": None, "order": order, "pad_token_id": pad_token_id}
-    filled = _prefill(model, unwrapped_model, *_batch(prefixes, unwrapped_model, device, pad_token_id), **options)
+    with frozen_features(unwrapped_model, prefixes):
+        filled = _prefill(model, unwrapped_model, *_batch(prefixes, unwrapped_model, device, pad_token_id), **options)
     return filled["past_key_values"], filled["attention_mask"], [rests[prompt] for prompt in prompts]
 
 
