@@ -139,13 +139,15 @@ def without_gradient(rollout: Rollout) -> list[bool]:
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
 
 
-def count_prompt_tokens(
-    policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
-) -> list[float]:
-    """Prompt tokens that micro-batches forward, and those that a forward per completion would."""
+def count_forwarded(policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]) -> list[float]:
+    """
+    Prompt tokens that micro-batches forward, and those that a forward per completion would; completions that aren't
+    forwarded for lack of a gradient, and all.
+    """
     repeated = [sum(map(len, each.prompts)) for each in micro_batches]
     forwarded = [
         policy.n_prompt_tokens(model, each.prompts, each.completion_mask.sum(1).tolist()) if each.packed else n
         for each, n in zip(micro_batches, repeated, strict=True)
     ]
-    return [sum(forwarded), sum(repeated)]
+    n_skipped = sum(sum(each.without_gradient) for each in micro_batches)
+    return [*map(float, (sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))))]

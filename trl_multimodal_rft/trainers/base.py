@@ -44,7 +44,7 @@ from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
 from ..rollout.score import (
-    count_prompt_tokens,
+    count_forwarded,
     engine_metrics,
     n_on_policy,
     rollout_ratios,
@@ -427,20 +427,17 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or has_dropout(self.model)):  # which draws random numbers for each token
                 rollout.without_gradient = without_gradient(rollout)
-            together = self.args.keep_groups_together and self.rollout_func is None
             model = self._unwrapped(self.model)
-            if not together:
+            if self.rollout_func is not None or not self.args.keep_groups_together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             elif steps > 1:
                 lengths = rollout.completion_mask.sum(1).tolist()
                 trees = trees_of(model, rollout.prompts, lengths) if rollout.packed else None
                 rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, trees))
             self._buffered_inputs = rollout.micro_batches(steps)
-            # Prompt tokens that a forward per completion would repeat and the packed forward doesn't
-            counts = count_prompt_tokens(self._policy, model, self._buffered_inputs)
-            forwarded, repeated = self._sum_over_ranks(counts)
+            counts = count_forwarded(self._policy, model, self._buffered_inputs)
+            forwarded, repeated, n_skipped, n = self._sum_over_ranks(counts)
             self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
-            n_skipped, n = self._sum_over_ranks([float(sum(rollout.without_gradient)), float(len(rollout))])
             self._mode_metrics["packing/skipped_frac"].append(n_skipped / n)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, place)
