@@ -31,6 +31,7 @@ from torch import nn
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, policy
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.checks.targets import with_other_media
+from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import features, scoring
 from trl_multimodal_rft.forward.attention import install_prefix_attention
@@ -332,10 +333,17 @@ def test_rows_become_messages_once(rows, monkeypatch):
         return to_messages(rows, *args)
 
     monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)
+    walked, iter_refs = Counter(), encoded_prompts.iter_refs
+
+    def walking(messages):
+        yield from iter_refs(messages)
+        walked.update(whole=1)
+
+    monkeypatch.setattr(encoded_prompts, "iter_refs", walking)
     model, processor = load(FAMILY)
     render = processor.apply_chat_template
     processor.apply_chat_template = lambda chat, **options: rendered.update(n=1) or render(chat, **options)
     objects = {"model": model, "processing_class": processor}
     trainer = run(trainer_class("grpo"), FAMILY, rows(), objects=objects, max_steps=2).trainer
     assert trainer.batches and len(placed) == 4 and set(placed.values()) == {1}
-    assert rendered["n"] == 4
+    assert rendered["n"] == walked["whole"] == 4

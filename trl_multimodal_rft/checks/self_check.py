@@ -356,8 +356,9 @@ class _Check(Measure):
             return _Case(prompt, {name: value[None] for name, value in fields.items()})
         overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
         try:
-            media = decode_media(list(iter_refs(messages)), self.processor, overlong)
-            outputs = processor_outputs(messages, self.processor, *media, template)
+            refs = list(iter_refs(messages))
+            media = decode_media(refs, self.processor, overlong)
+            outputs = processor_outputs(messages, refs, self.processor, *media, template)
         except Exception as error:
             return _Case(prompt, None, f"{type(error).__name__}: {error}", is_out_of_memory(error))
         try:

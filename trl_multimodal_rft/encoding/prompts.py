@@ -2,6 +2,7 @@
 """Encodes chat messages: one [`EncodedPrompt`] per unique prompt, shared by all its completions."""
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MediaError, iter_refs
+from ..data.columns import MediaError, MediaRef, iter_refs
 from ..data.loading import encoded_source
 from ..data.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
@@ -236,7 +237,7 @@ def encode_prompt(
     """
     if isinstance(messages, list) and is_conversational({"prompt": messages}):
         check_blocks(messages, processor, template_kwargs or {}, row)
-    if next(iter_refs(messages), None) is None and (needed := _needed_media(model)):
+    if (needed := _needed_media(type(model))) and next(iter_refs(messages), None) is None:
         raise MediaError(
             f"{of_row(row)}column 'prompt': holds no media, but the forward of {type(model).__name__} requires "
             f"{' and '.join(f'`{name}`' for name in needed)}; remove the row"
@@ -293,7 +294,7 @@ def encode_messages(
             processor_options,
         )
     processor_kwargs |= processor_options
-    outputs = processor_outputs(messages, processor, decoded, processor_kwargs, template_kwargs, row)
+    outputs = processor_outputs(messages, refs, processor, decoded, processor_kwargs, template_kwargs, row)
     input_ids = outputs["input_ids"][0]
     family = family_of(model)
     token_fields = {name: outputs[name][0] for name in (*TOKEN_FIELDS, *family.token_masks) if name in outputs}
@@ -321,23 +322,24 @@ def cast_features(media: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[st
     }
 
 
-def _needed_media(model: PreTrainedModel) -> list[str]:
+@functools.cache
+def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
     """Media arguments that the forward of a model requires."""
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(model_class.forward).parameters
     needed = [name for name, each in parameters.items() if each.default is each.empty]
     return [name for name in needed if any(part in name for part in ("pixel", *MODALITIES, *AUDIO_NAMES))]
 
 
 def processor_outputs(
     messages: str | list[dict[str, Any]],
+    refs: list[MediaRef],
     processor: ProcessorMixin | PreTrainedTokenizerBase,
     decoded: dict[int, Any],
     processor_kwargs: dict[str, Any],
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Calls a processor on one prompt, as transformers documents it."""
-    refs = list(iter_refs(messages))
+    """Calls a processor on one prompt with these media, as transformers documents it."""
     encoded: Any
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
         encoded = processor(text=[messages], return_tensors="pt")
@@ -352,7 +354,7 @@ def processor_outputs(
         if processor_kwargs and SOUNDS not in processor_kwargs:
             options["processor_kwargs"] = _flat(processor_kwargs)
         try:
-            encoded = _with_sounds(messages, processor, decoded, processor_kwargs, options) or (
+            encoded = _with_sounds(messages, refs, processor, decoded, processor_kwargs, options) or (
                 processor.apply_chat_template(
                     [replace_refs(messages, decoded)],
                     tokenize=True,
@@ -380,6 +382,7 @@ def processor_outputs(
 
 def _with_sounds(
     messages: list[dict[str, Any]],
+    refs: list[MediaRef],
     processor,
     decoded: dict[int, Any],
     processor_kwargs: dict[str, Any],
@@ -393,7 +396,7 @@ def _with_sounds(
     sounds = iter(given.pop(SOUNDS))
     media: dict[str, list] = {kind: [] for kind in MODALITIES}
     slots: list[int | None] = []  # for each sound, in the order of the prompt, the index of its video
-    for ref in iter_refs(messages):
+    for ref in refs:
         media[ref.kind].append(decoded[id(ref)])
         if ref.kind == "video":
             media["audio"].append(next(sounds))
@@ -462,7 +465,7 @@ def outputs_of_files(
     decoded |= {id(ref): path for ref, path in zip(videos, paths, strict=True)}
     sampling = frame_sampling(processor)
     kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
-    return processor_outputs(messages, processor, decoded, kwargs, template_kwargs)
+    return processor_outputs(messages, refs, processor, decoded, kwargs, template_kwargs)
 
 
 def prompt_position_ids(
