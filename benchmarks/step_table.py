@@ -28,6 +28,7 @@ ROWS = {
     "qwen3_5": "--case image --family qwen3_5",
     "text": "--case text",
     "engine": "--case image --corrects_engine",
+    "frozen_tower": "--case image --freeze_tower --checkpointing",
     "equal_rewards": "--case image --prompts 4 --equal_rewards 0.5 --updates_only",
 }
 TRAINERS = ("trl", "ours")
