@@ -45,7 +45,7 @@ class Emulated(MultimodalGRPOTrainer):
         self._wait = wait
         self.sampler = Sampling(self.sampler, self._wait_and_draw)
         if known is not None:
-            self._stream._encode = lambda row: known[row.number]
+            self._stream._encode = lambda row, *_: known[row.number]
 
     def _wait_and_draw(self, model, prompts, *, step, **options):
         time.sleep(self._wait)

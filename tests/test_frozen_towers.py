@@ -275,6 +275,9 @@ def test_nothing_is_kept_of_used_rollouts():
     assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)
     assert len(trainer._groups.replay) == 4
     kept = [prompt for group in trainer._groups.replay._groups for prompt in group.prompts]
+    copies = {id(each): each for each in last.with_copied_prompts(on_device=False).prompts}.values()
+    assert len(copies) > 1 and len({id(each.on_device) for each in copies}) == len(copies)
+    assert len({id(each.mask_cache) for each in copies}) == len(copies)
     assert not any(prompt.on_device for prompt in kept if prompt not in last.prompts)
     assert not pickle.loads(pickle.dumps(last.prompts[0])).on_device
 

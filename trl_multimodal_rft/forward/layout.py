@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
-from .trees import Node, leaf, walk
+from .trees import Node, leaf, prompt_trees, walk
 
 
 T = TypeVar("T")
@@ -412,17 +412,17 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
     return [sorted(part) for part in split]
 
 
-def micro_batch_order(
-    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int, trees: Sequence[Node] | None = None
-) -> list[int]:
+def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
     """
-    An order of completions that keeps groups together, and those of a tree, and balances packed lengths over equally
-    large micro-batches, which come in random order. A group that fits into none is split over as few as possible.
+    An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over
+    equally large micro-batches, which come in random order. A group that fits into none is split over as few as
+    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows.
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
+    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
     bundles: list[tuple[int, list[int]]] = []
-    for tree in [*map(leaf, groups)] if trees is None else trees:
+    for tree in prompt_trees(behind, groups):
         shared = tree.stop if tree.children else 0
         load, members = shared, []
         for prompt in tree.leaves:

@@ -189,9 +189,9 @@ class Rollout:
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
         """With prompts that share no cached masks, nor what only generation needs, with those of this one."""
         copies: dict[int, EncodedPrompt] = {}
-        fresh: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
 
         def copied(prompt: EncodedPrompt) -> EncodedPrompt:
+            fresh: dict[str, Any] = {"mask_cache": {}} if on_device else {"mask_cache": {}, "on_device": {}}
             if isinstance(prompt, Conversation):
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))

@@ -25,7 +25,6 @@ from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..forward.layout import micro_batch_order
-from ..forward.masks import trees_of
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
@@ -432,8 +431,7 @@ class MultimodalTrainer(CheckpointMixin):
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             elif steps > 1:
                 lengths = rollout.completion_mask.sum(1).tolist()
-                trees = trees_of(model, rollout.prompts, lengths) if rollout.packed else None
-                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, trees))
+                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps))
             self._buffered_inputs = rollout.micro_batches(steps)
             counts = count_forwarded(self._policy, model, self._buffered_inputs)
             forwarded, repeated, n_skipped, n = self._sum_over_ranks(counts)
