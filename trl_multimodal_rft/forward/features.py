@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -108,7 +108,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         way = _ONE_BY_ONE if len(parts) == 1 else ways.get(kind, {}).get(module)
         if way is not None and (calls := _calls_of(parts, way, place, given)):
             return _joined(calls, way)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and _reaches_weights(args, kwargs)):
+        with nullcontext() if _reaches_weights(args, kwargs) else _without_graph(module):
             output = forward(*args, **kwargs)
         if len(parts) > 1 and kind not in ways:
             found = (way for way in _WAYS if _is_joined(output, _calls_of(parts, way, place, given), way))
@@ -156,7 +156,7 @@ def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_C
         given = _first_features(args, kwargs)
         if not scope.kind or given is None or _reaches_weights(args, kwargs):
             return forward(*args, **kwargs)
-        with torch.no_grad():
+        with _without_graph(module):
             output = forward(*args, **kwargs)
         output = _mapped(lambda each: each.detach().requires_grad_() if _is_float(each) else each, [output])
         made = _Call(given.shape, output, _autocast_dtype(given))
@@ -302,6 +302,20 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
         for module in modules:
             stack.enter_context(_attribute(module, "forward", of_module(module, module.forward)))
         yield
+
+
+@contextmanager
+def _without_graph(module: nn.Module) -> Iterator[None]:
+    """Runs a module without a graph, and without checkpointing, which would warn that there is none."""
+    checkpointed: list[Any] = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
+    for each in checkpointed:
+        each.gradient_checkpointing = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each in checkpointed:
+            each.gradient_checkpointing = True
 
 
 @contextmanager
