@@ -29,6 +29,7 @@ class Scores:
     router: Any = None  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
     supervised: Any = None  # log-probabilities of supervised completions, which are others than those scored
     deferred: Any = None  # the `DeferredParts` that these scores come from, whose gradients are pending
+    view: Any = None  # the `Scores` of the same completions after a view of their prompts
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape[:2]) for name, value in self._chosen(per_completion=True).items()}
@@ -36,7 +37,7 @@ class Scores:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def _chosen(self, per_completion: bool) -> dict[str, Any]:
-        tensors = [each for each in fields(self) if each.name != "deferred"]
+        tensors = [each for each in fields(self) if each.name not in ("deferred", "view")]
         names = [each.name for each in tensors if ("per_completion" in each.metadata) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
