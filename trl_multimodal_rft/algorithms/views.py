@@ -50,8 +50,8 @@ def view_term(
 
 def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: float) -> torch.Tensor:
     r"""
-    Weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least dependent one
-    of a batch, and linear in the dependency, so that their mean is 1, see
+    Weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least dependent
+    one of a batch, and linear in the dependency, so that their mean is 1, see
     [VPPO](https://huggingface.co/papers/2510.09285).
 
     Args:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.kernels import ChunkedLogProbFunction
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
 
@@ -180,22 +179,6 @@ def _fused_scores(
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**found, label_mask=mask)
-
-
-@torch.no_grad()
-def distribution_kl(
-    model: PreTrainedModel, rule: HeadRule, states: torch.Tensor, others: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    r"""
-    $\mathrm{KL}(p \| q)$ over the vocabulary, in nats, of the distributions $p$ and $q$ that the LM head makes of two
-    tensors of hidden states `(..., H)`, without holding their logits. Returns `(...)`.
-    """
-    head = model.get_output_embeddings()
-    parameters: Any = [each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)]
-    heads = [(each.flatten(0, -2).to(parameters[0].device), *parameters) for each in (states, others)]
-    rules = (rule.scale, rule.softcap)
-    kl, _ = ChunkedDivergenceFunction.apply(*heads[0], *heads[1], 1.0, temperature, *rules, *rules)
-    return kl.view(states.shape[:-1]).to(states.device)
 
 
 def _has_kernel(device: str) -> bool:

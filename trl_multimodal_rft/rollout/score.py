@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import nanmax, nanmin
 
 from ..algorithms.metrics import Metric
-from ..forward.head import HeadRule, distribution_kl
+from ..forward.divergence import Target, head_of
+from ..forward.head import HeadRule
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
@@ -44,12 +45,13 @@ def score_with_view(
     [`PolicyForward.score`].
     """
     prompts, views, n = rollout.prompts, rollout.view_prompts, len(rollout)
-    ids, mask, options = rollout.completion_ids, rollout.completion_mask, {**options, "packed": rollout.packed}
+    ids, mask, packed = rollout.completion_ids, rollout.completion_mask, rollout.packed
     if not views:
-        return policy.score(model, prompts, ids, mask, rows=rows, **options)
+        return policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
     twice = (torch.cat([each, each]) for each in (ids, mask))
     chosen = [*(range(n) if rows is None else rows), *(n + i for i in rollout.viewed.nonzero()[:, 0].tolist())]
-    scores = policy.score(model, [*prompts, *views], *twice, rows=None if len(chosen) == 2 * n else chosen, **options)
+    chosen = None if len(chosen) == 2 * n else chosen
+    scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
     own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
     viewed = rollout.viewed[:, None]
     own.view = Scores(torch.where(viewed, view.logps, own.logps), torch.where(viewed, view.entropies, own.entropies))
@@ -67,13 +69,12 @@ def score_dependency(
     places = [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
     found, dependencies = [], []
     for part in map(rollout.select, places):
-        completions = part.completion_ids, part.completion_mask
-        clean, view = (
-            policy.score(model, prompts, *completions, packed=part.packed, hidden=True)
-            for prompts in (part.prompts, part.view_prompts)
-        )
-        kl = distribution_kl(policy.unwrapped(model), rule, clean.hidden, view.hidden, policy.temperature)
-        dependencies.append(torch.where(part.viewed[:, None] & part.completion_mask.bool(), kl, 0))
+        ids, mask = part.completion_ids, part.completion_mask
+        clean = policy.score(model, part.prompts, ids, mask, packed=part.packed, hidden=True)
+        head, seen = head_of(policy.unwrapped(model), rule), mask * part.viewed[:, None]
+        target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
+        view = policy.score(model, part.view_prompts, ids, mask, packed=part.packed, target=target)
+        dependencies.append(view.divergences)
         clean.hidden = None
         found.append(clean)
     return Scores.join(found, places), torch.cat(dependencies)

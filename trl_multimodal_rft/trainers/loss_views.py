@@ -28,8 +28,8 @@ def dependency_head(trainer: Any) -> HeadRule | None:
     rule = head_rule(trainer._unwrapped(trainer.model))
     if rule is None:
         raise ValueError(
-            "`dependency_advantage_min` and `dependency_quantile` compare distributions over the vocabulary from hidden "
-            "states, but what this model does around its LM head is unknown. Use `view_kl_coef` or "
+            "`dependency_advantage_min` and `dependency_quantile` compare distributions over the vocabulary from "
+            "hidden states, but what this model does around its LM head is unknown. Use `view_kl_coef` or "
             "`dependency_temperature`, which don't."
         )
     return rule
