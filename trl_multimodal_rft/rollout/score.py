@@ -54,7 +54,10 @@ def score_with_view(
     scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
     own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
     viewed = rollout.viewed[:, None]
-    own.view = Scores(torch.where(viewed, view.logps, own.logps), torch.where(viewed, view.entropies, own.entropies))
+    own.view = Scores(
+        logps=torch.where(viewed, view.logps, own.logps),
+        entropies=torch.where(viewed, view.entropies, own.entropies),
+    )
     own.deferred = scores.deferred
     return own
 
