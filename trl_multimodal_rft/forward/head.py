@@ -87,6 +87,7 @@ def add_fused_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
+    rule: HeadRule | None = None,
 ) -> bool:
     """
     Adds a fused LM head, which computes log-probabilities without holding the logits.
@@ -104,14 +105,16 @@ def add_fused_head(
             Whether to project in float32.
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
             Fields of TRL's `FusedCausalLMOutput` to compute.
+        rule ([`HeadRule`], *optional*):
+            What the model does around its head, where FSDP2 has already sharded it. By default it is measured.
 
     Returns:
         `bool`: Whether the head was added. It isn't where it can't give the log-probabilities of the model's logits.
     """
-    rule = head_rule(model)
+    rule = rule or head_rule(model)
     if rule is None:
         return False
-    forward = model.forward
+    known, forward = rule, model.forward
 
     # `generate` validates its arguments by the signature
     @functools.wraps(type(model).forward)
@@ -126,7 +129,7 @@ def add_fused_head(
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
         scored = _fused_scores(
-            states, shift_labels, label_index, head, rule, temperature, cast_lm_head_to_fp32, outputs
+            states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
         )
         if kwargs.get("output_router_logits"):
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import

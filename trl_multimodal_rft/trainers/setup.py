@@ -39,7 +39,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
-from ..forward.head import add_fused_head
+from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
 from ..models.modes import fix_encoders
@@ -451,6 +451,7 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     options = {
         "temperature": trainer.temperature,
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        "rule": head_rule(model),
     }
     if trainer.ref_model is not None:
         add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), outputs=_of_reference(trainer), **options)
