@@ -20,7 +20,7 @@ from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
 from helpers.processes import PATIENCE
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
-from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
+from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
