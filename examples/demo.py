@@ -33,6 +33,7 @@ from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RunArguments, parse
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.training import finish, output_folder, train
+from trl_multimodal_rft.views import as_view
 
 
 # Defaults of the demos
@@ -185,7 +186,14 @@ def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments,
     finish(trainer, script_args)
 
 
-# Noise
+# Views and noise
+
+
+def seen(dataset: Dataset, view: str) -> Dataset:
+    """Rows whose images are as the view shows them, each with random numbers of its own."""
+    spec = as_view(view)
+    images = [spec.seeded(row)(image, 0) for row, image in enumerate(dataset["image"])]
+    return dataset.remove_columns("image").add_column("image", images, feature=dataset.features["image"])
 
 
 def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
