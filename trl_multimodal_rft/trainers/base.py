@@ -48,6 +48,7 @@ from ..rollout.score import (
     n_on_policy,
     rollout_ratios,
     score_in_batches,
+    score_with_view,
     without_gradient,
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
@@ -377,12 +378,12 @@ class MultimodalTrainer(CheckpointMixin):
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             return score_in_batches(self._policy, model, rollout, size)
 
-    def _score_reference(self, rollout: Rollout) -> torch.Tensor:
+    def _score_reference(self, rollout: Rollout) -> Scores:
         if self.ref_model is not None:
-            return self._score_rollout(self.ref_model, rollout).logps
+            return self._score_rollout(self.ref_model, rollout)
         model: Any = self.accelerator.unwrap_model(self.model)
         with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self._score_rollout(self.model, rollout).logps
+            return self._score_rollout(self.model, rollout)
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
@@ -495,15 +496,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _score(self, model, rollout: Rollout, **options) -> Scores:
         """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
-        self._scores = self._policy.score(
-            model,
-            rollout.prompts,
-            rollout.completion_ids,
-            rollout.completion_mask,
-            packed=rollout.packed,
-            compute_aux_loss=self.aux_loss_enabled,
-            **options,
-        )
+        self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
         if self._corrects and rollout.importance_sampling_ratio is None:

@@ -39,7 +39,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
-from ..forward.head import add_fused_head
+from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
 from ..models.modes import fix_encoders
@@ -451,9 +451,10 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     options = {
         "temperature": trainer.temperature,
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        "rule": head_rule(model),
     }
     if trainer.ref_model is not None:
-        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), **options)
+        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), outputs=_of_reference(trainer), **options)
     has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
     if not has_head:
         logger.warning(
@@ -461,6 +462,12 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
             "log-probabilities are computed from the model's logits, which needs more memory."
         )
     return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
+
+
+def _of_reference(trainer: Any) -> tuple[str, ...]:
+    """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
+    compared = getattr(trainer.args, "dependency_temperature", None) is not None
+    return ("log_probs", "entropy") if compared else ("log_probs",)
 
 
 def enable_packing(trainer: Any) -> bool:
@@ -491,7 +498,7 @@ def prepare_reference(trainer: Any, ref_model: Any) -> Any:
     args = trainer.args
     if args.disable_dropout:
         disable_dropout_in_model(ref_model)
-    add_fused_head(ref_model, temperature=trainer.temperature)
+    add_fused_head(ref_model, temperature=trainer.temperature, outputs=_of_reference(trainer))
     prepared: Any
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(ref_model, trainer.accelerator)
