@@ -430,7 +430,7 @@ def check_views(config) -> None:
                     f"`{fraction}` ({share}) of `num_generations` ({config.num_generations}) is no completion; raise "
                     "one of them."
                 )
-    as_schedule(config.rollout_view_schedule)
+    as_schedule(config.rollout_view_schedule)(0.0)
     if config.rollout_view_schedule != "constant":
         as_view(config.rollout_view).at(1.0)
 
