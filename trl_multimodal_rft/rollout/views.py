@@ -69,8 +69,9 @@ def _replaced(view: View, messages: Any) -> list[MediaRef]:
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:
     r"""
-    The decay of [NoisyRollout](https://huggingface.co/papers/2504.13055) at a share of the run:
-    $1 - 1 / (1 + e^{-\lambda (t - \gamma) / t_{max}})$ with the midpoint $\gamma / t_{max}$ and the steepness $\lambda$.
+    The decay of a strength in [NoisyRollout](https://huggingface.co/papers/2504.13055), to a share
+    $1 - 1 / (1 + e^{-\lambda (t - \gamma) / T})$ of it, where $t / T$ is the progress of the run, $\gamma / T$ the
+    midpoint and $\lambda$ the steepness.
     """
     return (1 - math.tanh(steepness * (progress - midpoint) / 2)) / 2
 
