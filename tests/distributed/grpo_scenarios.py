@@ -149,6 +149,8 @@ LOSSES = {
 WHOLE = {**REUSED, "gradient_checkpointing": False}
 HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
 RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": InjectingRLOO}
+VIEWS = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_bonus": 1.0}
+VIEWS |= {"generation_kwargs": {"do_sample": False}, "trainer_class": RecordingTrainer}
 # Family, rows, number of groups, options
 PLAIN = {
     # Each of two ranks has half of the group
@@ -170,6 +172,8 @@ PLAIN = {
     # second runs one
     "isolated_media": ("gemma3n", images_and_clips(), 4, {}),
     "rloo": ("qwen2_5_vl", image_rows(), 3, RLOO),
+    # In the first step only the second of two ranks has completions from views, in the second step only the first
+    "views": ("qwen2_5_vl", partly(image_rows(), 1, 3), 3, VIEWS),
     **{name: ("qwen2_5_vl", image_rows(), 2, {**WHOLE, **loss}) for name, loss in LOSSES.items()},
 }
 

@@ -22,17 +22,18 @@ GREEDY = ["greedy_images", "greedy_audio"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
 # The rest of the slow run
 IN_DEFAULT_RUN = {
-    "ddp": ["skipped_rows", "clips", "straddling_group", "exchanged", "ppo_images"],
+    "ddp": ["skipped_rows", "clips", "straddling_group", "views", "exchanged", "ppo_images"],
     "fsdp2": [FOR_EACH_ENGINE],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
-DDP += ["rloo", "one_image", "without_signal", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
+DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
+DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
-ENGINE_MATTERS += ["without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
+ENGINE_MATTERS += ["views", "without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
-METRICS += ["packing/skipped_frac"]
+METRICS += ["packing/skipped_frac", "view/reward", "view/reward_clean", "contrast/accuracy", "contrast/bonus"]
 # Means over micro-batches, which hold different completions on one process and on two
 MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
 ONE_MICRO_BATCH = "straddling_group straddling_groups hybrid skipped_rows mixed_rows isolated_media rloo".split()

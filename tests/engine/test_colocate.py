@@ -3,7 +3,7 @@
 
 import pytest
 from helpers.engine_runs import Recorded, make
-from helpers.trainer_utils import audio_rows, image_rows, video_rows
+from helpers.trainer_utils import Recording, audio_rows, image_rows, video_rows
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 
@@ -19,3 +19,21 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 3  # after two updates of all weights
     assert len(calls) == 3 * 2  # once per prompt, not per completion
+
+
+class RecordedBatches(Recording, Recorded):
+    pass
+
+
+def test_views_are_sampled_and_not_corrected(tmp_path):
+    """The self-check compares the engine on the other completions."""
+    views = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_fraction": 0.25}
+    trainer = make(RecordedBatches, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, **views)
+    trainer.train()
+    assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]
+    assert max(trainer.checks.self_check.engine) < 1e-5 and max(trainer.checks.self_check.engine_updated) < 1e-5
+    for moment in trainer.micro_batches:
+        given, ratios = moment.batch.sampling_per_token_logps, moment.batch.importance_sampling_ratio
+        seen = given.isnan().any(1)
+        assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 1e-3
+        assert (ratios[~seen] != 1).any()

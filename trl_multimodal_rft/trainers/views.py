@@ -25,7 +25,9 @@ def sample_with_views(trainer: Any, rollout: Rollout, branches: Branches | None)
     as its contrast. The rollout gets which ones, and the contrast.
     """
     args, step, n = trainer.args, trainer.state.global_step, len(rollout)
-    prompts, seen, contrast = list(rollout.prompts), {}, {}
+    prompts = list(rollout.prompts)
+    seen: dict[int, EncodedPrompt] = {}
+    contrast: dict[int, EncodedPrompt] = {}
     if trainer.model.training and args.rollout_view is not None:
         strength = as_schedule(args.rollout_view_schedule)(step / trainer.state.max_steps)
         view = as_view(args.rollout_view)
@@ -38,13 +40,13 @@ def sample_with_views(trainer: Any, rollout: Rollout, branches: Branches | None)
     # In one call, which ranks make equally often
     ids, logps = trainer.sampler(trainer.model_wrapped, [*prompts, *contrast.values()], step=step, branches=branches)
     if contrast:
-        part = rollout.select(contrast)
+        places = [*contrast]
+        part = rollout.select(places)
         completions = without_tools(part, ids[n:], trainer.processing_class, trainer.toolbox)
-        rollout.contrast = replace(part, ids=ids[n:], completions=completions, whole_groups=False), [*contrast]
-    if logps is not None:
-        # What the engine gave them is given another prompt: no measure of how far it is from the policy
-        logps = [[None] * len(each) if i in seen else each for i, each in enumerate(logps[:n])]
-    return ids[:n], logps
+        rollout.contrast = replace(part, ids=ids[n:], completions=completions, whole_groups=False), places
+    for i in seen if logps is not None else ():
+        logps[i] = [None] * len(logps[i])  # given another prompt, they don't measure how far the engine is
+    return ids[:n], logps and logps[:n]
 
 
 def _seen(trainer: Any, rollout: Rollout, view: View, share: float) -> dict[int, EncodedPrompt]:
