@@ -3,7 +3,7 @@
 
 import pytest
 from helpers.engine_runs import Recorded, make
-from helpers.trainer_utils import Recording, audio_rows, image_rows, video_rows
+from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 
@@ -21,8 +21,13 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     assert len(calls) == 3 * 2  # once per prompt, not per completion
 
 
-class RecordedBatches(Recording, Recorded):
-    pass
+class RecordedBatches(Recorded):
+    batches = ()
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self.batches = (*self.batches, inputs)
+        return loss
 
 
 def test_views_are_sampled_and_not_corrected(tmp_path):
@@ -32,8 +37,8 @@ def test_views_are_sampled_and_not_corrected(tmp_path):
     trainer.train()
     assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]
     assert max(trainer.checks.self_check.engine) < 1e-5 and max(trainer.checks.self_check.engine_updated) < 1e-5
-    for moment in trainer.micro_batches:
-        given, ratios = moment.batch.sampling_per_token_logps, moment.batch.importance_sampling_ratio
+    for batch in trainer.batches:
+        given, ratios = batch.sampling_per_token_logps, batch.importance_sampling_ratio
         seen = given.isnan().any(1)
         assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 1e-3
         assert (ratios[~seen] != 1).any()
