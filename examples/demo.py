@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, Value
+from datasets import Dataset, DatasetDict, List, Value
 from PIL import Image as PILImage
 from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
@@ -32,6 +33,7 @@ from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RunArguments, parse
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
 from trl_multimodal_rft.scripts.training import finish, output_folder, train
+from trl_multimodal_rft.views import as_view
 
 
 # Defaults of the demos
@@ -184,19 +186,27 @@ def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments,
     finish(trainer, script_args)
 
 
-# Noise
+# Views and noise
+
+
+def seen(dataset: Dataset, view: str) -> Dataset:
+    """Rows whose images are as the view shows them, each with random numbers of its own."""
+    spec = as_view(view)
+    images = [spec.seeded(row)(image, 0) for row, image in enumerate(dataset["image"])]
+    return dataset.remove_columns("image").add_column("image", images, feature=dataset.features["image"])
 
 
 def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
-    Replaces some recordings or images with white noise of the same length or size.
+    Replaces some recordings, images or videos with white noise of the same length or size.
 
     The policy can only guess the answers to noise. The expected reward therefore depends on the row, and a critic must
     listen or look to predict it.
     """
-    makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
+    makers = {"audio": _noise_like_recording, "image": _noise_like_picture, "video": _noise_like_video}
     (column,) = makers.keys() & set(dataset.column_names)
-    stored = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
+    file: Any = {"bytes": Value("binary"), "path": Value("string")}
+    stored = dataset.cast_column(column, List(file) if column == "video" else file)[column]
     rng = np.random.default_rng(0)
     media = [makers[column](medium, rng) if row // 10 % every == 0 else medium for row, medium in enumerate(stored)]
     return dataset.remove_columns(column).add_column(column, media).cast_column(column, dataset.features[column])
@@ -207,6 +217,10 @@ def _noise_like_recording(medium: dict, rng: np.random.Generator) -> dict:
 
     like = soundfile.info(medium["path"])
     return encoded(rng.normal(scale=0.1, size=like.frames), like.samplerate)
+
+
+def _noise_like_video(medium: list[dict], rng: np.random.Generator) -> list[dict]:
+    return [_noise_like_picture(frame, rng) for frame in medium]
 
 
 def _noise_like_picture(medium: dict, rng: np.random.Generator) -> dict:

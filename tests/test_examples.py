@@ -20,7 +20,7 @@ from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
 from helpers.processes import PATIENCE
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
-from tasks import handwritten_digits, hidden_digits, long_recordings, spoken_digits
+from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
 from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
@@ -147,6 +147,15 @@ def test_ppo(script, tmp_path):
 
 
 @pytest.mark.slow
+def test_distillation(tmp_path):
+    """A student that sees noisy digits learns from a teacher that sees clean ones."""
+    output = launch("distillation_vision", tmp_path, "--max_steps", "30", "--per_device_train_batch_size", "128")
+    metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
+    assert metrics["updates"] == 30 and metrics["accuracy_after"] > 0.2 > metrics["accuracy_before"]
+    assert "'packing/shared_frac':" in output and "distillation" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.slow
 def test_sft(tmp_path):
     output = launch("sft", tmp_path)
     assert "'mean_token_accuracy':" in output and "Accuracy on held-out recordings after training" in output
@@ -181,6 +190,7 @@ def test_with_noise(tmp_path):
     for dataset, read in (
         (spoken_digits(tmp_path, train_rows=50, test_rows=10)["train"], read_recording),
         (handwritten_digits()["train"].select(range(50)), read_picture),
+        (moving_digits(50, 4, frames=2)["train"], read_video),
     ):
         noisy = with_noise(dataset, every=2)
         assert noisy.features == dataset.features and noisy["solution"] == dataset["solution"]
@@ -202,6 +212,10 @@ def read_recording(row):
 
 def read_picture(row):
     return np.asarray(row["image"], dtype=float)
+
+
+def read_video(row):
+    return np.stack([np.asarray(frame, dtype=float) for frame in row["video"]])
 
 
 @pytest.mark.slow
