@@ -403,6 +403,8 @@ MEDIA_AND_PACKING = {
     "ignored_media_columns",  # see test_unread_media.py
     "special_tokens_in_text",  # see test_control_tokens.py
     *RULE_NAMES,  # see test_media_rules.py
+    *("rollout_view", "rollout_view_fraction", "rollout_view_schedule"),  # see test_rollout_views.py
+    *("contrast_view", "contrast_fraction", "contrast_ratio", "contrast_bonus"),
     "media_prefetch",  # these three change no update of readable rows, see test_rows.py
     "on_media_error",
     "max_skipped_rows",

@@ -114,6 +114,18 @@ CASES = {
         [2, 5],
         ["eval_reward"],
     ),
+    "views, replay, dynamic sampling": case(
+        {
+            **REPLAY,
+            "reward": few_live,
+            "rollout_view": "mask_patches(ratio=0.9, patch_size=28)",
+            "rollout_view_schedule": "sigmoid(midpoint=0.5, steepness=5)",
+            "contrast_view": "diffusion_noise",
+            "max_steps": 8,
+        },
+        [2, 5],
+        ["view/strength", "contrast/accuracy", "contrast/bonus"],
+    ),
     "rloo": case({"beta": 0.1}, [3, 5], ["kl"], trainer=RecordingRLOO),
     "difficulty": case(  # with two generation batches in an update
         {

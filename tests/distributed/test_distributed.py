@@ -23,19 +23,19 @@ VIEWS = ["papo", "vppo", "mapo"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
 # The rest of the slow run
 IN_DEFAULT_RUN = {
-    "ddp": ["skipped_rows", "clips", "straddling_group", "exchanged", "ppo_images", "papo"],
+    "ddp": ["skipped_rows", "clips", "straddling_group", "views", "exchanged", "ppo_images", "papo"],
     "fsdp2": [FOR_EACH_ENGINE, "vppo"],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
-DDP += ["rloo", "one_image", "without_signal", FOR_EACH_ENGINE, *TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
-DDP += [*VIEWS, "papo_without_media"]
+DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
+DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, "papo_without_media"]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
-ENGINE_MATTERS += VIEWS
-ENGINE_MATTERS += ["without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
+ENGINE_MATTERS += [*VIEWS, "views", "without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
-METRICS += ["packing/skipped_frac", "view/weight_max"]
+METRICS += ["packing/skipped_frac", "view/weight_max", "view/reward", "view/reward_clean"]
+METRICS += ["contrast/accuracy", "contrast/bonus"]
 # Means over micro-batches, which hold different completions on one process and on two
 MICRO_BATCHES = [
     "kl",

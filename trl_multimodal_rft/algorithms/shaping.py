@@ -1,9 +1,40 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scaling of rewards before the advantage estimator."""
+"""What is done with rewards before the advantage estimator."""
 
 import torch
 
 from .returns import TOLERANCE
+
+
+# Reward above which an answer counts as right, as in the code of Video-R1
+_RIGHT = 0.1
+
+
+def contrast_bonus(
+    rewards: torch.Tensor, contrast: torch.Tensor, group_size: int, *, ratio: float, bonus: float
+) -> torch.Tensor:
+    r"""
+    The temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions get it
+    where the mean reward of their group is at least $\mu$ times that of completions from a view.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards of all processes, group by group, `NaN` where unscorable, shape `(N,)`.
+        contrast (`torch.Tensor`):
+            Rewards of completions from the view, each at the place of one of its group, `NaN` elsewhere, shape `(N,)`.
+        group_size (`int`):
+            Completions per prompt.
+        ratio (`float`):
+            $\mu$.
+        bonus (`float`):
+            $\alpha$.
+
+    Returns:
+        `torch.Tensor`: The bonus, 0 in groups without a contrast, shape `(N,)`.
+    """
+    means, contrast_means = (each.view(-1, group_size).nanmean(1) for each in (rewards, contrast))
+    passed = (means >= ratio * contrast_means).repeat_interleave(group_size)  # NaN isn't
+    return torch.where(passed & (rewards > _RIGHT), bonus, 0.0)
 
 
 class RunningScale:

@@ -13,9 +13,15 @@ from ..algorithms.advantages import group_statistics, rloo
 _EPS = 1e-4
 
 
-def weighted_sum(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Reward of each completion, `(N,)`, from those of the functions, `(N, F)`; NaN where no function applies."""
+def weighted_sum(
+    rewards_per_func: torch.Tensor, weights: torch.Tensor, bonus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Reward of each completion, `(N,)`, from those of the functions, `(N, F)`, and its bonus, `(N,)`; NaN where no
+    function applies.
+    """
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
+    rewards = rewards if bonus is None else rewards + bonus
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 

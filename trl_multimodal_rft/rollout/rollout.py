@@ -30,6 +30,7 @@ _PER_TOKEN = {
 
 # What only rewards, logs and checks read
 _BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra", "rewards_per_func")
+_BEFORE_LOSS += ("from_view", "contrast", "bonus")
 
 
 @dataclass(eq=False)
@@ -58,6 +59,9 @@ class Rollout:
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     sampling_per_token_logps: Any = None  # (N, C), NaN where the engine returned none
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
+    from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
+    # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
+    contrast: "tuple[Rollout, list[int]] | None" = None
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)
@@ -71,6 +75,7 @@ class Rollout:
     bootstrap: Any = None  # (N,), value after the cut of a truncated completion
     # reward
     rewards_per_func: Any = None  # (all ranks' N, number of functions)
+    bonus: Any = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
     # estimate
     advantages: Any = None  # (N,) or (N, C)
     returns: Any = None  # (N, C)

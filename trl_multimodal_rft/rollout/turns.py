@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import is_conversational
 from trl.chat_template_utils import parse_response
 
 from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
@@ -250,6 +251,13 @@ def first_turns(
         parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), toolbox.tools_in(environment))
         for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
     ]
+
+
+def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments) -> list[Any]:
+    """Completions as texts, or as messages where the prompts are."""
+    if is_conversational({"prompt": rollout.messages[0]}):
+        return [[each] for each in first_turns(rollout, ids, processing_class, toolbox)]
+    return processing_class.batch_decode(ids, skip_special_tokens=True)
 
 
 def turn_metrics(

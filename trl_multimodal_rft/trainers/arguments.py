@@ -26,12 +26,12 @@ _IN_INTERVALS = {
         "max_tool_media media_contribution_steps media_prefetch off_policy_mask_threshold replay_buffer_size "
         "router_aux_loss_coef value_warmup_steps vllm_importance_sampling_clip_min weight_decay"
     ),
-    "[0, inf)": "beta learning_rate num_train_epochs ptx_coef view_kl_coef",
+    "[0, inf)": "beta contrast_ratio learning_rate num_train_epochs ptx_coef view_kl_coef",
     "(0, inf]": (
         "cliprange_value cpgd_drift_clamp delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
         "sapo_temperature_pos view_kl_clip vllm_importance_sampling_clip_max"
     ),
-    "(0, inf)": "dependency_temperature repetition_penalty temperature value_learning_rate vf_coef",
+    "(0, inf)": ("contrast_bonus dependency_temperature repetition_penalty temperature value_learning_rate vf_coef"),
     "[1, inf]": (
         "dynamic_sampling_max_rounds generation_batch_size gradient_accumulation_steps max_completion_length "
         "max_logged_media max_tokens_per_microbatch num_generations_eval num_iterations num_ppo_epochs "
@@ -42,7 +42,10 @@ _IN_INTERVALS = {
     "[-1, inf]": "top_k",
     "[0, 1]": "dependency_advantage_min gamma lam min_p ref_model_mixup_alpha",
     "[0, 1)": "adam_beta1 adam_beta2",
-    "(0, 1]": "dependency_quantile top_entropy_quantile top_p vllm_gpu_memory_utilization",
+    "(0, 1]": (
+        "contrast_fraction dependency_quantile rollout_view_fraction top_entropy_quantile top_p "
+        "vllm_gpu_memory_utilization"
+    ),
     "(0, 1)": "ema_decay",
 }
 RANGES = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
@@ -258,8 +261,8 @@ def refuse_classes(**given: Any) -> None:
             raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{joined}`.")
 
 
-def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: Any) -> None:
-    """Checks the types of a trainer's arguments."""
+def check_arguments(reward_funcs: Any = None, callbacks: Any = None, args: Any = None, **given: Any) -> None:
+    """Checks the types of a trainer's arguments, and that its config goes with them."""
     names = ("processing_class", "ref_model", "value_model", "peft_config", "quantization_config")
     refuse_classes(**{name: given.get(name) for name in names})
     for name in ("train_dataset", "ptx_dataset"):
@@ -285,6 +288,13 @@ def check_arguments(reward_funcs: Any = None, callbacks: Any = None, **given: An
             raise TypeError(
                 f"`{name}` is of type {type(each).__name__}; pass a function, a model, or the name of a reward model."
             )
+    for option in ("rollout_view", "contrast_view"):
+        for name in ("tools", "environment_factory", "rollout_func"):
+            if given.get(name) and getattr(args, option, None) is not None:
+                raise ValueError(
+                    f"`{option}` samples whole completions from other media than those of their prompt, and `{name}` "
+                    "continues conversations, or samples, with the prompt's own; remove one of them."
+                )
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

@@ -11,7 +11,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import IterableDataset
 from transformers import PreTrainedModel
-from trl import is_conversational
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import (
@@ -52,7 +51,7 @@ from ..rollout.score import (
     without_gradient,
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
+from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
@@ -80,6 +79,7 @@ from .setup import (
     warn_of_unused_recommendations,
     with_media_reader,
 )
+from .views import bonus_of_contrast, sample_with_views
 
 
 logger = get_logger(__name__)
@@ -110,7 +110,7 @@ class MultimodalTrainer(CheckpointMixin):
         self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
     ):
         ignore_deprecated_names()
-        check_arguments(reward_funcs, processing_class=processing_class, ref_model=ref_model, **kwargs)
+        check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
@@ -282,18 +282,13 @@ class MultimodalTrainer(CheckpointMixin):
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
         else:
-            step = self.state.global_step
-            ids, logps = self.sampler(self.model_wrapped, rollout.prompts, step=step, branches=branches)
-            tool_mask = None
-        if not self.tools:
-            for prompt in rollout.prompts:
-                prompt.decoded = ()  # the engine has processed it
+            (ids, logps), tool_mask = sample_with_views(self, rollout, branches), None
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
-        elif is_conversational({"prompt": rollout.messages[0]}):
-            rollout.completions = [[each] for each in first_turns(rollout, ids, self.processing_class, self.toolbox)]
         else:
-            rollout.completions = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rollout.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
+            for prompt in rollout.prompts:
+                prompt.decoded = ()  # the engine has processed it
 
         pad: Any = self.pad_to_multiple_of
         metrics, n_tokens = complete(
@@ -399,6 +394,7 @@ class MultimodalTrainer(CheckpointMixin):
         given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         rewards = reward_rollout(rollout, functions, given, loop, profile).to(self.accelerator.device)
         rollout.rewards_per_func = self.accelerator.gather(rewards)
+        rollout.bonus = bonus_of_contrast(self, rollout)
 
     def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks, padded on the right."""

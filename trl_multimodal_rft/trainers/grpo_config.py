@@ -254,6 +254,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
                     "`reward_clip_range` and `kl_in_reward`."
                 )
+            if self.contrast_view is not None:
+                raise ValueError(
+                    "`contrast_view` adds a bonus to the sum of the rewards, of which "
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each apart; remove one of them."
+                )
 
     def _check_kl(self) -> None:
         if self.beta == 0:

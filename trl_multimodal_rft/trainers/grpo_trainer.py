@@ -250,7 +250,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _estimate(self, rollout: Rollout) -> None:
         """Advantages from the rewards of all ranks."""
         args, n, per_func = self.args, len(rollout), rollout.rewards_per_func
-        rewards = weighted_sum(per_func, self.reward_weights)
+        rewards = weighted_sum(per_func, self.reward_weights, rollout.bonus)
         zero_std = is_std_zero(rewards, self._group_size, args.scale_rewards)
         group_ids = self.accelerator.gather(rollout.group_ids)
         shaped = self._shape_rewards(rewards)

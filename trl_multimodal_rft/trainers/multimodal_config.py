@@ -11,6 +11,8 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
 from ..data.unread import check_ignored
+from ..rollout.views import as_schedule
+from ..views import as_view
 from .arguments import (
     KnownKeywords,
     as_names,
@@ -294,6 +296,32 @@ class MultimodalArguments(MediaArguments):
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
+        > Parameters that control views in sampling, see `docs/views.md`
+
+        rollout_view (`str`, *optional*):
+            View of the media from which a part of each group is sampled in training, such as
+            `"diffusion_noise(step=500)"`, see [NoisyRollout](https://huggingface.co/papers/2504.13055). Everything is
+            scored, rewarded and trained on with the media as they are. Prompts without media that it applies to are
+            sampled as they are. What vLLM gave these completions is given the view, so no importance ratio corrects
+            them.
+        rollout_view_fraction (`float`, *optional*, defaults to `0.5`):
+            Share of a group that is sampled from the view: its last completions, rounded down.
+        rollout_view_schedule (`str`, *optional*, defaults to `"constant"`):
+            Strength of the view over the run: `"constant"`, `"linear"` down to 0, or the decay of NoisyRollout,
+            `"sigmoid(midpoint=0.66, steepness=30)"`, whose midpoint is a share of the run.
+        contrast_view (`str`, *optional*):
+            View of the media from which further completions are sampled in training, such as `"shuffle_frames"`, see
+            T-GRPO in [Video-R1](https://huggingface.co/papers/2503.21776). They are rewarded by the first reward
+            function and not trained on. Prompts without media that it applies to have none.
+        contrast_fraction (`float`, *optional*, defaults to `0.5`):
+            How many of them a group has, as a share of its size, rounded down.
+        contrast_ratio (`float`, *optional*, defaults to `0.8`):
+            How many times the mean reward of the further completions a group's own must be at least, both by the first
+            reward function, for its right completions to get the bonus.
+        contrast_bonus (`float`, *optional*, defaults to `0.3`):
+            What is added to the reward of these completions. Those that the first reward function gives more than 0.1
+            are right.
+
         > Parameters that control the checks
 
         self_check (`bool`, *optional*, defaults to `True`):
@@ -323,6 +351,13 @@ class MultimodalArguments(MediaArguments):
     replay_buffer_size: int = 0
     replay_max_age: int = 8
     difficulty_sampling: bool = False
+    rollout_view: str | None = None
+    rollout_view_fraction: float = 0.5
+    rollout_view_schedule: str = "constant"
+    contrast_view: str | None = None
+    contrast_fraction: float = 0.5
+    contrast_ratio: float = 0.8
+    contrast_bonus: float = 0.3
     self_check: bool = True
 
     def __post_init__(self):
@@ -378,8 +413,31 @@ def check_range(config, name: str) -> None:
         raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")
 
 
+def check_views(config) -> None:
+    """Checks the arguments of views in sampling."""
+    for view, fraction, others in (
+        ("rollout_view", "rollout_view_fraction", ("rollout_view_schedule",)),
+        ("contrast_view", "contrast_fraction", ("contrast_ratio", "contrast_bonus")),
+    ):
+        given, share = getattr(config, view), getattr(config, fraction)
+        for name in (fraction, *others):
+            if given is None and getattr(config, name) != config.__dataclass_fields__[name].default:
+                raise ValueError(f"`{name}` has no effect without `{view}`; set that or remove it.")
+        if given is not None:
+            as_view(given)
+            if int(share * config.num_generations) == 0:
+                raise ValueError(
+                    f"`{fraction}` ({share}) of `num_generations` ({config.num_generations}) is no completion; raise "
+                    "one of them."
+                )
+    as_schedule(config.rollout_view_schedule)(0.0)
+    if config.rollout_view_schedule != "constant":
+        as_view(config.rollout_view).at(1.0)
+
+
 def check_sampling(config) -> None:
-    """Checks the arguments that choose prompts and groups of completions."""
+    """Checks the arguments that choose prompts, and groups of completions and what they are sampled from."""
+    check_views(config)
     check_range(config, "dynamic_sampling_range")
     exchanging = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
     for name in exchanging:

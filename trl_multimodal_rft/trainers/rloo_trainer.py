@@ -160,7 +160,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward."""
         n, mask = len(rollout), rollout.loss_mask
-        rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights)
+        rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights, rollout.bonus)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
         group_ids = self.accelerator.gather(rollout.group_ids)
         rollout.live = self._local(has_signal(shaped, group_ids), n)

@@ -18,6 +18,7 @@ from ..rollout.collect import template_tools
 from ..rollout.reward import reward_metrics
 from ..rollout.rollout import Rollout
 from ..views import View
+from .views import view_metrics
 
 
 def log_rollout(
@@ -32,6 +33,8 @@ def log_rollout(
     per_func, names = rollout.rewards_per_func, trainer.reward_func_names
     for name, value in reward_metrics(per_func, names, rewards, is_std_zero).items():
         metrics[name].append(value)
+    if rollout.from_view is not None:
+        trainer._log_metrics(view_metrics(rewards, trainer.accelerator.gather(rollout.from_view), trainer._group_size))
     for i, name in enumerate(names):
         logs["rewards"][name].extend(per_func[:, i].tolist())
     logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
