@@ -43,9 +43,9 @@ def mixed_rows(n=8):
 class Weighed(Recorded):
     """Records the weights before each micro-batch."""
 
-    def _compute_loss(self, model, inputs):
+    def compute_loss(self, model, inputs, *args, **kwargs):
         self.weights = [*getattr(self, "weights", []), {n: p.detach().clone() for n, p in model.named_parameters()}]
-        return super()._compute_loss(model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class RecordedPPO(Recorded, MultimodalPPOTrainer):
