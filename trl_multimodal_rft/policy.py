@@ -146,6 +146,7 @@ class PolicyForward:
         supervised: Completions | None = None,
         logit_bias: dict[int, float] | None = None,
         whole: bool = False,
+        hidden: bool = False,
         rows: Sequence[int] | None = None,
     ) -> Scores:
         """
@@ -154,11 +155,11 @@ class PolicyForward:
         `model` is as the accelerator prepared it, with the fused head; completions of a group share one object in
         `prompts`. Log-probabilities come from the model's logits where the `fallbacks` say so or an engine's
         `logit_bias` is given. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
-        experts, `supervised` completions their log-probabilities, all in the same forward of the wrapper. With
-        `whole`, `prompts` are whole sequences, see [`~forward.scoring.completion_scores`]. With more tokens than
-        `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the `deferred` of the
-        scores. Where only some `rows` matter, the others aren't forwarded, and their scores are 0; dummy prompts take
-        the place of their media.
+        experts, `supervised` completions their log-probabilities, `hidden` the states that the LM head gets,
+        `(B, C, H)`, all in the same forward of the wrapper. With `whole`, `prompts` are whole sequences, see
+        [`~forward.scoring.completion_scores`]. With more tokens than `max_tokens`, gradients come from
+        [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores. Where only some `rows` matter,
+        the others aren't forwarded, and their scores are 0; dummy prompts take the place of their media.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
@@ -168,7 +169,8 @@ class PolicyForward:
             dummies = self.processes.in_place_of(model, prompts, chosen)
             padding = (0, 0, 0, len(dummies))
             ids, mask = (nn.functional.pad(each[rows], padding) for each in (completion_ids, completion_mask))
-            options = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
+            options: Any = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
+            options["hidden"] = hidden
             scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
             return scores.spread(rows, len(prompts))
         parts, n_parts = [], 1
@@ -183,7 +185,7 @@ class PolicyForward:
 
         def score(index: int, part: list[int]) -> Scores:
             completions = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
-            options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss}
+            options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss, "hidden": hidden}
             others = supervised if index == 0 else None
             return self._score_part(model, completions, fallbacks, critic, others, logit_bias, **options)
 
@@ -231,6 +233,7 @@ class PolicyForward:
         packed: bool,
         whole: bool,
         compute_aux_loss: bool,
+        hidden: bool,
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
@@ -252,6 +255,7 @@ class PolicyForward:
                 output_router_logits=compute_aux_loss,
                 value_head=value_head,
                 whole=whole,
+                hidden=hidden,
                 **options,
                 **head,
             ).tensors()
@@ -266,6 +270,7 @@ class PolicyForward:
             # DDP looks for unused parameters in its last forward alone, so all parts must be in one
             is_ddp = isinstance(model, DistributedDataParallel)
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
+            several = several or hidden  # which DDP must find among the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
         if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
             tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))

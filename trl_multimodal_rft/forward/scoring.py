@@ -73,6 +73,7 @@ def completion_scores(
     logits_temperature: float | None = None,
     logit_bias: dict[int, float] | None = None,
     whole: bool = False,
+    hidden: bool = False,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -108,10 +109,12 @@ def completion_scores(
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
+        hidden (`bool`, *optional*, defaults to `False`):
+            Whether to return the hidden states that the LM head makes each token's distribution of.
 
     Returns:
         [`~forward.scores.Scores`]: `logps` and, if the head computes them, `entropies`, shape `(B, C)`, 0 where the
-        mask is 0; the `router` statistics and `values` that were requested.
+        mask is 0; the `router` statistics, `values` and `hidden` states `(B, C, H)` that were requested.
 
     Raises:
         `ValueError`: If a model has no router logits to return.
@@ -131,7 +134,7 @@ def completion_scores(
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **inside),
             _outputs_of(decoder) as decoded,
-            hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
+            hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
         ):
             if is_fused:
                 places = {} if batch.label_index is None else {"label_index": batch.label_index}
@@ -152,8 +155,9 @@ def completion_scores(
         return Scores(
             logps=batch.of_completions(outputs.log_probs),
             entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
-            values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(hidden[0]))),
+            values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(states[0]))),
             top1=None if outputs.is_top1 is None else batch.of_completions(outputs.is_top1.float()),
+            hidden=batch.of_completions(batch.everywhere(states[0])) if hidden else None,
             router=router,
         )
 
@@ -244,14 +248,14 @@ class _Batch:
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
-    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
+    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
     label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Values at each position, from values at all, or at those that are scored."""
-        if values.shape == self.labels.shape:
+        if values.shape[:2] == self.labels.shape:
             return values
-        return values.new_zeros(self.labels.shape).index_copy(1, self.kept(), values)
+        return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)
 
 
 def _batch(
@@ -281,7 +285,7 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
         batch,
         label_index=None,
         kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        of_completions=lambda values: torch.where(scored, values[rows, places], 0.0),
+        of_completions=lambda values: _masked(values[rows, places], scored),
     )
 
 
@@ -323,7 +327,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         row.shift_labels,
         lambda: row.label_index,
         n_rows,
-        lambda values: torch.where(completion_mask.bool(), values[0][row.score_index], 0.0),
+        lambda values: _masked(values[0][row.score_index], completion_mask.bool()),
         row.label_index,
     )
 
@@ -361,8 +365,13 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
             inputs["attention_mask"]
             * torch.tensor([[not isinstance(prompt, DummyPrompt)] for prompt in prompts], device=device)
         ),
-        lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
+        lambda values: _masked(values[:, predicts], completion_mask.bool()),
     )
+
+
+def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values `(B, C, ...)`, 0 where the mask `(B, C)` is 0."""
+    return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
 def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
