@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
@@ -92,7 +93,7 @@ def add_fused_head(
 
     The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
     the text model; here they are what the model does. It also takes `label_index`, the places `(N,)` of labels in
-    flattened `shift_labels`, for which the host else waits.
+    flattened `shift_labels`, for which the host else waits. Without labels, it returns the states before the head.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -119,6 +120,8 @@ def add_fused_head(
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
         output, states = _run_backbone(self, forward, args, {**kwargs, "use_cache": False})
+        if labels is None and shift_labels is None:
+            return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()

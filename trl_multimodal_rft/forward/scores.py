@@ -21,6 +21,7 @@ class Scores:
     """
 
     logps: Any = _per_completion()  # log-probabilities of the tokens, `(B, C)`
+    divergences: Any = _per_completion()  # of the tokens' distributions from a target, `(B, C)`
     entropies: Any = _per_completion()  # of the tokens' distributions, `(B, C)`
     values: Any = _per_completion()  # of the states before each token, `(B, C)`
     top1: Any = _per_completion()  # 1 where a token is the most likely one, `(B, C)`

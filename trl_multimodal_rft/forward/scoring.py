@@ -21,6 +21,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .attention import without_masks
+from .divergence import Target, divergences, head_of
 from .encoders import remember_on_host
 from .features import encode_frozen, frozen_features
 from .head import scores_of_logits
@@ -74,6 +75,8 @@ def completion_scores(
     logit_bias: dict[int, float] | None = None,
     whole: bool = False,
     hidden: bool = False,
+    logps: bool = True,
+    target: Target | None = None,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -111,10 +114,16 @@ def completion_scores(
             sequence, and `completion_mask` is 1 where they are scored.
         hidden (`bool`, *optional*, defaults to `False`):
             Whether to return the hidden states that the LM head makes each token's distribution of.
+        logps (`bool`, *optional*, defaults to `True`):
+            Whether to compute log-probabilities and entropies. Without them, the LM head doesn't run.
+        target ([`~forward.divergence.Target`], *optional*):
+            Distributions to compare the tokens' with. Without `logps`, entropies come from the same pass over the
+            vocabulary.
 
     Returns:
         [`~forward.scores.Scores`]: `logps` and, if the head computes them, `entropies`, shape `(B, C)`, 0 where the
-        mask is 0; the `router` statistics, `values` and `hidden` states `(B, C, H)` that were requested.
+        mask is 0; the `router` statistics, `values`, `divergences` and `hidden` states `(B, C, H)` that were
+        requested.
 
     Raises:
         `ValueError`: If a model has no router logits to return.
@@ -124,10 +133,10 @@ def completion_scores(
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
     inside = {"output_router_logits": True} if output_router_logits else {}
 
-    def part(prompts, ids, mask):
+    def part(prompts, ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
         inputs = {**batch.inputs, **outside}
-        is_fused = logits_temperature is None
+        is_fused = logits_temperature is None or not logps
         if not whole:  # whole sequences are forwarded once
             encode_once(unwrapped_model, batch.parts, ids.device)
         with (
@@ -136,7 +145,10 @@ def completion_scores(
             _outputs_of(decoder) as decoded,
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
         ):
-            if is_fused:
+            if not logps:
+                model(**inputs, fused_lm_head=True)
+                outputs = FusedCausalLMOutput()
+            elif is_fused:
                 places = {} if batch.label_index is None else {"label_index": batch.label_index}
                 outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
             else:
@@ -152,14 +164,24 @@ def completion_scores(
                     "loss; set `router_aux_loss_coef=0`"
                 )
             router = router_statistics(router_logits, decoder.config.num_experts_per_tok, batch.n_rows())
-        return Scores(
-            logps=batch.of_completions(outputs.log_probs),
-            entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
-            values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(states[0]))),
-            top1=None if outputs.is_top1 is None else batch.of_completions(outputs.is_top1.float()),
-            hidden=batch.of_completions(batch.everywhere(states[0])) if hidden else None,
+
+        def placed(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else batch.of_completions(batch.everywhere(values))
+
+        before_head: Any = placed(states[0]) if hidden or target is not None else None
+        scores = Scores(
+            logps=placed(outputs.log_probs),
+            entropies=placed(outputs.entropy),
+            values=None if value_head is None else placed(value_head(states[0])),
+            top1=None if outputs.is_top1 is None else placed(outputs.is_top1.float()),
+            hidden=before_head if hidden else None,
             router=router,
         )
+        if target is not None:
+            head = head_of(unwrapped_model, target.student_rule)
+            scores.divergences, entropies = divergences(before_head, head, target.rows(rows))
+            scores.entropies = scores.entropies if logps else entropies
+        return scores
 
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards)
 
@@ -182,7 +204,7 @@ def completion_values(
     [`completion_scores`].
     """
 
-    def part(prompts, completion_ids, mask):
+    def part(prompts, completion_ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed)
         encode_once(unwrapped_model, batch.parts, completion_ids.device)
         with (
@@ -198,12 +220,12 @@ def completion_values(
 def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
     """Scores with the forwards that `isolate` needs."""
     if isolate is None:
-        return score(prompts, completion_ids, completion_mask)
+        return score(prompts, completion_ids, completion_mask, slice(None))
     parts = split_samples(prompts, isolate)
     surplus = max(min_forwards - len(parts), 0)
     results = []
     for part in parts + parts[-1:] * surplus:
-        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part]))
+        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part], part))
     joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards weigh nothing, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
