@@ -66,6 +66,7 @@ from .setup import (
     first_fallbacks,
     has_unread_rows,
     ignore_deprecated_names,
+    is_distillation,
     load_parts,
     modalities,
     prepare_reference,
@@ -133,7 +134,8 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
-        sources = reward_sources(reward_funcs, kwargs.pop("reward_processing_classes", None), self.toolbox)
+        processors = kwargs.pop("reward_processing_classes", None)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not is_distillation(args))
 
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()

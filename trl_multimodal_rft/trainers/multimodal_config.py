@@ -207,9 +207,9 @@ class MediaArguments(KnownKeywords):
 
 @help_from_docstring
 @dataclass
-class MultimodalArguments(MediaArguments):
+class SamplingArguments(MediaArguments):
     r"""
-    Arguments about media and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
+    Arguments about sampling and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
 
     Parameters:
         > Parameters that control the packing
@@ -269,31 +269,6 @@ class MultimodalArguments(MediaArguments):
             images and videos grey. Each takes two forwards of two completions, one of each of two prompts. 0 measures
             nothing.
 
-        > Parameters that control which prompts are sampled and trained on
-
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Whether to draw more prompts until the batch is full of groups with different rewards, see
-            [DAPO](https://huggingface.co/papers/2503.14476).
-        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
-            How often to sample for one batch at most.
-        dynamic_sampling_range (`list[float]`, *optional*):
-            Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
-            treat the group as one without different rewards, such as `[0.1, 0.9]` of
-            [MM-EUREKA](https://huggingface.co/papers/2503.07365).
-        dynamic_sampling_reward (`str`, *optional*):
-            Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
-            By default the range bounds the weighted sum of all, and the difficulty is measured by the first function.
-        replay_buffer_size (`int`, *optional*, defaults to `0`):
-            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
-            without.
-        replay_max_age (`int`, *optional*, defaults to `8`):
-            Number of optimizer steps after which a kept group is dropped.
-        difficulty_sampling (`bool`, *optional*, defaults to `False`):
-            Whether to draw rows more often the closer the share of their right completions, measured in the run
-            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
-            [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
-            `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
-
         > Parameters that control the checks
 
         self_check (`bool`, *optional*, defaults to `True`):
@@ -316,13 +291,6 @@ class MultimodalArguments(MediaArguments):
     max_logged_media: int | None = 8
     max_logged_megabytes: float = 32.0
     media_contribution_steps: int = 10
-    dynamic_sampling: bool = False
-    dynamic_sampling_max_rounds: int = 4
-    dynamic_sampling_range: list[float] | None = None
-    dynamic_sampling_reward: str | None = None
-    replay_buffer_size: int = 0
-    replay_max_age: int = 8
-    difficulty_sampling: bool = False
     self_check: bool = True
 
     def __post_init__(self):
@@ -356,6 +324,52 @@ class MultimodalArguments(MediaArguments):
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
                 f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
+
+
+@help_from_docstring
+@dataclass
+class MultimodalArguments(SamplingArguments):
+    r"""
+    Arguments about prompts with rewards, for a TRL config to inherit, in addition to those of [`SamplingArguments`].
+
+    Parameters:
+        > Parameters that control which prompts are sampled and trained on
+
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether to draw more prompts until the batch is full of groups with different rewards, see
+            [DAPO](https://huggingface.co/papers/2503.14476).
+        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `4`):
+            How often to sample for one batch at most.
+        dynamic_sampling_range (`list[float]`, *optional*):
+            Range (min, max) of a group's mean reward, without its ends, outside of which dynamic sampling and replay
+            treat the group as one without different rewards, such as `[0.1, 0.9]` of
+            [MM-EUREKA](https://huggingface.co/papers/2503.07365).
+        dynamic_sampling_reward (`str`, *optional*):
+            Name of the reward function whose mean `dynamic_sampling_range` bounds and `difficulty_sampling` measures.
+            By default the range bounds the weighted sum of all, and the difficulty is measured by the first function.
+        replay_buffer_size (`int`, *optional*, defaults to `0`):
+            Number of past groups with different rewards that each process keeps, in CPU memory, to stand in for groups
+            without.
+        replay_max_age (`int`, *optional*, defaults to `8`):
+            Number of optimizer steps after which a kept group is dropped.
+        difficulty_sampling (`bool`, *optional*, defaults to `False`):
+            Whether to draw rows more often the closer the share of their right completions, measured in the run
+            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
+            [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
+            `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    dynamic_sampling: bool = False
+    dynamic_sampling_max_rounds: int = 4
+    dynamic_sampling_range: list[float] | None = None
+    dynamic_sampling_reward: str | None = None
+    replay_buffer_size: int = 0
+    replay_max_age: int = 8
+    difficulty_sampling: bool = False
 
 
 def _has_bf16() -> bool:
