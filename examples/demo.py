@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, Value
+from datasets import Dataset, DatasetDict, List, Value
 from PIL import Image as PILImage
 from tasks import encoded
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
@@ -189,14 +190,15 @@ def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments,
 
 def with_noise(dataset: Dataset, every: int = 4) -> Dataset:
     """
-    Replaces some recordings or images with white noise of the same length or size.
+    Replaces some recordings, images or videos with white noise of the same length or size.
 
     The policy can only guess the answers to noise. The expected reward therefore depends on the row, and a critic must
     listen or look to predict it.
     """
-    makers = {"audio": _noise_like_recording, "image": _noise_like_picture}
+    makers = {"audio": _noise_like_recording, "image": _noise_like_picture, "video": _noise_like_video}
     (column,) = makers.keys() & set(dataset.column_names)
-    stored = dataset.cast_column(column, {"bytes": Value("binary"), "path": Value("string")})[column]
+    file: Any = {"bytes": Value("binary"), "path": Value("string")}
+    stored = dataset.cast_column(column, List(file) if column == "video" else file)[column]
     rng = np.random.default_rng(0)
     media = [makers[column](medium, rng) if row // 10 % every == 0 else medium for row, medium in enumerate(stored)]
     return dataset.remove_columns(column).add_column(column, media).cast_column(column, dataset.features[column])
@@ -207,6 +209,10 @@ def _noise_like_recording(medium: dict, rng: np.random.Generator) -> dict:
 
     like = soundfile.info(medium["path"])
     return encoded(rng.normal(scale=0.1, size=like.frames), like.samplerate)
+
+
+def _noise_like_video(medium: list[dict], rng: np.random.Generator) -> list[dict]:
+    return [_noise_like_picture(frame, rng) for frame in medium]
 
 
 def _noise_like_picture(medium: dict, rng: np.random.Generator) -> dict:

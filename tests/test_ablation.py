@@ -23,12 +23,12 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.checks.media_contribution import is_due
 from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
-from trl_multimodal_rft.encoding.ablation import Ablation, fitted
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer, paired_interval
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
+from trl_multimodal_rft.views import as_view
 
 
 QUESTION = "Is there a cat or a dog?"
@@ -142,9 +142,12 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
         evaluate(model, processor, [tones[8]], accuracy_reward, config)
 
 
-@pytest.mark.parametrize("options", [{"ablate": "sound"}, {"ablate": "audio", "ablate_with": "silence"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"ablate": "sound"}, {"ablate": "audio", "ablate_with": "silence"}, {"ablate": "audio", "ablate_with": "crop"}],
+)
 def test_unknown_ablations_are_refused(options):
-    with pytest.raises(ValueError, match="`ablate"):
+    with pytest.raises(ValueError, match="`ablate|There is no view 'silence'"):
         EvaluationConfig(**options)
 
 
@@ -233,12 +236,12 @@ def test_nothing_changes_but_the_features(family):
         for kind in plain.modalities - found:
             found.add(kind)
             refs = [ref for ref in iter_refs(messages) if ref.kind == kind]
-            for ablation in (Ablation(kind), Ablation(kind, refs[::-1])):
-                other = encode_prompt(messages, processor, model, ablation=ablation)
+            for view in (as_view("blank").only(kind), as_view("other_row").only(kind).with_others(refs[::-1])):
+                other = encode_prompt(messages, processor, model, view=view)
                 assert torch.equal(other.input_ids, plain.input_ids)
                 assert {k: v.shape for k, v in other.media.items()} == {k: v.shape for k, v in plain.media.items()}
                 assert all(value.isfinite().all() for value in other.media.values())
-                if not ablation.others:
+                if not view.others:
                     assert any(not torch.equal(other.media[name], plain.media[name]) for name in plain.media)
     assert found == {*ALL_FAMILIES[family].modalities}
 
@@ -247,24 +250,12 @@ def test_nothing_changes_but_the_features(family):
 def test_features_are_those_of_silence_and_grey(family, kind):
     model, processor = ALL_FAMILIES[family].build()
     messages, chat = next((m, c) for m, c in placed(family) if any(b["type"] == kind for b in c[0]["content"]))
-    ours = encode_prompt(messages, processor, model, ablation=Ablation(kind))
+    ours = encode_prompt(messages, processor, model, view=as_view("blank").only(kind))
     options = {"processor_kwargs": {"videos_kwargs": {"do_sample_frames": False}}} if kind == "video" else {}
     theirs = encode(processor, blanked(chat, kind), **options)
     assert torch.equal(ours.input_ids, theirs["input_ids"][0])
     for name, value in ours.media.items():
         assert torch.equal(value, theirs[name]), name
-
-
-def test_others_take_duration_and_size():
-    assert fitted(np.arange(3.0), np.zeros(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert fitted(np.arange(9.0), np.zeros(2)).tolist() == [0, 1]
-    picture = Image.new("RGB", (40, 20), (200, 10, 10))
-    assert fitted(picture, Image.new("RGB", (14, 28))).getpixel((13, 27)) == (200, 10, 10)
-    frames = np.arange(6, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 6, 3), np.uint8)
-    taken = fitted(frames, np.zeros((3, 4, 5, 3), np.uint8))
-    assert taken.shape == (3, 4, 5, 3) and taken[:, 0, 0, 0].tolist() == [0, 2, 4]
-    tensors = [torch.from_numpy(each).permute(0, 3, 1, 2) for each in (frames, np.zeros((3, 4, 5, 3), np.uint8))]
-    assert torch.equal(fitted(*tensors).permute(0, 2, 3, 1), torch.from_numpy(taken))
 
 
 # During training

@@ -17,6 +17,8 @@ import shared_media
 import step_table
 import token_budget
 import torch
+import views
+import views_study
 from helpers.cuda_path import Counts
 
 from trl_multimodal_rft.forward.layout import PrefixLayout
@@ -87,6 +89,21 @@ def test_shared_media(capsys):
     assert all(each["gradient_difference"] < 1e-4 for each in result["contestants"].values())
     assert all(each["update_s"] > 0 and each["update_cpu_s"] > 0 for each in result["contestants"].values())
     assert result["update_share_of_separate"] > 0 and result["update_share_of_trl"] > 0
+
+
+def test_views(capsys):
+    views.main(["--preset", "tiny", "--group", "4", "--repeats", "1", *THREADS, "--json"])
+    found = [*result_of(capsys)["contestants"].values()]
+    assert found[0]["added_forwards"] == found[0]["added_steps"] == 0
+    # One more forward of the same layout; to weigh tokens before the update takes one of the clean prompts, too
+    assert [each["added_forwards"] for each in found[1:]] == [1, 2]
+
+
+def test_study_of_views(capsys):
+    found = views_study.main(["--task", "video", "--steps", "1", "--seeds", "1"])
+    assert [*found] == ["GRPO", "PAPO", "VPPO", "NoisyRollout", "T-GRPO"]
+    assert all(0 <= accuracy < 0.5 and contribution > 0 for ((accuracy, contribution),) in found.values())
+    assert "| T-GRPO |" in capsys.readouterr().out
 
 
 def test_checkpointing_runs_layers_again(policy_update, tmp_path):

@@ -12,9 +12,9 @@ from trl_multimodal_rft.checks.engine_check import EngineCheck
 from trl_multimodal_rft.checks.media_contribution import media_contribution
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.encoding.ablation import Ablation
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.views import as_view
 
 
 BIAS = {3: -100.0}
@@ -90,9 +90,9 @@ def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
 
 
 def ablating(checked):
-    """Encodes a prompt again, with an ablation."""
+    """Encodes a prompt again, under a view."""
     processor = checked.policy.processor
-    return lambda row, ablation: encode_prompt(checked.messages[row], processor, checked.model, ablation=ablation)
+    return lambda row, view: encode_prompt(checked.messages[row], processor, checked.model, view=view)
 
 
 def test_contribution_is_the_mean_difference_without_a_medium(listener):
@@ -105,7 +105,7 @@ def test_contribution_is_the_mean_difference_without_a_medium(listener):
         with torch.no_grad():
             heard, unheard = (
                 listener.policy.score(listener.model, [each], ids[place], mask[place], packed=False).logps
-                for each in (prompts[row], encode(row, Ablation("audio")))
+                for each in (prompts[row], encode(row, as_view("blank").only("audio")))
             )
         moved.append((heard - unheard).abs()[mask[place].bool()])
     assert metrics == {"media/contribution": pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)}
@@ -120,10 +120,10 @@ def test_contribution_of_each_kind_and_none_of_those_that_are_gone():
     kinds = [metrics.pop(f"media/contribution/{kind}") for kind in ("image", "audio")]
     assert metrics == {"media/contribution": pytest.approx(sum(kinds) / 2)} and min(kinds) > 1e-3
 
-    def gone(row, ablation):
-        if ablation.kind == "audio":
+    def gone(row, view):
+        if view.applies_to("audio"):
             raise MediaError("the file is gone")
-        return encode(row, ablation)
+        return encode(row, view)
 
     images = media_contribution(both.policy, both.model, completions, completions[2], gone)
     assert images == {"media/contribution": pytest.approx(kinds[0])}

@@ -181,6 +181,7 @@ def test_with_noise(tmp_path):
     for dataset, read in (
         (spoken_digits(tmp_path, train_rows=50, test_rows=10)["train"], read_recording),
         (handwritten_digits()["train"].select(range(50)), read_picture),
+        (moving_digits(50, 4, frames=2)["train"], read_video),
     ):
         noisy = with_noise(dataset, every=2)
         assert noisy.features == dataset.features and noisy["solution"] == dataset["solution"]
@@ -202,6 +203,10 @@ def read_recording(row):
 
 def read_picture(row):
     return np.asarray(row["image"], dtype=float)
+
+
+def read_video(row):
+    return np.stack([np.asarray(frame, dtype=float) for frame in row["video"]])
 
 
 @pytest.mark.slow

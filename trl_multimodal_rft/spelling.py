@@ -3,8 +3,12 @@
 
 import ast
 import difflib
+import importlib
+import inspect
+import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -121,3 +125,27 @@ def recipe_names(recipe: Any) -> list[str]:
             '{"counting": {"counting_reward": 1.0}}.'
         )
     return [*dict.fromkeys(name for each in weights for name in each)]
+
+
+def check_settings(function: Callable, name: str, settings: dict[str, Any]) -> None:
+    """Refuses settings that a function has no parameter for; it might have `**kwargs`, which takes any."""
+    names = [key for key, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    for key in settings.keys() - names:
+        raise ValueError(f"{name!r} has no setting {key!r}, only {names}.")
+
+
+def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
+    """What a dotted path names, also of a module in the working directory; `names` are those that need no path."""
+    module, _, function = name.rpartition(".")
+    if not module:
+        close = difflib.get_close_matches(name, names, n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(
+            f"There is no {kind} {name!r}; {meant}Name one of {[*names]}, or a dotted path such as {example!r}."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"There is no {kind} {name!r}: {error}.") from error

@@ -8,13 +8,13 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..data.columns import MediaError
-from ..encoding.ablation import Ablation
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.layout import group_by_prompt
 from ..models.modes import measuring
 from ..policy import Completions, PolicyForward
+from ..views import View, as_view
 
 
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ def media_contribution(
     model: nn.Module,
     completions: Completions,
     mask: torch.Tensor,
-    encode: Callable[[int, Ablation], EncodedPrompt],
+    encode: Callable[[int, View], EncodedPrompt],
 ) -> dict[str, float]:
     r"""
     Measures how far log-probabilities of completions are from those without a medium of their prompt.
@@ -44,11 +44,11 @@ def media_contribution(
 
     in nats, where $m$ are the media of one kind in the prompt, and $\tilde{m}$ silence or grey of the same duration
     and size: 0 for a policy that ignores them. Forwards of the same shape score both. All ranks must call this. `mask`
-    `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a completion with an ablation.
+    `(B, C)` is 1 on tokens that count, and `encode` encodes the prompt of a completion under a view.
     """
     prompts, ids, completion_mask = completions
     # Completions, a kind of media, and their prompts without it
-    cases = [(row, kind, _ablated(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
+    cases = [(row, kind, _without(encode, row, kind)) for row, kind in _chosen(prompts, mask)]
     cases = [case for case in cases if case[2] is not None]
     accelerator = policy.accelerator
     assert accelerator is not None
@@ -89,10 +89,10 @@ def _chosen(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[tuple[
     return chosen
 
 
-def _ablated(encode: Callable[[int, Ablation], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
+def _without(encode: Callable[[int, View], EncodedPrompt], row: int, kind: str) -> EncodedPrompt | None:
     """The prompt of a completion without its media of a kind; `None` if they have become unreadable."""
     try:
-        return encode(row, Ablation(kind))
+        return encode(row, as_view("blank").only(kind))
     except MediaError as error:
         logger.warning_once(f"`media/contribution` leaves out prompts whose media can't be read again: {error}")
         return None

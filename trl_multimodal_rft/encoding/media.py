@@ -30,8 +30,8 @@ from ..data.loading import (
     sample_indices,
 )
 from ..data.soundtrack import load_sound_of_video
-from ..families import AUDIO_EXTRACTORS, family_of_processor
-from .ablation import Ablation, blank, fitted
+from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
+from ..views import View
 from .budgets import at_most, budgeted_frames, budgeted_image, own_terms, size_factor, with_budgets
 
 
@@ -62,7 +62,7 @@ def decode_media(
     refs: list[MediaRef],
     processor: ProcessorMixin | PreTrainedTokenizerBase,
     audio_overlong: Literal["raise", "truncate"],
-    ablation: Ablation | None = None,
+    view: View | None = None,
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """Decodes media for a processor, keyed by the `id` of their reference, with the `processor_kwargs` for them."""
     decoded: dict[int, Any] = {}
@@ -74,12 +74,11 @@ def decode_media(
     resized = {
         ref.kind for ref in budgeted if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)
     }
-    others = [
-        _decode(with_budgets(ref), processor, "truncate", resized)[0] for ref in (ablation.others if ablation else ())
-    ]
-    turns = itertools.cycle(others)
+    others: dict[str, Any] = {kind: itertools.repeat(None) for kind in MODALITIES}
+    for kind, own in itertools.groupby(sorted(view.others if view else (), key=_kind), key=_kind):
+        others[kind] = itertools.cycle([_decode(with_budgets(ref), processor, "truncate", resized)[0] for ref in own])
     sounds: list[np.ndarray | None] = []
-    for given, ref in zip(refs, budgeted, strict=True):
+    for place, (given, ref) in enumerate(zip(refs, budgeted, strict=True)):
         unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if unused:
             logger.warning_once(
@@ -87,8 +86,8 @@ def decode_media(
                 "its processor."
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
-        if ablation is not None and ref.kind == ablation.kind:
-            medium = fitted(next(turns), medium) if others else blank(medium)
+        if view is not None and view.applies_to(ref.kind):
+            medium = view(medium, place, next(others[ref.kind]))
         if ref.kind == "audio" and family.takes_base64_audio:
             medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
         decoded[id(given)] = medium
@@ -97,8 +96,8 @@ def decode_media(
         if ref.kind == "video" and ref.rules.use_audio_in_video:
             check_hears_videos(processor)
             sound = load_sound_of_video(ref, *_audio_limits(ref, processor), audio_overlong)
-            if sound is not None and ablation is not None and ablation.kind == "audio":
-                sound = fitted(next(turns), sound) if others else blank(sound)
+            if sound is not None and view is not None and view.applies_to("audio"):
+                sound = view(sound, place, next(others["audio"]))
             sounds.append(sound)
     videos = [ref for ref in budgeted if ref.kind == "video"]
     if video_metadata:
@@ -121,6 +120,10 @@ def decode_media(
         if terms:
             kwargs.setdefault(f"{kind}s_kwargs", {}).update(terms)
     return decoded, kwargs
+
+
+def _kind(ref: MediaRef) -> str:
+    return ref.kind
 
 
 def check_hears_videos(processor) -> None:

@@ -23,7 +23,7 @@ from ..data.loading import encoded_source
 from ..data.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
-from .ablation import Ablation
+from ..views import View
 from .budgets import with_budgets
 from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
@@ -201,7 +201,7 @@ def encode_prompt(
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
     engine_positions: bool = False,
-    ablation: Ablation | None = None,
+    view: View | None = None,
     row: int | None = None,
 ) -> EncodedPrompt:
     """
@@ -222,8 +222,8 @@ def encode_prompt(
             Whether to keep the decoded media, for engines that process them themselves.
         engine_positions (`bool`, *optional*, defaults to `False`):
             Whether to use vLLM's positions, see [`engine_position_ids`], instead of the model's.
-        ablation ([`~encoding.ablation.Ablation`], *optional*):
-            Replacement of the media of one kind.
+        view ([`~views.View`], *optional*):
+            What the model sees or hears instead of the media.
         row (`int`, *optional*):
             Index of the row in its batch, for errors.
 
@@ -249,7 +249,7 @@ def encode_prompt(
         template_kwargs=template_kwargs,
         audio_overlong=audio_overlong,
         keep_decoded=keep_decoded,
-        ablation=ablation,
+        view=view,
         row=row,
     )
     positions = prompt_position_ids(model, prompt.input_ids, prompt.media, prompt.token_fields)
@@ -273,7 +273,7 @@ def encode_messages(
     template_kwargs: dict[str, Any] | None = None,
     audio_overlong: Literal["raise", "truncate"] = "raise",
     keep_decoded: bool = False,
-    ablation: Ablation | None = None,
+    view: View | None = None,
     row: int | None = None,
     **processor_options,
 ) -> EncodedPrompt:
@@ -282,7 +282,7 @@ def encode_messages(
     placeholders = placeholder_token_ids(model, processor)
     if isinstance(processor, ProcessorMixin):
         check_text(messages, refs, placeholder_tokens(model, processor), row)
-    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, ablation)
+    decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, view)
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
         by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}

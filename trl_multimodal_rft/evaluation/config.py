@@ -7,9 +7,10 @@ from ..data.rules import MediaRules, budgets_of
 from ..data.unread import check_ignored
 from ..families import MODALITIES
 from ..trainers.arguments import help_from_docstring
+from ..views import as_view
 
 
-_CHOICES = {"ablate": MODALITIES, "ablate_with": ("blank", "shuffled"), "on_media_error": ("raise", "skip")}
+_CHOICES = {"ablate": MODALITIES, "on_media_error": ("raise", "skip")}
 
 
 @help_from_docstring
@@ -49,7 +50,8 @@ class EvaluationConfig:
             `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
             much it contributes to the accuracy. A replacement of the same duration and size takes its place.
         ablate_with (`str`, *optional*, defaults to `"blank"`):
-            Replacement of the medium: `"blank"` is silence or grey, `"shuffled"` another row's medium.
+            Replacement of the medium: `"blank"` is silence or grey, `"shuffled"` (or `"other_row"`) another row's
+            medium; or any other view, see [`~views.VIEWS`], such as `"mask_patches(ratio=0.5)"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -89,7 +91,7 @@ class EvaluationConfig:
     max_tool_calling_iterations: int | None = None
     max_tool_media: int | None = None
     ablate: str | None = field(default=None, metadata={"choices": [None, *_CHOICES["ablate"]]})
-    ablate_with: str = field(default="blank", metadata={"choices": [*_CHOICES["ablate_with"]]})
+    ablate_with: str = "blank"
     confidence: float = 0.95
     seed: int = 0
     ignored_media_columns: list[str] | None = None
@@ -123,7 +125,16 @@ class EvaluationConfig:
         MediaRules(**budgets_of(self))  # which checks them
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and (value is not None or name == "ablate_with"):
+            if value not in choices and value is not None:
                 raise ValueError(f"`{name}` is {value!r}; set it to one of {', '.join(map(repr, choices))}.")
+        if self.ablate is not None and not as_view(self.view).applies_to(self.ablate):
+            raise ValueError(
+                f"`ablate_with={self.ablate_with!r}` has no effect on `ablate={self.ablate!r}`; name another view."
+            )
         if not 0 < self.confidence < 1:
             raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")
+
+    @property
+    def view(self) -> str:
+        """The name of the view that replaces the medium."""
+        return "other_row" if self.ablate_with == "shuffled" else self.ablate_with

@@ -20,7 +20,6 @@ from ..data.features import restore_rows
 from ..data.rows import DatasetRows, Row
 from ..data.rules import budgets_of
 from ..data.unread import check_columns, check_has_prompt, columns_known
-from ..encoding.ablation import Ablation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
@@ -36,6 +35,7 @@ from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import ENDS, ToolLoop, Trajectory, first_turns, run_turns
 from ..trainers.random_state import kept_random_state
+from ..views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, mean
 
@@ -222,19 +222,20 @@ class Evaluation:
             group_size=n,
             pad_token_id=self.config.pad_token_id,
             accelerator=self.accelerator,
-            ablations={row.number: self._ablation(row) for row in rows} if ablated else None,
+            views={row.number: self._view(row) for row in rows} if ablated else None,
         )
 
-    def _ablation(self, row: Row) -> Ablation:
-        """The replacement of a row's medium: silence or grey, or the media of another row, drawn at random."""
+    def _view(self, row: Row) -> View:
+        """What a row shows instead of its medium; of another row, one drawn at random."""
         kind = str(self.args.ablate)
-        if self.args.ablate_with == "blank":
-            return Ablation(kind)
+        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.number)
+        if not view.type.needs_other:
+            return view
         if self.toolbox:
             raise ValueError("Environments show media that no row has; set `ablate_with='blank'`.")
         media = self._media_of(row, kind)
         if not media:
-            return Ablation(kind)
+            return view
         n = len(self.dataset)
         first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
         for place in range(first, first + n):
@@ -243,7 +244,7 @@ class Evaluation:
             except MediaError:  # its batch reports it
                 continue
             if others and not same_prompt(others, media):
-                return Ablation(kind, others)
+                return view.with_others(others)
         raise media[0].error(f"no other row has another {kind} to replace it with; set `ablate_with='blank'`")
 
     def _media_of(self, row: Row, kind: str) -> list[MediaRef]:

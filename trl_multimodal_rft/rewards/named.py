@@ -2,11 +2,9 @@
 """Loads reward functions by name."""
 
 import difflib
-import importlib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from torch import nn
 from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
-from ..spelling import recipe_names, split_settings
+from ..spelling import check_settings, load_dotted, recipe_names, split_settings
 from .answers import accuracy_reward, boxed_format_reward, format_reward
 from .bonuses import length_reward, tool_curiosity_reward
 from .checks import check_signature
@@ -137,27 +135,3 @@ def made(factory: Callable, name: str, settings: dict[str, Any]) -> Any:
         example = ", ".join(f"{each}=..." for each in missing)
         raise ValueError(f"{name!r} needs settings: `{name}({example})`.")
     return factory(**settings)
-
-
-def check_settings(function: Callable, name: str, settings: dict[str, Any]) -> None:
-    """Refuses settings that a function has no parameter for; it might have `**kwargs`, which takes any."""
-    names = [key for key, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
-    for key in settings.keys() - names:
-        raise ValueError(f"{name!r} has no setting {key!r}, only {names}.")
-
-
-def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
-    """What a dotted path names, also of a module in the working directory; `names` are those that need no path."""
-    module, _, function = name.rpartition(".")
-    if not module:
-        close = difflib.get_close_matches(name, names, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(
-            f"There is no {kind} {name!r}; {meant}Name one of {[*names]}, or a dotted path such as {example!r}."
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"There is no {kind} {name!r}: {error}.") from error

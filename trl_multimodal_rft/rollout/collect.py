@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 
 from ..data.columns import iter_refs
-from ..encoding.ablation import Ablation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
+from ..views import View
 from .environments import Environments
 from .prompts import PromptEncoder
 from .rollout import Rollout
@@ -32,11 +32,11 @@ def collect(
     group_size: int,
     pad_token_id: int,
     accelerator: Accelerator,
-    ablations: Mapping[int, Ablation] | None = None,
+    views: Mapping[int, View] | None = None,
 ) -> Rollout:
     """
     Rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`, the user's
-    `rollout_func` tokenizes rows of text. `ablations` replace media, by the row's number.
+    `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
     """
     columns, numbers = [row.row for row in rows], [row.number for row in rows]
     messages, environments = [row.messages for row in rows], None
@@ -53,9 +53,9 @@ def collect(
             elif same_group and same_prompt(messages[i], messages[i - 1]):
                 prompts.append(prompts[-1])
             else:
-                ablation = None if ablations is None else ablations[row.number]
+                view = None if views is None else views[row.number]
                 tools = template_tools(toolbox, environments, i)
-                prompts.append(encoder.encode(messages[i], row.number, ablation, **tools))
+                prompts.append(encoder.encode(messages[i], row.number, view, **tools))
     share_media(prompts)
     return Rollout(
         prompts,

@@ -11,10 +11,10 @@ from ..data.columns import iter_refs, rows_to_messages
 from ..data.rows import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_has_prompt
-from ..encoding.ablation import Ablation
 from ..encoding.control_tokens import checked_prompt
 from ..encoding.media import check_hears_videos
 from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
+from ..views import View
 
 
 @dataclass
@@ -63,8 +63,8 @@ class PromptEncoder:
             return None
         return self.encode(prompt, row.number)
 
-    def encode(self, prompt: Any, row: int, ablation: Ablation | None = None, **template_kwargs: Any) -> EncodedPrompt:
-        """The prompt of a row's messages, without its media of a kind if an ablation is given."""
+    def encode(self, prompt: Any, row: int, view: View | None = None, **template_kwargs: Any) -> EncodedPrompt:
+        """The prompt of a row's messages, with its media under a view if one is given."""
         encoded = encode_prompt(
             self.checked(prompt, row),
             self.processor,
@@ -73,7 +73,7 @@ class PromptEncoder:
             audio_overlong=self.audio_overlong,
             keep_decoded=self.keep_decoded or self.for_engine,
             engine_positions=self.for_engine,
-            ablation=ablation,
+            view=view,
             row=row,
         )
         if self.feature_dtype is not None and (dtype := self.feature_dtype()) is not None:

@@ -11,8 +11,7 @@ import PIL.Image
 
 from ..data.columns import MediaRef, iter_refs
 from ..data.loading import load_image
-from ..rewards.named import check_settings, load_dotted
-from ..spelling import split_settings
+from ..spelling import check_settings, load_dotted, split_settings
 
 
 _SMALLEST = 28  # pixels of a side, one token of Qwen2.5-VL

@@ -11,13 +11,13 @@ from transformers import TrainerCallback
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
-from ..encoding.ablation import Ablation
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import waiting_display
 from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.reward import reward_metrics
 from ..rollout.rollout import Rollout
+from ..views import View
 
 
 def log_rollout(
@@ -86,9 +86,9 @@ def log_contribution(trainer: Any, rollout: Rollout) -> None:
     n_steps = max(1, trainer._steps_per_rollout // args.gradient_accumulation_steps)
     if every and trainer.model.training and is_due(every, trainer.state.global_step, n_steps):
 
-        def encode(row: int, ablation: Ablation) -> EncodedPrompt:
+        def encode(row: int, view: View) -> EncodedPrompt:
             tools = template_tools(trainer.toolbox, rollout.environments, row)
-            return trainer.prompts.encode(rollout.messages[row], rollout.numbers[row], ablation=ablation, **tools)
+            return trainer.prompts.encode(rollout.messages[row], rollout.numbers[row], view=view, **tools)
 
         completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
         trainer._log_metrics(

@@ -1,0 +1,143 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Views of decoded media: each function against its definition, and prompts under a view."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trl_multimodal_rft.views import VIEWS, as_view
+
+
+GENERATOR = np.random.default_rng(0)
+PICTURE = Image.fromarray(GENERATOR.integers(1, 255, (30, 44, 3), dtype=np.uint8))
+FRAMES = GENERATOR.integers(1, 255, (6, 20, 28, 3), dtype=np.uint8)
+SOUND = GENERATOR.standard_normal(4000).astype(np.float32)
+MEDIA = {"image": PICTURE, "video": FRAMES, "audio": SOUND}
+
+
+def pixels(medium):
+    return medium.permute(0, 2, 3, 1).numpy() if isinstance(medium, torch.Tensor) else np.asarray(medium)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_type_and_size_stay_and_seeds_decide(name):
+    spec = as_view(name)
+    applied = [(kind, medium) for kind, medium in MEDIA.items() if spec.applies_to(kind)]
+    assert applied
+    for kind, medium in [*applied, ("video", torch.from_numpy(FRAMES).permute(0, 3, 1, 2))]:
+        if not spec.applies_to(kind):
+            continue
+        before = pixels(medium).copy()
+        views = [
+            spec.seeded(*seed)(medium, place) for seed, place in (((1, 2), 0), ((1, 2), 0), ((1, 3), 0), ((1, 2), 1))
+        ]
+        assert {type(each) for each in views} == {type(medium)}
+        assert {pixels(each).shape for each in views} == {before.shape}
+        assert {pixels(each).dtype for each in views} == {before.dtype}
+        assert np.array_equal(pixels(medium), before)  # unchanged
+        assert np.array_equal(pixels(views[0]), pixels(views[1])) and not np.array_equal(pixels(views[0]), before)
+        if name not in ("blank", "other_row"):
+            assert not any(np.array_equal(pixels(views[0]), pixels(each)) for each in views[2:])
+
+
+def test_blank_is_silence_or_grey():
+    assert set(np.unique(as_view("blank")(PICTURE, 0))) == set(np.unique(as_view("blank")(FRAMES, 0))) == {128}
+    assert not as_view("blank")(SOUND, 0).any()
+
+
+def test_others_take_duration_and_size():
+    other_row = as_view("other_row")
+    assert other_row(np.zeros(7), 0, np.arange(3.0)).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert other_row(np.zeros(2), 0, np.arange(9.0)).tolist() == [0, 1]
+    picture = Image.new("RGB", (40, 20), (200, 10, 10))
+    assert other_row(Image.new("RGB", (14, 28)), 0, picture).getpixel((13, 27)) == (200, 10, 10)
+    frames = np.arange(6, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 6, 3), np.uint8)
+    taken = other_row(np.zeros((3, 4, 5, 3), np.uint8), 0, frames)
+    assert taken.shape == (3, 4, 5, 3) and taken[:, 0, 0, 0].tolist() == [0, 2, 4]
+    tensors = [torch.from_numpy(each).permute(0, 3, 1, 2) for each in (np.zeros((3, 4, 5, 3), np.uint8), frames)]
+    assert torch.equal(other_row(tensors[0], 0, tensors[1]).permute(0, 2, 3, 1), torch.from_numpy(taken))
+
+
+def test_masks_whole_patches():
+    big = np.full((2, 140, 280, 3), 7, np.uint8)
+    masked = as_view("mask_patches(ratio=0.3)").seeded(4)(big, 0)
+    patches = masked[0].reshape(10, 14, 20, 14, 3)
+    per_patch = patches.min((1, 3, 4)), patches.max((1, 3, 4))
+    assert np.array_equal(*per_patch) and set(np.unique(per_patch[0])) == {0, 7}
+    assert abs((per_patch[0] == 0).mean() - 0.3) < 0.1
+    assert np.array_equal(masked[0], masked[1])
+    assert np.array_equal(as_view("mask_patches(ratio=0.0)")(PICTURE, 0), PICTURE)
+    assert not np.any(as_view("mask_patches(ratio=1.0)")(PICTURE, 0))
+
+
+def test_noise_has_the_variance_of_the_diffusion():
+    grey = np.full((1, 400, 400, 3), 128, np.uint8)
+    for step in (10, 200, 400):
+        kept = 1.0
+        for i in range(step + 1):
+            kept *= 1 - (1e-5 + (5e-3 - 1e-5) / (1 + math.exp(6 - 12 * i / 999)))
+        noisy = as_view(f"diffusion_noise(step={step})")(grey, 0) / 255
+        inside = (noisy > 0) & (noisy < 1)
+        assert np.median(noisy) == pytest.approx(math.sqrt(kept) * 128 / 255, abs=0.01)
+        quartile = np.quantile(noisy[..., 0], 0.75) - np.median(noisy)
+        if math.sqrt(kept) * 0.5 + 0.6745 * math.sqrt(1 - kept) < 1:
+            assert quartile == pytest.approx(0.6745 * math.sqrt(1 - kept), abs=0.01)
+        assert inside.any()
+
+
+def test_frames_are_shuffled_dropped_and_cropped():
+    assert sorted(each.tobytes() for each in as_view("shuffle_frames")(FRAMES, 0)) == sorted(
+        f.tobytes() for f in FRAMES
+    )
+    dropped = as_view("drop_frames(ratio=0.5)").seeded(1)(FRAMES, 0)
+    places = [next(j for j, frame in enumerate(FRAMES) if np.array_equal(frame, each)) for each in dropped]
+    assert places[0] == 0 and all(place in (i, places[i - 1]) for i, place in enumerate(places) if i)
+    assert np.array_equal(as_view("drop_frames(ratio=1.0)")(FRAMES, 0), FRAMES[:1].repeat(6, 0))
+    gradient = np.broadcast_to(np.arange(200, dtype=np.uint8)[None, :, None], (200, 200, 3))
+    cropped = np.asarray(as_view("crop(scale=0.5)")(Image.fromarray(gradient.copy()), 0)).astype(int)
+    assert cropped.max() - cropped.min() == pytest.approx(100, abs=3)
+
+
+def test_sounds_are_masked_and_noisy():
+    masked = as_view("mask_audio(ratio=0.5, segments=40)")(SOUND, 0).reshape(40, 100)
+    silent = ~masked.any(1)
+    assert 8 < silent.sum() < 32 and np.array_equal(masked[~silent], SOUND.reshape(40, 100)[~silent])
+    added = as_view("noise(level=0.5)")(SOUND, 0) - SOUND
+    assert math.sqrt(np.mean(added**2)) == pytest.approx(0.5 * math.sqrt(np.mean(SOUND**2)), rel=0.05)
+
+
+def flip(medium, rng, times: int = 1):
+    return medium[:, :, :: (-1) ** times]
+
+
+def test_views_of_users(tmp_path, monkeypatch):
+    assert np.array_equal(as_view(flip)(PICTURE, 0), np.asarray(PICTURE)[:, ::-1])
+    (tmp_path / "my_views.py").write_text("def half(medium, rng, share=0.5):\n    return medium * share\n")
+    monkeypatch.chdir(tmp_path)
+    assert np.array_equal(as_view("my_views.half(share=0.0)")(SOUND, 0), 0 * SOUND)
+    with pytest.raises(ValueError, match=r"made \(1, 30, 22, 3\) of \(1, 30, 44, 3\)"):
+        as_view(lambda medium, rng: medium[:, :, ::2])(PICTURE, 0)
+
+
+def test_strength_follows_a_schedule():
+    assert as_view("diffusion_noise").at(0.25).settings == {"step": 125}
+    assert as_view("mask_patches(ratio=0.4)").at(0.5).settings == {"ratio": 0.2}
+    assert np.array_equal(as_view("mask_patches").at(0.0)(PICTURE, 0), PICTURE)
+    with pytest.raises(ValueError, match="'shuffle_frames' has no strength"):
+        as_view("shuffle_frames").at(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mask_patch", "did you mean 'mask_patches'"),
+        ("crop(size=1)", "'crop' has no setting 'size'"),
+        ("a.b", "There is no view"),
+    ],
+)
+def test_unknown_views_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        as_view(name)

@@ -1,0 +1,63 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts of a rollout under a view of their media."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..data.columns import MediaRef, iter_refs
+from ..encoding.conversations import Conversation
+from ..encoding.join import same_prompt
+from ..encoding.prompts import EncodedPrompt
+from ..forward.trees import share_media
+from ..views import View
+from .collect import template_tools
+from .environments import Environments
+from .prompts import PromptEncoder
+from .rollout import Rollout
+
+
+def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: Environments) -> list[EncodedPrompt]:
+    """
+    The prompts of completions under a view: one object for each of the rollout's, which is itself where the view
+    replaces no medium. Media that tools have returned stay as they are. Random numbers depend on the view's seed and
+    the number of the row.
+    """
+    found: dict[int, EncodedPrompt] = {}
+
+    def seen(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
+        if isinstance(prompt, Conversation):
+            first = seen(row, prompt.prompt)
+            if first is prompt.prompt:
+                return prompt
+            return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
+        if not any(view.applies_to(kind) for kind in prompt.modalities):
+            return prompt
+        if id(prompt) not in found:
+            found[id(prompt)] = encoder.encode(
+                rollout.messages[row],
+                rollout.numbers[row],
+                _of_row(view, rollout, row),
+                **template_tools(toolbox, rollout.environments, row),
+            )
+        return found[id(prompt)]
+
+    prompts = [seen(row, prompt) for row, prompt in enumerate(rollout.prompts)]
+    share_media(prompts)
+    return prompts
+
+
+def _of_row(view: View, rollout: Rollout, row: int) -> View:
+    """The view with the random numbers of a row and, where it shows one, with the media of the next other row."""
+    view = view.seeded(*view.seed, rollout.numbers[row])
+    if not view.type.needs_other:
+        return view
+    own = _replaced(view, rollout.messages[row])
+    for step in range(1, len(rollout)):
+        others = _replaced(view, rollout.messages[(row + step) % len(rollout)])
+        if {ref.kind for ref in others} >= {ref.kind for ref in own} and not same_prompt(others, own):
+            return view.with_others(others)
+    return view
+
+
+def _replaced(view: View, messages: Any) -> list[MediaRef]:
+    return [ref for ref in iter_refs(messages) if view.applies_to(ref.kind)]

@@ -1,0 +1,212 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Views: what a model sees or hears instead of a medium, such as a masked image, silence or shuffled frames.
+
+A view is one function under [`view`], of pixels `(T, H, W, 3)` (an image has one frame) or of samples `(S,)`, and of a
+random generator. It returns an array of the same shape, so that a prompt keeps its tokens.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from .algorithms.papers import Paper, paper_of
+from .data.columns import MediaRef
+from .families import MODALITIES
+from .spelling import check_settings, load_dotted, split_settings
+
+
+_GREY = 128  # pixel value
+_DIFFUSION_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class ViewType:
+    """A registered view, and what it implies."""
+
+    name: str
+    paper: Paper | None
+    function: Callable[..., np.ndarray]
+    kinds: tuple[str, ...] = MODALITIES  # media that it applies to
+    strength: str | None = None  # the setting that a schedule scales
+    needs_other: bool = False  # whether it shows a medium of another row
+
+
+VIEWS: dict[str, ViewType] = {}
+
+
+def view(name: str, **facts) -> Callable:
+    """Decorator that registers a function as the view of that name, with these fields of its [`ViewType`]."""
+
+    def register(function):
+        VIEWS[name] = ViewType(name, paper_of(function), function, **facts)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class View:
+    """A view with its settings, for the media of a prompt."""
+
+    type: ViewType
+    settings: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
+    others: Sequence[MediaRef] = ()  # media of another row, in turn
+    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on a medium's place in its prompt
+
+    def applies_to(self, kind: str) -> bool:
+        """Whether the view replaces media of a kind."""
+        return kind in self.kinds and kind in self.type.kinds
+
+    def only(self, kind: str) -> "View":
+        """The view of media of one kind."""
+        return replace(self, kinds=(kind,))
+
+    def seeded(self, *numbers: int) -> "View":
+        """The view with random numbers that depend on these."""
+        return replace(self, seed=numbers)
+
+    def with_others(self, others: Sequence[MediaRef]) -> "View":
+        """The view with media of another row."""
+        return replace(self, others=others)
+
+    def at(self, factor: float) -> "View":
+        """The view with its strength multiplied by a factor. Raises `ValueError` if it has none."""
+        name = self.type.strength
+        if name is None:
+            raise ValueError(f"The view {self.type.name!r} has no strength that a schedule could scale.")
+        full = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
+        return replace(self, settings={**self.settings, name: type(full)(full * factor)})
+
+    def __call__(self, medium: Any, place: int, other: Any = None) -> Any:
+        """
+        The view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`), in the
+        same form. Raises `ValueError` if the view changes its shape.
+        """
+        given, rng = _as_array(medium), np.random.default_rng([*self.seed, place])
+        settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
+        changed = np.asarray(self.type.function(given, rng, **settings))
+        if changed.shape != given.shape:
+            raise ValueError(
+                f"The view {self.type.name!r} made {changed.shape} of {given.shape}; keep the shape of the medium, "
+                "and so the tokens of its prompt."
+            )
+        changed = changed.astype(given.dtype, copy=False)
+        if isinstance(medium, PIL.Image.Image):
+            return PIL.Image.fromarray(changed[0])
+        return torch.from_numpy(changed).permute(0, 3, 1, 2) if isinstance(medium, torch.Tensor) else changed
+
+
+def as_view(given: "str | Callable | View") -> View:
+    """
+    A view by its name, with settings behind it (`"mask_patches(ratio=0.5)"`), by a dotted path (`"my_views.flip"`), or
+    of a function of the medium and a random generator.
+
+    Raises `ValueError` if there is no such view, or it has no such setting.
+    """
+    if isinstance(given, View):
+        return given
+    if not isinstance(given, str):
+        return View(ViewType(getattr(given, "__name__", type(given).__name__), None, given))
+    name, settings = split_settings(given)
+    known = VIEWS.get(name) or ViewType(name, None, load_dotted(name, "view", [*VIEWS], "my_views.flip"))
+    check_settings(known.function, name, settings or {})
+    return View(known, settings or {})
+
+
+def _as_array(medium: Any) -> np.ndarray:
+    """Pixels `(T, H, W, 3)`, or samples `(S,)`."""
+    if isinstance(medium, PIL.Image.Image):
+        return np.array(medium.convert("RGB"))[None]
+    return medium.permute(0, 2, 3, 1).numpy() if isinstance(medium, torch.Tensor) else medium
+
+
+def _resized(frames: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Frames of another size."""
+    images = (PIL.Image.fromarray(frame.astype(np.uint8)).resize((width, height)) for frame in frames)
+    return np.stack([np.asarray(image) for image in images])
+
+
+@view("blank")
+def blank(medium: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Grey pixels, or silence."""
+    return np.full_like(medium, 0 if medium.ndim == 1 else _GREY)
+
+
+@view("other_row", needs_other=True)
+def other_row(medium: np.ndarray, rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
+    """A medium of another row, fitted to the duration and size of this one; without one, `blank`."""
+    if other is None:
+        return blank(medium, rng)
+    if medium.ndim == 1:
+        return np.resize(other, medium.shape)
+    places = np.arange(len(medium)) * len(other) // len(medium)
+    return _resized(other[places], *medium.shape[1:3])
+
+
+@view("mask_patches", kinds=("image", "video"), strength="ratio")
+def mask_patches(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, patch_size: int = 14) -> np.ndarray:
+    """
+    Black patches in place of a share of all, the same ones in each frame, as in
+    [PAPO](https://huggingface.co/papers/2507.06448).
+    """
+    height, width = medium.shape[1:3]
+    masked = rng.random((-(-height // patch_size), -(-width // patch_size))) < ratio
+    masked = masked.repeat(patch_size, 0).repeat(patch_size, 1)[:height, :width]
+    return np.where(masked[None, :, :, None], 0, medium)
+
+
+@view("diffusion_noise", kinds=("image", "video"), strength="step")
+def diffusion_noise(medium: np.ndarray, rng: np.random.Generator, step: int = 500) -> np.ndarray:
+    r"""
+    Gaussian noise of a diffusion process after some of its 1,000 steps, as in
+    [NoisyRollout](https://huggingface.co/papers/2504.13055).
+
+    It is $\sqrt{\bar\alpha_t} x + \sqrt{1 - \bar\alpha_t} \epsilon$ for pixels $x$ between 0 and 1.
+    """
+    logits = np.linspace(-6, 6, _DIFFUSION_STEPS)
+    kept = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
+    noisy = np.sqrt(kept) * medium / 255 + np.sqrt(1 - kept) * rng.standard_normal(medium.shape)
+    return noisy.clip(0, 1) * 255
+
+
+@view("crop", kinds=("image", "video"))
+def crop(medium: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np.ndarray:
+    """A random window with this share of height and width, enlarged to the size of the whole."""
+    height, width = medium.shape[1:3]
+    size = [max(1, round(scale * full)) for full in (height, width)]
+    top, left = (rng.integers(full - part + 1) for full, part in zip((height, width), size, strict=True))
+    return _resized(medium[:, top : top + size[0], left : left + size[1]], height, width)
+
+
+@view("shuffle_frames", kinds=("video",))
+def shuffle_frames(medium: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Frames in a random order, as in the T-GRPO of [Video-R1](https://huggingface.co/papers/2503.21776)."""
+    return rng.permutation(medium)
+
+
+@view("drop_frames", kinds=("video",), strength="ratio")
+def drop_frames(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
+    """The frame before, in place of each dropped one; the first stays."""
+    kept = rng.random(len(medium)) >= ratio
+    places = np.where(kept, np.arange(len(medium)), 0)
+    return medium[np.maximum.accumulate(places)]
+
+
+@view("noise", kinds=("audio",), strength="level")
+def noise(medium: np.ndarray, rng: np.random.Generator, level: float = 1.0) -> np.ndarray:
+    """White noise on top of a sound, `level` times as loud by root mean square."""
+    return medium + level * np.sqrt(np.mean(np.square(medium))) * rng.standard_normal(medium.shape)
+
+
+@view("mask_audio", kinds=("audio",), strength="ratio")
+def mask_audio(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, segments: int = 20) -> np.ndarray:
+    """Silence in place of a share of a sound's segments of equal length."""
+    masked = rng.random(segments) < ratio
+    return np.where(masked[np.arange(len(medium)) * segments // len(medium)], 0, medium)
