@@ -57,6 +57,8 @@ class Rollout:
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     sampling_per_token_logps: Any = None  # (N, C), NaN where the engine returned none
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
+    # The teacher's prompt of each completion, where it differs from the student's; empty if none does
+    teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)
@@ -196,12 +198,14 @@ class Rollout:
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
-        return replace(self, prompts=[copied(prompt) for prompt in self.prompts])
+        prompts, of_teacher = ([copied(each) for each in given] for given in (self.prompts, self.teacher_prompts))
+        return replace(self, prompts=prompts, teacher_prompts=of_teacher)
 
     def release(self) -> None:
         """Frees what forwards kept of the media, once no more of them come."""
-        for part in {id(part): part for prompt in self.prompts for part in prompt.parts}.values():
-            part.on_device.clear()
+        for prompt in [*self.prompts, *self.teacher_prompts]:
+            for part in prompt.parts:
+                part.on_device.clear()
 
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:

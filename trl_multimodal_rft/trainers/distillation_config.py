@@ -1,12 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the distillation trainer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trl import DistillationConfig
 
+from ..views import as_view
 from .arguments import check_batches, check_values, help_from_docstring
-from .multimodal_config import SamplingArguments
+from .multimodal_config import SamplingArguments, check_choice
 
 
 @help_from_docstring
@@ -27,6 +28,17 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             Micro-batches between one sampling and the next. By default `gradient_accumulation_steps`, as in TRL.
         generation_batch_size (`int`, *optional*):
             Completions that are sampled at once, over all processes, in place of `steps_per_generation`.
+
+        > Parameters that control what teacher and student see
+
+        teacher_view (`str`, *optional*):
+            View under which the teacher sees the media of the prompts, such as `"blank"`, see
+            [Views](https://trl-multimodal-rft.readthedocs.io/views); the student sees them as they are.
+        student_view (`str`, *optional*):
+            View under which the student samples and is trained; the teacher sees the media as they are.
+        self_teacher (`str`, *optional*, defaults to `"current"`):
+            Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
+            student at each update, without a gradient, `"base"` those without its adapter, which don't change.
 
         > Parameters that control the divergence
 
@@ -50,6 +62,9 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     num_generations: int = 1
     steps_per_generation: int | None = None
     generation_batch_size: int | None = None
+    teacher_view: str | None = None
+    student_view: str | None = None
+    self_teacher: str = field(default="current", metadata={"choices": ["current", "base"]})
     loss_top_k: int = 0
     loss_add_tail: bool = True
     log_multimodal: bool = True
@@ -65,6 +80,10 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         if self.num_generations < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}; the default is 1.")
         super().__post_init__()
+        check_choice(self, "self_teacher")
+        for name in ("teacher_view", "student_view"):
+            if getattr(self, name) is not None:
+                as_view(getattr(self, name))  # which checks it
         if self.auto_find_batch_size:
             raise ValueError(
                 "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import DistillationTrainer
+from trl.trainer.utils import get_config_model_id
 
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import scored_mean
@@ -15,13 +17,23 @@ from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
 from ..rollout.rollout import Rollout
+from ..rollout.stream import EncodedRow
+from ..rollout.views import continued
 from .base import MultimodalTrainer
 from .distillation_config import MultimodalDistillationConfig
 from .engine import check_engine
 from .offload import offloading
 from .rollout_logs import log_completions, log_contribution
 from .setup import resolve_config
-from .teacher import check_teacher, load_teacher, local_target, rule_of
+from .teacher import (
+    check_own_teacher,
+    check_teacher,
+    load_teacher,
+    local_target,
+    rule_of,
+    seen_under,
+    teacher_prompts,
+)
 
 
 if TYPE_CHECKING:
@@ -75,11 +87,14 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             Student, as for [`~trl.DistillationTrainer`].
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Teacher, of the student's vocabulary, and for media of its family: it gets the student's prompts and
-            features. By default the one that `teacher_model_name_or_path` names.
+            features. By default the one that `teacher_model_name_or_path` names, or else the student itself, with
+            `teacher_view`, `student_view` or a column `teacher_prompt`.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`].
+            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`]. What a column `teacher_prompt`
+            has, such as the solution in addition to the question, the teacher reads in place of `prompt`, with the
+            same media.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -97,11 +112,12 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If there is no teacher, if it has another vocabulary or processor than the student, or if a model
-            does to its logits what divergences can't account for.
+        `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
+            teacher of what it sees itself, or if a model does to its logits what divergences can't account for.
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
+    _prompt_columns = ("prompt", "teacher_prompt")
     teacher_model: Any
     reward_weights: Any
 
@@ -126,11 +142,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
         teacher = load_teacher(teacher_model, args)
-        if teacher is None:
-            raise ValueError("There is no teacher; pass `teacher_model`, or set `teacher_model_name_or_path`.")
         if teacher is model:
-            raise ValueError("`teacher_model` is the student itself, from which it would learn nothing.")
-        self.teacher_rule = rule_of(unwrapped(None, teacher), "teacher")
+            raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
+        if teacher is not None and args.self_teacher == "base":
+            raise ValueError("`self_teacher='base'` is about a student that teaches itself, but there is a teacher.")
+        rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
         super().__init__(
             model=model,
             reward_funcs=None,
@@ -141,23 +157,37 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             callbacks=callbacks,
             optimizers=optimizers,
             quantization_config=quantization_config,
-            ref_model=teacher.eval(),
+            ref_model=None if teacher is None else teacher.eval(),
             peft_config=peft_config,
             tools=tools,
         )
+        student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too
-        self.student_rule = rule_of(self._unwrapped(self.model), "student")
-        check_teacher(
-            self._unwrapped(self.model), unwrapped(self.accelerator, self.ref_model), self.processing_class, args
-        )
+        self.student_rule = rule_of(student, "student")
+        self.teacher_rule = rule or self.student_rule
+        if self.teacher_model is not None:
+            check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
+        elif args.self_teacher == "base" and not is_peft_model(self.model):
+            raise ValueError(
+                "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
+                "`peft_config`, or as `teacher_model` the model that it starts from."
+            )
 
     # Rollout
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
-        rollout = self._collect(inputs)
+        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
+        if self.teacher_model is None:
+            check_own_teacher(self, rows[0].stored)
+        rollout = self._collect(rows)
+        read = teacher_prompts(self, rollout, rows)
+        rollout.prompts = seen_under(self, rollout, self.args.student_view)
         with offloading(self):
             self._sample(rollout)
+        read = [continued(own, each) for own, each in zip(rollout.prompts, read, strict=True)]
+        if any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
+            rollout.teacher_prompts = read
         check_engine(self, rollout)
         log_completions(self, rollout)
         log_contribution(self, rollout)
@@ -196,7 +226,15 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         args = self.args
         kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, "generalized Jensen-Shannon divergence")
         support = f" over the teacher's {args.loss_top_k} most likely tokens" if args.loss_top_k else ""
-        name = getattr(unwrapped(self.accelerator, self.teacher_model).config, "_name_or_path", "") or "a model"
-        lines = [("Teacher", in_code(name)), ("Loss", f"{kind}{support}, `beta={self.beta}`")]
+        lines = [("Teacher", self._teacher_in_words()), ("Loss", f"{kind}{support}, `beta={self.beta}`")]
         lines += [(f"`{each}`", f"`{getattr(args, each)}`") for each in ("temperature", "learning_rate")]
         return [*lines, *common_lines(args.to_dict())]
+
+    def _teacher_in_words(self) -> str:
+        args = self.args
+        who = "the model itself" + (", without its adapter" if args.self_teacher == "base" else "")
+        if self.teacher_model is not None:
+            who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
+        views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
+        privileged = ["reading the column `teacher_prompt`"] if "teacher_prompt" in self._columns_seen else []
+        return ", ".join([who, *views, *privileged])

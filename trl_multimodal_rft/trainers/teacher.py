@@ -1,20 +1,35 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Teachers of a distillation: how they are loaded, which fit a student, and what they say of its completions."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
-from trl.trainer.utils import get_config_model_id
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id, use_adapter
 
+from ..data.rows import Row
 from ..encoding.processors import load_processor
+from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
+from ..forward.trees import share_media
+from ..models.modes import evaluation_mode
+from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
 from ..models.wrapped import unwrapped
 from ..rollout.rollout import Rollout
+from ..rollout.stream import EncodedRow
+from ..rollout.views import view_prompts
+from ..views import as_view
 
+
+# Of a dataset: messages that the teacher reads in place of those in `prompt`
+_COLUMN = "teacher_prompt"
 
 # Settings of processors that features of media depend on, besides their size
 _GEOMETRY = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
@@ -105,15 +120,77 @@ def rule_of(model: PreTrainedModel, who: str) -> HeadRule:
     return rule
 
 
+def teacher_prompts(trainer: Any, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
+    """
+    The prompts of completions as the teacher reads them: those of the column `teacher_prompt`, with the media of the
+    row, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
+    """
+    if any(row.stored.get(_COLUMN) is not None for row in rows):
+        if trainer.tools:
+            raise ValueError(
+                f"Results of tools would follow prompts of another length, so the column {_COLUMN!r} can't be used "
+                "with `tools`; remove one of them."
+            )
+        given = [row.stored.get(_COLUMN) or row.stored["prompt"] for row in rows]
+        stored = [Row(row.number, {**row.stored, "prompt": each}) for row, each in zip(rows, given, strict=True)]
+        messages, encoded = trainer.prompts.messages(stored), {}
+        for prompt, own, number in zip(rollout.prompts, messages, rollout.numbers, strict=True):
+            if id(prompt) not in encoded:
+                encoded[id(prompt)] = trainer.prompts.encode(own, number)
+        prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
+        rollout = replace(rollout, prompts=prompts, messages=messages)
+    prompts = seen_under(trainer, rollout, trainer.args.teacher_view)
+    share_media(prompts)
+    return prompts
+
+
+def seen_under(trainer: Any, rollout: Rollout, given: str | None) -> list[EncodedPrompt]:
+    """The prompts of completions under a view of this step, if one is given."""
+    if given is None:
+        return rollout.prompts
+    view = as_view(given).seeded(trainer.args.seed, rollout.step)
+    return view_prompts(rollout, view, trainer.prompts, trainer.toolbox)
+
+
+def check_own_teacher(trainer: Any, row: Any) -> None:
+    """Refuses a student that would be its own teacher of what it sees itself."""
+    args = trainer.args
+    if args.teacher_view is None and args.student_view is None and _COLUMN not in row:
+        raise ValueError(
+            "There is no teacher but the student itself, which sees the same, so that it would learn nothing; pass "
+            f"`teacher_model`, set `teacher_view` or `student_view`, or add a column {_COLUMN!r}."
+        )
+
+
+@contextmanager
+def _as_teacher(trainer: Any) -> Iterator[Any]:
+    """The model that teaches, as it scores completions."""
+    if trainer.teacher_model is not None:
+        yield trainer.teacher_model
+        return
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    base = trainer.args.self_teacher == "base"
+    with (
+        evaluation_mode(trainer.model),
+        disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+        same_weights_trained(model) if base else nullcontext(),
+        use_adapter(model, None) if base else nullcontext(),
+    ):
+        yield trainer.model
+
+
 def local_target(trainer: Any, rollout: Rollout) -> Target:
     """What a teacher on this device says of the completions of a micro-batch."""
     args, mask = trainer.args, rollout.loss_mask
-    model, rule = trainer.teacher_model, trainer.teacher_rule
-    with torch.no_grad():
+    with torch.no_grad(), _as_teacher(trainer) as model:
         states = trainer._policy.states(
-            model, rollout.prompts, rollout.completion_ids, rollout.completion_mask, packed=rollout.packed
+            model,
+            rollout.teacher_prompts or rollout.prompts,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            packed=rollout.packed,
         )
-        head = head_of(unwrapped(trainer.accelerator, model), rule)
+        head = head_of(unwrapped(trainer.accelerator, model), trainer.teacher_rule)
         given: Any = {"hidden": states, "head": head}
         if args.loss_top_k:
             given = top_k_of(states, head, mask, args.loss_top_k, trainer.temperature)
