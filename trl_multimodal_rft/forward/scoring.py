@@ -155,15 +155,7 @@ def completion_scores(
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        router = None
-        if output_router_logits:
-            router_logits = decoded[0].get("router_logits")
-            if not router_logits:
-                raise ValueError(
-                    f"{type(unwrapped_model).__name__} returns no router logits, so that it has no load-balancing "
-                    "loss; set `router_aux_loss_coef=0`"
-                )
-            router = router_statistics(router_logits, decoder.config.num_experts_per_tok, batch.n_rows())
+        router = _router(unwrapped_model, decoded[0], batch) if output_router_logits else None
 
         def placed(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else batch.of_completions(batch.everywhere(values))
@@ -215,6 +207,17 @@ def completion_values(
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
+
+
+def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
+    """Router statistics of a forward, from the outputs of its decoder."""
+    router_logits = decoded.get("router_logits")
+    if not router_logits:
+        raise ValueError(
+            f"{type(model).__name__} returns no router logits, so that it has no load-balancing loss; set "
+            "`router_aux_loss_coef=0`"
+        )
+    return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.n_rows())
 
 
 def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
