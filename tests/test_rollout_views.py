@@ -319,9 +319,7 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
         "reward_weights": [1.0, 0.5],
         **({"num_ppo_epochs": 1} if trainer_class is PPO else {}),
     }
-    trainer = trained(
-        trainer_class, family, rows(), tmp_path, reward=[right, length], reward_weights=[1.0, 0.5], **options
-    )
+    trainer = trained(trainer_class, family, rows(), tmp_path, **options)
     outcomes = set()
     for step, draw in enumerate(trainer.draws):
         (prompts, sampled, _), n = trainer.sampler.calls[step], len(draw.batch)
