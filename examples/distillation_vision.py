@@ -48,7 +48,7 @@ def taught(dataset, training_args):
     """A digit model that has been shown the answers to clean digits, and its processor."""
     teacher, processor = digit_model(training_args.seed + 1)
     answers = dataset["train"].rename_column("solution", "completion")
-    cold_start(teacher, processor, answers, training_args, max_steps=300)
+    cold_start(teacher, processor, answers, training_args, max_steps=100)
     return teacher, processor
 
 

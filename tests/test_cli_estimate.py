@@ -247,6 +247,13 @@ def test_budget_and_batch(folder):
     assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
 
 
+def test_a_view_is_another_prompt(folder):
+    few = [*TINY, "--per_device_train_batch_size", "4", "--num_generations", "4", "--no-bf16"]
+    plain = estimate.measure(parse("--model_name_or_path", folder, *few))
+    view = estimate.measure(parse("--model_name_or_path", folder, *few, "--view_kl_coef", 0.01))
+    assert view.tokens == 2 * plain.tokens and view.held > 1.8 * plain.held
+
+
 @pytest.mark.parametrize(
     "options",
     slow_but(

@@ -122,6 +122,8 @@ def save_grounding(folder):
     problem = "Detect all objects belonging to the category 'cat' in the image."
     columns = {
         "MMK12": {"question": "<image>Find x.", "answer": "2", "subject": "math"},
+        "PAPO_ViRL39K_train": {"problem": "<image>Find x.", "answer": "2"},
+        "VPPO_ViRL39K_train": {"problem": "<image>Find x.", "answer": "2"},
         "ViRFT_COCO_base65": {
             "problem": problem,
             "solution": "<answer>[{'Position': [64, 0, 950, 411], 'Confidence': 1}]</answer>",

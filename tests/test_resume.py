@@ -139,6 +139,30 @@ CASES = {
         ["difficulty/pass_rate"],
         n_rows=6,
     ),
+    "view in the loss, replay": case(
+        {
+            **REPLAY,
+            "reward": few_live,
+            "loss_view": "mask_patches(ratio=0.6)",
+            "view_kl_coef": 0.5,
+            "view_entropy_coefs": [0.1, 0.1],
+            "max_steps": 10,
+        },
+        [2, 5],
+        ["view/kl", "replay/frac"],
+    ),
+    "dependency on media, replay": case(
+        {
+            **REPLAY,
+            "reward": few_live,
+            "loss_view": "mask_patches(ratio=0.5)",
+            "dependency_advantage_min": 0.5,
+            "dependency_quantile": 0.4,
+            "max_steps": 10,
+        },
+        [2, 6],
+        ["view/dependency", "replay/frac"],
+    ),
     "rloo, replay, dynamic sampling, difficulty": case(
         {**REPLAY, "reward": few_live, "beta": 0.1, "difficulty_sampling": True, "max_steps": 10},
         [2, 6],

@@ -18,6 +18,7 @@ from trl.models.utils import _ForwardRedirection
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
+from .forward.divergence import Target
 from .forward.layout import packed_length, split_by_tokens, split_samples
 from .forward.masks import trees_of
 from .forward.processes import Processes, unreached_parameters
@@ -146,6 +147,8 @@ class PolicyForward:
         supervised: Completions | None = None,
         logit_bias: dict[int, float] | None = None,
         whole: bool = False,
+        hidden: bool = False,
+        target: Target | None = None,
         rows: Sequence[int] | None = None,
     ) -> Scores:
         """
@@ -154,11 +157,12 @@ class PolicyForward:
         `model` is as the accelerator prepared it, with the fused head; completions of a group share one object in
         `prompts`. Log-probabilities come from the model's logits where the `fallbacks` say so or an engine's
         `logit_bias` is given. A `critic` adds values, `compute_aux_loss` the load-balancing loss of a mixture of
-        experts, `supervised` completions their log-probabilities, all in the same forward of the wrapper. With
-        `whole`, `prompts` are whole sequences, see [`~forward.scoring.completion_scores`]. With more tokens than
-        `max_tokens`, gradients come from [`~forward.token_budget.backward_by_parts`] with the `deferred` of the
-        scores. Where only some `rows` matter, the others aren't forwarded, and their scores are 0; dummy prompts take
-        the place of their media.
+        experts, `supervised` completions their log-probabilities, `hidden` the states that the LM head gets,
+        `(B, C, H)`, all in the same forward of the wrapper. With a `target`, the scores are divergences from it and
+        entropies instead, and no log-probabilities. With `whole`, `prompts` are whole sequences, see
+        [`~forward.scoring.completion_scores`]. With more tokens than `max_tokens`, gradients come from
+        [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores. Where only some `rows` matter,
+        the others aren't forwarded, and their scores are 0; dummy prompts take the place of their media.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
@@ -168,7 +172,8 @@ class PolicyForward:
             dummies = self.processes.in_place_of(model, prompts, chosen)
             padding = (0, 0, 0, len(dummies))
             ids, mask = (nn.functional.pad(each[rows], padding) for each in (completion_ids, completion_mask))
-            options = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
+            options: Any = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
+            options["hidden"] = hidden
             scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
             return scores.spread(rows, len(prompts))
         parts, n_parts = [], 1
@@ -183,9 +188,9 @@ class PolicyForward:
 
         def score(index: int, part: list[int]) -> Scores:
             completions = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
-            options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss}
-            others = supervised if index == 0 else None
-            return self._score_part(model, completions, fallbacks, critic, others, logit_bias, **options)
+            options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss, "hidden": hidden}
+            others, own = supervised if index == 0 else None, None if target is None else target.rows(part)
+            return self._score_part(model, completions, fallbacks, critic, others, logit_bias, own, **options)
 
         if n_parts == 1:
             scores = score(0, list(range(len(prompts))))  # in their order, which a part may change
@@ -219,6 +224,26 @@ class PolicyForward:
         with self._autocast():
             return self._as_one_forward(model, values)[:n]
 
+    def states(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        *,
+        packed: bool,
+    ) -> torch.Tensor:
+        """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
+        n, policy = len(prompts), self.unwrapped(model)
+        completions = self._with_dummies(model, (prompts, completion_ids, completion_mask))
+        options = self._forwards(completions, packed, self.fallbacks)
+
+        def states(call) -> torch.Tensor:
+            return completion_scores(call, policy, *completions, hidden=True, logps=False, **options).hidden
+
+        with self._autocast():
+            return self._as_one_forward(model, states)[:n]
+
     def _score_part(
         self,
         model: nn.Module,
@@ -227,10 +252,12 @@ class PolicyForward:
         critic: Critic | ValueHead | None,
         supervised: Completions | None,
         logit_bias: dict[int, float] | None,
+        target: Target | None,
         *,
         packed: bool,
         whole: bool,
         compute_aux_loss: bool,
+        hidden: bool,
     ) -> Scores:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
@@ -252,6 +279,9 @@ class PolicyForward:
                 output_router_logits=compute_aux_loss,
                 value_head=value_head,
                 whole=whole,
+                hidden=hidden,
+                logps=target is None,
+                target=None if target is None else target.padded(len(completions[0]) - n),
                 **options,
                 **head,
             ).tensors()
@@ -266,9 +296,11 @@ class PolicyForward:
             # DDP looks for unused parameters in its last forward alone, so all parts must be in one
             is_ddp = isinstance(model, DistributedDataParallel)
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
+            several = several or hidden or target is not None  # which engines must find among the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
         if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
-            tensors["logps"] = tensors["logps"] + self._touch_unreached(model, list(tensors.values()))
+            name = "logps" if target is None else "divergences"
+            tensors[name] = tensors[name] + self._touch_unreached(model, list(tensors.values()))
         return Scores(**tensors).rows(slice(n))  # without dummy prompts
 
     def _forwards(self, completions: Completions, packed: bool, fallbacks: Fallbacks) -> dict:

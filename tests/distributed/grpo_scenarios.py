@@ -149,6 +149,9 @@ LOSSES = {
 WHOLE = {**REUSED, "gradient_checkpointing": False}
 HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
 RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": InjectingRLOO}
+PAPO = {"loss_view": "mask_patches(ratio=0.6)", "view_kl_coef": 0.5, "view_entropy_coefs": [0.1, 0.2]}
+VPPO = {"loss_view": "mask_patches(ratio=0.5)", "dependency_advantage_min": 0.5, "dependency_quantile": 0.4}
+MAPO = {"loss_view": "blank", "dependency_temperature": 0.02}
 VIEWS = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_bonus": 1.0}
 VIEWS |= {"generation_kwargs": {"do_sample": False}, "trainer_class": RecordingTrainer}
 # Family, rows, number of groups, options
@@ -172,6 +175,11 @@ PLAIN = {
     # second runs one
     "isolated_media": ("gemma3n", images_and_clips(), 4, {}),
     "rloo": ("qwen2_5_vl", image_rows(), 3, RLOO),
+    # The view is of some prompts alone, of none on one of two ranks, and of a group that straddles them
+    "papo": ("qwen2_5_vl", partly(image_rows(), 0, 3, 4), 3, {**HYBRID, **PAPO}),
+    "papo_without_media": ("qwen2_5_vl", partly(image_rows(), 0, 3), 2, PAPO),
+    "vppo": ("qwen2_5_vl", partly(image_rows(), 0, 1, 3, 4), 3, {**HYBRID, **VPPO}),
+    "mapo": ("qwen2_audio", audio_rows(), 3, {**HYBRID, "learning_rate": 0.1, **MAPO}),
     # In the first step only the second of two ranks has completions from views, in the second step only the first
     "views": ("qwen2_5_vl", partly(image_rows(), 1, 3), 3, VIEWS),
     **{name: ("qwen2_5_vl", image_rows(), 2, {**WHOLE, **loss}) for name, loss in LOSSES.items()},

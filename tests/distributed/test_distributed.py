@@ -19,26 +19,37 @@ LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
+VIEWS = ["papo", "vppo", "mapo"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
 # The rest of the slow run
 IN_DEFAULT_RUN = {
-    "ddp": ["skipped_rows", "clips", "straddling_group", "views", "exchanged", "ppo_images"],
-    "fsdp2": [FOR_EACH_ENGINE],
+    "ddp": ["skipped_rows", "clips", "straddling_group", "views", "exchanged", "ppo_images", "papo"],
+    "fsdp2": [FOR_EACH_ENGINE, "vppo"],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
-DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS]
+DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, "papo_without_media"]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
-ENGINE_MATTERS += ["views", "without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
+ENGINE_MATTERS += [*VIEWS, "views", "without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
-METRICS += ["packing/skipped_frac", "view/reward", "view/reward_clean", "contrast/accuracy", "contrast/bonus"]
+METRICS += ["packing/skipped_frac", "view/weight_max", "view/reward", "view/reward_clean"]
+METRICS += ["contrast/accuracy", "contrast/bonus"]
 # Means over micro-batches, which hold different completions on one process and on two
-MICRO_BATCHES = ["kl", "entropy", "clip_ratio/region_mean", "clip_ratio/low_min", "clip_ratio/high_max"]
+MICRO_BATCHES = [
+    "kl",
+    "entropy",
+    "view/kl",
+    "view/entropy",
+    "view/dependency",
+    "clip_ratio/region_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_max",
+]
 ONE_MICRO_BATCH = "straddling_group straddling_groups hybrid skipped_rows mixed_rows isolated_media rloo".split()
 ONE_MICRO_BATCH += [*GREEDY, "greedy_isolated", "reinforce", "reinforce_baseline", "cpgd", "gmpo", "dual_clip"]
-ONE_MICRO_BATCH += ["own_estimator"]
+ONE_MICRO_BATCH += ["own_estimator", *VIEWS, "papo_without_media"]
 
 PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter", "ppo_parts"]
 PPO_METRICS = "loss grad_norm learning_rate value_learning_rate kl kl_coef shaped_reward explained_variance".split()

@@ -41,6 +41,9 @@ VALUES = {
     "beta": [0.0, 0.1],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
+    "dependency_advantage_min": [None, 0.5],
+    "dependency_quantile": [1.0, 0.5],
+    "dependency_temperature": [None, 0.1],
     "disable_dropout": [None, True, False],
     "entropy_coef": [0.0, 0.1],
     "epsilon": [0.2, 0.02],
@@ -85,6 +88,7 @@ VALUES = {
     "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
     "lam": [0.95, 0.5],
+    "loss_view": [None, "blank", "mask_patches(ratio=0.6)"],
     "learning_rates": [None, {"language_model": 0.02}],
     "loss_type": ["dapo", *(name for name in LOSSES if name != "dapo")],
     "max_length": [None, 30],
@@ -105,6 +109,9 @@ VALUES = {
     "value_lr_scheduler_type": [None, "cosine"],
     "value_warmup_steps": [None, 1],
     "vf_coef": [0.1, 1.0],
+    "view_entropy_coefs": [None, [0.1, 0.2]],
+    "view_kl_clip": [10.0, 0.1],
+    "view_kl_coef": [0.0, 0.5],
 }
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
@@ -140,6 +147,8 @@ NOT_DRAWN = {
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type", "value_warmup_steps"]
 KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
+VIEW = ["dependency_advantage_min", "dependency_quantile", "dependency_temperature"]
+VIEW += ["view_entropy_coefs", "view_kl_coef"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
@@ -157,6 +166,8 @@ NEEDS = {
     "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
+    **dict.fromkeys(VIEW, ("loss_view", ["blank", "mask_patches(ratio=0.6)"])),
+    "view_kl_clip": ("view_kl_coef", [0.5]),
 }
 OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
 OFTEN |= {"cliprange_value", "gamma", "lam", "num_ppo_epochs", "ptx_coef", "vf_coef", "max_length"}

@@ -126,9 +126,15 @@ def measure(args: argparse.Namespace) -> Measured:
     prompt, encoders = synthetic_prompt(base, args)
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group)
+    n_views = 1 if args.view_kl_coef == 0 else 2
     # At positions of their own, as prompts that start alike would share tokens
-    prompts = [replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_prompts)]
-    prompts = [each for each in prompts for _ in range(group)][: args.per_device_train_batch_size]
+    unique = [
+        replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
+    ]
+    places = [
+        view * n_prompts + i // group for view in range(n_views) for i in range(args.per_device_train_batch_size)
+    ]
+    prompts = [unique[place] for place in places]
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)

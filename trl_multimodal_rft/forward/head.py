@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
 
@@ -86,13 +87,14 @@ def add_fused_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
+    rule: HeadRule | None = None,
 ) -> bool:
     """
     Adds a fused LM head, which computes log-probabilities without holding the logits.
 
     The model then takes the arguments of TRL's `add_fused_lm_head`, which reads scale and soft cap from the config of
     the text model; here they are what the model does. It also takes `label_index`, the places `(N,)` of labels in
-    flattened `shift_labels`, for which the host else waits.
+    flattened `shift_labels`, for which the host else waits. Without labels, it returns the states before the head.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -103,14 +105,16 @@ def add_fused_head(
             Whether to project in float32.
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
             Fields of TRL's `FusedCausalLMOutput` to compute.
+        rule ([`HeadRule`], *optional*):
+            What the model does around its head, where FSDP2 has already sharded it. By default it is measured.
 
     Returns:
         `bool`: Whether the head was added. It isn't where it can't give the log-probabilities of the model's logits.
     """
-    rule = head_rule(model)
+    rule = rule or head_rule(model)
     if rule is None:
         return False
-    forward = model.forward
+    known, forward = rule, model.forward
 
     # `generate` validates its arguments by the signature
     @functools.wraps(type(model).forward)
@@ -119,11 +123,13 @@ def add_fused_head(
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
         output, states = _run_backbone(self, forward, args, {**kwargs, "use_cache": False})
+        if labels is None and shift_labels is None:
+            return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
         scored = _fused_scores(
-            states, shift_labels, label_index, head, rule, temperature, cast_lm_head_to_fp32, outputs
+            states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
         )
         if kwargs.get("output_router_logits"):
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import

@@ -21,21 +21,24 @@ class Scores:
     """
 
     logps: Any = _per_completion()  # log-probabilities of the tokens, `(B, C)`
+    divergences: Any = _per_completion()  # of the tokens' distributions from a target, `(B, C)`
     entropies: Any = _per_completion()  # of the tokens' distributions, `(B, C)`
     values: Any = _per_completion()  # of the states before each token, `(B, C)`
     top1: Any = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
+    hidden: Any = _per_completion()  # last hidden states from which each token is predicted, `(B, C, H)`
     aux_loss: Any = None  # load-balancing loss of a mixture of experts, a scalar
     router: Any = None  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
     supervised: Any = None  # log-probabilities of supervised completions, which are others than those scored
     deferred: Any = None  # the `DeferredParts` that these scores come from, whose gradients are pending
+    view: Any = None  # the `Scores` of the same completions after a view of their prompts
 
     def __post_init__(self):
-        shapes = {name: tuple(value.shape) for name, value in self._chosen(per_completion=True).items()}
+        shapes = {name: tuple(value.shape[:2]) for name, value in self._chosen(per_completion=True).items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
     def _chosen(self, per_completion: bool) -> dict[str, Any]:
-        tensors = [each for each in fields(self) if each.name != "deferred"]
+        tensors = [each for each in fields(self) if each.name not in ("deferred", "view")]
         names = [each.name for each in tensors if ("per_completion" in each.metadata) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -21,6 +21,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .attention import without_masks
+from .divergence import Target, divergences, head_of
 from .encoders import remember_on_host
 from .features import encode_frozen, frozen_features
 from .head import scores_of_logits
@@ -73,6 +74,9 @@ def completion_scores(
     logits_temperature: float | None = None,
     logit_bias: dict[int, float] | None = None,
     whole: bool = False,
+    hidden: bool = False,
+    logps: bool = True,
+    target: Target | None = None,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -108,10 +112,18 @@ def completion_scores(
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
+        hidden (`bool`, *optional*, defaults to `False`):
+            Whether to return the hidden states that the LM head makes each token's distribution of.
+        logps (`bool`, *optional*, defaults to `True`):
+            Whether to compute log-probabilities and entropies. Without them, the LM head doesn't run.
+        target ([`~forward.divergence.Target`], *optional*):
+            Distributions to compare the tokens' with. Without `logps`, entropies come from the same pass over the
+            vocabulary.
 
     Returns:
         [`~forward.scores.Scores`]: `logps` and, if the head computes them, `entropies`, shape `(B, C)`, 0 where the
-        mask is 0; the `router` statistics and `values` that were requested.
+        mask is 0; the `router` statistics, `values`, `divergences` and `hidden` states `(B, C, H)` that were
+        requested.
 
     Raises:
         `ValueError`: If a model has no router logits to return.
@@ -121,41 +133,47 @@ def completion_scores(
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
     inside = {"output_router_logits": True} if output_router_logits else {}
 
-    def part(prompts, ids, mask):
+    def part(prompts, ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
         inputs = {**batch.inputs, **outside}
-        is_fused = logits_temperature is None
+        is_fused = logits_temperature is None or not logps
         if not whole:  # whole sequences are forwarded once
             encode_once(unwrapped_model, batch.parts, ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **inside),
             _outputs_of(decoder) as decoded,
-            hidden_states(unwrapped_model, instead_of_logits=is_fused) as hidden,
+            hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
         ):
-            if is_fused:
+            if not logps:
+                model(**inputs, fused_lm_head=True)
+                outputs = FusedCausalLMOutput()
+            elif is_fused:
                 places = {} if batch.label_index is None else {"label_index": batch.label_index}
                 outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
             else:
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        router = None
-        if output_router_logits:
-            router_logits = decoded[0].get("router_logits")
-            if not router_logits:
-                raise ValueError(
-                    f"{type(unwrapped_model).__name__} returns no router logits, so that it has no load-balancing "
-                    "loss; set `router_aux_loss_coef=0`"
-                )
-            router = router_statistics(router_logits, decoder.config.num_experts_per_tok, batch.n_rows())
-        return Scores(
-            logps=batch.of_completions(outputs.log_probs),
-            entropies=None if outputs.entropy is None else batch.of_completions(outputs.entropy),
-            values=None if value_head is None else batch.of_completions(batch.everywhere(value_head(hidden[0]))),
-            top1=None if outputs.is_top1 is None else batch.of_completions(outputs.is_top1.float()),
+        router = _router(unwrapped_model, decoded[0], batch) if output_router_logits else None
+
+        def placed(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else batch.of_completions(batch.everywhere(values))
+
+        before_head: Any = placed(states[0]) if hidden or target is not None else None
+        scores = Scores(
+            logps=placed(outputs.log_probs),
+            entropies=placed(outputs.entropy),
+            values=None if value_head is None else placed(value_head(states[0])),
+            top1=None if outputs.is_top1 is None else placed(outputs.is_top1.float()),
+            hidden=before_head if hidden else None,
             router=router,
         )
+        if target is not None:
+            head = head_of(unwrapped_model, target.student_rule)
+            scores.divergences, entropies = divergences(before_head, head, target.rows(rows))
+            scores.entropies = scores.entropies if logps else entropies
+        return scores
 
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards)
 
@@ -178,7 +196,7 @@ def completion_values(
     [`completion_scores`].
     """
 
-    def part(prompts, completion_ids, mask):
+    def part(prompts, completion_ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed)
         encode_once(unwrapped_model, batch.parts, completion_ids.device)
         with (
@@ -191,15 +209,26 @@ def completion_values(
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
 
 
+def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
+    """Router statistics of a forward, from the outputs of its decoder."""
+    router_logits = decoded.get("router_logits")
+    if not router_logits:
+        raise ValueError(
+            f"{type(model).__name__} returns no router logits, so that it has no load-balancing loss; set "
+            "`router_aux_loss_coef=0`"
+        )
+    return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.n_rows())
+
+
 def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
     """Scores with the forwards that `isolate` needs."""
     if isolate is None:
-        return score(prompts, completion_ids, completion_mask)
+        return score(prompts, completion_ids, completion_mask, slice(None))
     parts = split_samples(prompts, isolate)
     surplus = max(min_forwards - len(parts), 0)
     results = []
     for part in parts + parts[-1:] * surplus:
-        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part]))
+        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part], part))
     joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards weigh nothing, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
@@ -244,14 +273,14 @@ class _Batch:
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
-    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from a value at each position to `(B, C)`
+    of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
     label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Values at each position, from values at all, or at those that are scored."""
-        if values.shape == self.labels.shape:
+        if values.shape[:2] == self.labels.shape:
             return values
-        return values.new_zeros(self.labels.shape).index_copy(1, self.kept(), values)
+        return values.new_zeros(*self.labels.shape, *values.shape[2:]).index_copy(1, self.kept(), values)
 
 
 def _batch(
@@ -281,7 +310,7 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
         batch,
         label_index=None,
         kept=lambda: (batch.labels != -100).any(0).nonzero()[:, 0],
-        of_completions=lambda values: torch.where(scored, values[rows, places], 0.0),
+        of_completions=lambda values: _masked(values[rows, places], scored),
     )
 
 
@@ -323,7 +352,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
         row.shift_labels,
         lambda: row.label_index,
         n_rows,
-        lambda values: torch.where(completion_mask.bool(), values[0][row.score_index], 0.0),
+        lambda values: _masked(values[0][row.score_index], completion_mask.bool()),
         row.label_index,
     )
 
@@ -361,8 +390,13 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
             inputs["attention_mask"]
             * torch.tensor([[not isinstance(prompt, DummyPrompt)] for prompt in prompts], device=device)
         ),
-        lambda values: torch.where(completion_mask.bool(), values[:, predicts], 0.0),
+        lambda values: _masked(values[:, predicts], completion_mask.bool()),
     )
+
+
+def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values `(B, C, ...)`, 0 where the mask `(B, C)` is 0."""
+    return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
 def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:

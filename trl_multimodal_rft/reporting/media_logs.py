@@ -159,7 +159,8 @@ class MediaLog:
 def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
     """TRL's logs as a table, with TRL's columns."""
     table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
-    return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], "advantage": logs["advantages"]})
+    advantages = {} if logs["advantages"] is None else {"advantage": logs["advantages"]}  # of trainers with rewards
+    return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], **advantages})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:

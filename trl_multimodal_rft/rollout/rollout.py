@@ -23,6 +23,7 @@ _PER_TOKEN = {
     "old_per_token_logps": 0.0,
     "old_entropies": 0.0,
     "ref_per_token_logps": 0.0,
+    "dependency": 0.0,
     "old_values": 0.0,
     "returns": 0.0,
 }
@@ -61,11 +62,16 @@ class Rollout:
     from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
+    # The teacher's prompt of each completion, where it differs from the student's; empty if none does
+    teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)
     old_entropies: Any = None  # (N, C)
     ref_per_token_logps: Any = None  # (N, C)
+    view_prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view in the loss; empty without one
+    dependency: Any = None  # (N, C), how far the tokens' distributions depend on the media that the view replaces
+    viewed: Any = None  # (N,), whether the view replaces media of the prompt
     importance_sampling_ratio: Any = None  # (N, C) or (N, 1), of the trainer's policy to the engine's
     old_values: Any = None  # (N, C), of a critic
     bootstrap: Any = None  # (N,), value after the cut of a truncated completion
@@ -201,12 +207,14 @@ class Rollout:
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
-        return replace(self, prompts=[copied(prompt) for prompt in self.prompts])
+        names = ("prompts", "view_prompts", "teacher_prompts")
+        return replace(self, **{name: [copied(prompt) for prompt in getattr(self, name)] for name in names})
 
     def release(self) -> None:
         """Frees what forwards kept of the media, once no more of them come."""
-        for part in {id(part): part for prompt in self.prompts for part in prompt.parts}.values():
-            part.on_device.clear()
+        for prompt in [*self.prompts, *self.view_prompts, *self.teacher_prompts]:
+            for part in prompt.parts:
+                part.on_device.clear()
 
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
@@ -217,7 +225,9 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     width = max(each.completion_ids.size(1) for each in rollouts)
     names = set.intersection(*(each.per_token_fields() for each in rollouts))
     parts = [each.with_copied_prompts().to(device).resized(width, names) for each in rollouts]
-    changed: dict[str, Any] = {"prompts": [prompt for part in parts for prompt in part.prompts]}
+    changed: dict[str, Any] = {
+        name: [prompt for part in parts for prompt in getattr(part, name)] for name in ("prompts", "view_prompts")
+    }
     for name in (each.name for each in fields(Rollout)):
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import nanmax, nanmin
 
 from ..algorithms.metrics import Metric
+from ..forward.divergence import Target, head_of
+from ..forward.head import HeadRule
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
@@ -32,6 +34,53 @@ def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, 
         for place in places
     ]
     return parts[0] if len(parts) == 1 else Scores.join(parts, places)
+
+
+def score_with_view(
+    policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
+) -> Scores:
+    """
+    Scores of a micro-batch, with those after the view of its prompts, if it has one, as their `view`. One forward
+    computes both, as engines need it; where the view replaces nothing, both are the same. Other arguments are those of
+    [`PolicyForward.score`].
+    """
+    prompts, views, n = rollout.prompts, rollout.view_prompts, len(rollout)
+    ids, mask, packed = rollout.completion_ids, rollout.completion_mask, rollout.packed
+    if not views:
+        return policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
+    twice = (torch.cat([each, each]) for each in (ids, mask))
+    chosen = [*(range(n) if rows is None else rows), *(n + i for i in rollout.viewed.nonzero()[:, 0].tolist())]
+    chosen = None if len(chosen) == 2 * n else chosen
+    scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
+    own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
+    viewed = rollout.viewed[:, None]
+    own.view = Scores(
+        logps=torch.where(viewed, view.logps, own.logps),
+        entropies=torch.where(viewed, view.entropies, own.entropies),
+    )
+    own.deferred = scores.deferred
+    return own
+
+
+def score_dependency(
+    policy: PolicyForward, model: nn.Module, rule: HeadRule, rollout: Rollout, size: int
+) -> tuple[Scores, torch.Tensor]:
+    """
+    Scores of a rollout, and how far the distribution of each token is from that after the view of its prompt, their KL
+    divergence `(N, C)`, 0 where the view replaces nothing; `size` completions in a forward.
+    """
+    places = [range(start, min(start + size, len(rollout))) for start in range(0, len(rollout), size)]
+    found, dependencies = [], []
+    for part in map(rollout.select, places):
+        ids, mask = part.completion_ids, part.completion_mask
+        clean = policy.score(model, part.prompts, ids, mask, packed=part.packed, hidden=True)
+        head, seen = head_of(policy.unwrapped(model), rule), mask * part.viewed[:, None]
+        target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
+        view = policy.score(model, part.view_prompts, ids, mask, packed=part.packed, target=target)
+        dependencies.append(view.divergences)
+        clean.hidden = None
+        found.append(clean)
+    return Scores.join(found, places), torch.cat(dependencies)
 
 
 def score_values(

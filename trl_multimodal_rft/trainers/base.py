@@ -47,6 +47,7 @@ from ..rollout.score import (
     n_on_policy,
     rollout_ratios,
     score_in_batches,
+    score_with_view,
     without_gradient,
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
@@ -65,6 +66,7 @@ from .setup import (
     first_fallbacks,
     has_unread_rows,
     ignore_deprecated_names,
+    is_distillation,
     load_parts,
     modalities,
     prepare_reference,
@@ -94,6 +96,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
+    _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
     reward_funcs: Any
@@ -133,7 +136,8 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
-        sources = reward_sources(reward_funcs, kwargs.pop("reward_processing_classes", None), self.toolbox)
+        processors = kwargs.pop("reward_processing_classes", None)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not is_distillation(args))
 
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
@@ -181,7 +185,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else self.prompts.encode_row,
             messages=self.prompts.messages,
-            columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -372,12 +376,12 @@ class MultimodalTrainer(CheckpointMixin):
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             return score_in_batches(self._policy, model, rollout, size)
 
-    def _score_reference(self, rollout: Rollout) -> torch.Tensor:
+    def _score_reference(self, rollout: Rollout) -> Scores:
         if self.ref_model is not None:
-            return self._score_rollout(self.ref_model, rollout).logps
+            return self._score_rollout(self.ref_model, rollout)
         model: Any = self.accelerator.unwrap_model(self.model)
         with same_weights_trained(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self._score_rollout(self.model, rollout).logps
+            return self._score_rollout(self.model, rollout)
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
@@ -491,15 +495,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _score(self, model, rollout: Rollout, **options) -> Scores:
         """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
-        self._scores = self._policy.score(
-            model,
-            rollout.prompts,
-            rollout.completion_ids,
-            rollout.completion_mask,
-            packed=rollout.packed,
-            compute_aux_loss=self.aux_loss_enabled,
-            **options,
-        )
+        self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
         if self._corrects and rollout.importance_sampling_ratio is None:

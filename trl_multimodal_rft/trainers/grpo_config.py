@@ -10,6 +10,7 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions
+from ..views import as_view
 from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
 
@@ -20,6 +21,10 @@ _K2_IN_LOSS = [name for name, own in ESTIMATORS.items() if own.kl_in_loss == "k2
 
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
+
+# What the scores of a view in the loss are used for
+_VIEW_TERMS = ("view_kl_coef", "view_entropy_coefs")
+_DEPENDENCY = ("dependency_advantage_min", "dependency_quantile", "dependency_temperature")
 
 
 @help_from_docstring
@@ -92,6 +97,30 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         entropy_renormalize (`bool`, *optional*, defaults to `False`):
             Whether to average the policy loss over the tokens that are trained on instead of all. GMPO does so anyway.
 
+        > Parameters that control a view in the loss, in training; text sees itself under each view
+
+        loss_view (`str`, *optional*):
+            What the policy sees or hears in a second forward of the same completions, a name of [`~views.VIEWS`] with
+            settings or a dotted path of your own, such as `"mask_patches(ratio=0.6)"`.
+        view_kl_coef (`float`, *optional*, defaults to `0.0`):
+            Coefficient of the divergence (k3) between the policy and the policy under the view, which is raised, with
+            gradients of both, see [PAPO](https://huggingface.co/papers/2507.06448).
+        view_kl_clip (`float`, *optional*, defaults to `10.0`):
+            Divergence of a token, in nats, from which on it isn't raised further.
+        view_entropy_coefs (`list[float]`, *optional*):
+            Coefficients of the entropies of the policy and of the policy under the view, which are lowered: PAPO's
+            Double Entropy Loss, which estimates them by minus the log-probabilities of the sampled tokens.
+        dependency_advantage_min (`float`, *optional*):
+            Weight of the advantage of the completion that depends least on its media, by the divergence of its tokens'
+            distributions under the view. Weights are linear in it, with a mean of 1 over the generation batch, see
+            [VPPO](https://huggingface.co/papers/2510.09285).
+        dependency_quantile (`float`, *optional*, defaults to `1.0`):
+            Share of the tokens of each completion that are trained on, those that depend most on the media, as in
+            VPPO.
+        dependency_temperature (`float`, *optional*):
+            Temperature of the weights of tokens by the difference of the entropies of the reference under the view and
+            of the policy, see [MAPO](https://huggingface.co/papers/2605.27741), without its loss on attention.
+
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
@@ -128,6 +157,13 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     entropy_scope: str = field(default="batch", metadata={"choices": ["batch", "sequence", "micro_batch"]})
     entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
     entropy_renormalize: bool = False
+    loss_view: str | None = None
+    view_kl_coef: float = 0.0
+    view_kl_clip: float = 10.0
+    view_entropy_coefs: list[float] | None = None
+    dependency_advantage_min: float | None = None
+    dependency_quantile: float = 1.0
+    dependency_temperature: float | None = None
 
     _has_critic = False
 
@@ -156,6 +192,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self._check_rewards()
         self._check_kl()
         self._check_loss()
+        self._check_view()
         whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
         if self.top_entropy_quantile < 1 and self.entropy_scope == "batch" and not whole_steps:
             raise ValueError(
@@ -306,6 +343,61 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
                 "'sequence_mask' or 'sequence_truncate'."
             )
+
+    def _check_view(self) -> None:
+        names = [*_VIEW_TERMS, *_DEPENDENCY]
+        used = [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
+        if self.loss_view is None:
+            if used:
+                raise ValueError(
+                    f"`{used[0]}` has no effect without a view; set `loss_view`, such as 'mask_patches(ratio=0.6)'."
+                )
+            return
+        as_view(self.loss_view)
+        if not used:
+            raise ValueError(f"`loss_view` has no effect by itself; set one of {', '.join(f'`{n}`' for n in names)}.")
+        if self.view_entropy_coefs is not None and len(self.view_entropy_coefs) != 2:
+            raise ValueError(
+                "`view_entropy_coefs` are two, of the policy and of the policy under the view, got "
+                f"{self.view_entropy_coefs}."
+            )
+        if self.dependency_temperature is not None:
+            if self.beta == 0:
+                raise ValueError(
+                    "`dependency_temperature` compares the policy with its reference under the view, which `beta=0` "
+                    "doesn't have; set `beta`."
+                )
+            others = [name for name in used if name in _DEPENDENCY and name != "dependency_temperature"]
+            if others:
+                raise ValueError(
+                    f"`dependency_temperature` measures the dependency on media by entropies, `{others[0]}` by a "
+                    "divergence; use one of them."
+                )
+        if self.top_entropy_quantile < 1 and (self.dependency_quantile < 1 or self.dependency_temperature is not None):
+            raise ValueError(
+                "`top_entropy_quantile` and the dependency on media both weigh tokens; set `top_entropy_quantile=1`, "
+                "or remove `dependency_quantile` and `dependency_temperature`."
+            )
+
+    @property
+    def _has_view_term(self) -> bool:
+        """Whether a view adds terms to the loss."""
+        return self.view_kl_coef != 0 or self.view_entropy_coefs is not None
+
+    @property
+    def _view_in_update(self) -> bool:
+        """Whether the update forwards the view."""
+        return self.view_kl_coef != 0 or (self.view_entropy_coefs or (0, 0))[1] != 0
+
+    @property
+    def _measures_divergence(self) -> bool:
+        """Whether distributions under the policy that sampled are compared with those under the view."""
+        return self.dependency_advantage_min is not None or self.dependency_quantile < 1
+
+    @property
+    def _measures_dependency(self) -> bool:
+        """Whether the dependency on media is measured, by a divergence or by entropies."""
+        return self._measures_divergence or self.dependency_temperature is not None
 
     @property
     def _corrects(self) -> bool:

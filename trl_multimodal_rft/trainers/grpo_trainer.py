@@ -29,6 +29,7 @@ from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .engine import check_engine
 from .grpo_config import MultimodalGRPOConfig
+from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
 from .offload import offloading
 from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
 from .setup import resolve_config
@@ -175,6 +176,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._token_filter: Any = TokenFilter(args, self._gather_rows, self.accelerator.process_index)
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
+        self._head_rule = dependency_head(self)
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
@@ -193,7 +195,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._log_metrics(metrics)
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
-                    rollout.ref_per_token_logps = self._score_reference(rollout)
+                    rollout.ref_per_token_logps = self._score_reference(rollout).logps
+        if rollout.dependency is not None:
+            weigh_by_dependency(self, rollout)
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
@@ -202,9 +206,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout = self._collect(inputs)
         with offloading(self):
             self._sample(rollout)
+        if self.args.loss_view is not None and self.model.training:
+            add_view(self, rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout)
+            rollout.ref_per_token_logps = self._score_reference(rollout).logps
         check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)
@@ -214,7 +220,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _score_old(self, rollout: Rollout) -> None:
         """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
         args, exchanges = self.args, self.model.training and self._groups is not None
-        if exchanges or callable(args.advantage_estimator) or args.kl_in_reward:
+        measures = args._measures_dependency and self.model.training
+        if measures or exchanges or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
@@ -222,8 +229,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = self.args
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or self._corrects
         for part in parts:
+            measures = args._measures_dependency and part.view_prompts and part.dependency is None
             with nullcontext() if in_trl else self._extra_time():
-                old = self._score_rollout(self.model, part)
+                old = measure_dependency(self, part) if measures else self._score_rollout(self.model, part)
             part.old_per_token_logps = old.logps
             if self._filters_by_rollout and self.model.training:
                 part.old_entropies = old.entropies
@@ -377,6 +385,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             aux_coef=self.router_aux_loss_coef,
         )
         if self.model.training:
+            if args._has_view_term:
+                output = with_view_term(output, scores, inputs, args, self._normalizer(inputs))
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
         if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
@@ -389,7 +399,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = self.args
         drifts = args.loss_type == "cpgd" and args.cpgd_drift_coef != 0
         compete = self._token_filter.is_on and args.entropy_scope != "sequence"
-        return args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or drifts or compete
+        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args._has_view_term
+        return terms or drifts or compete
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
@@ -455,6 +466,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             **super()._batches(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
             "entropies": args.entropy_source if filtered else None,
+            **({} if args.loss_view is None else {"view": [args.loss_view, args.dependency_temperature is not None]}),
         }
 
     def _rollout_state(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
             rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
         if self.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout)
+            rollout.ref_per_token_logps = self._score_reference(rollout).logps
         check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)

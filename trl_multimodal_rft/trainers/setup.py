@@ -39,7 +39,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
 from ..forward.encoders import install_encoder_attention
-from ..forward.head import add_fused_head
+from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
 from ..models.modes import fix_encoders
@@ -110,6 +110,16 @@ def check_processor_name(model, processing_class) -> None:
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
+def is_distillation(args) -> bool:
+    """Whether the reference is a teacher, and `beta` chooses a divergence from it."""
+    return getattr(args, "is_distillation", False)
+
+
+def needs_reference(args) -> bool:
+    """Whether a reference is loaded where none is given."""
+    return args.beta != 0 and not is_distillation(args)
+
+
 def check_name(model, args, ref_model, peft_config) -> None:
     """Refuses an instance without a name where something else would be loaded by that name."""
     if get_config_model_id(model.config):
@@ -119,7 +129,7 @@ def check_name(model, args, ref_model, peft_config) -> None:
             f"{_LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
             "from there, or set `use_vllm=False`."
         )
-    if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
+    if needs_reference(args) and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
             f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
@@ -350,7 +360,7 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft")]
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -424,7 +434,7 @@ def load_parts(
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config)
-    elif args.beta == 0 or args.sync_ref_model:
+    elif not is_distillation(args) and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
@@ -451,9 +461,10 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     options = {
         "temperature": trainer.temperature,
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        "rule": head_rule(model),
     }
     if trainer.ref_model is not None:
-        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), **options)
+        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), outputs=_of_reference(trainer), **options)
     has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
     if not has_head:
         logger.warning(
@@ -463,13 +474,19 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
 
 
+def _of_reference(trainer: Any) -> tuple[str, ...]:
+    """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
+    compared = getattr(trainer.args, "dependency_temperature", None) is not None
+    return ("log_probs", "entropy") if compared else ("log_probs",)
+
+
 def enable_packing(trainer: Any) -> bool:
     """Lets completions share a forward of their prompt, and returns whether the model supports that."""
     args, wrapped = trainer.args, (trainer.model, trainer.ref_model)
     model, *references = (unwrapped(trainer.accelerator, each) for each in wrapped if each is not None)
     for each in (model, *references):
         install_encoder_attention(each)
-    obstacle = sharing_obstacle(model)
+    obstacle = next(filter(None, map(sharing_obstacle, (model, *references))), None)
     if args.packing == "prefix" and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if args.packing != "prefix" or obstacle:
@@ -491,7 +508,7 @@ def prepare_reference(trainer: Any, ref_model: Any) -> Any:
     args = trainer.args
     if args.disable_dropout:
         disable_dropout_in_model(ref_model)
-    add_fused_head(ref_model, temperature=trainer.temperature)
+    add_fused_head(ref_model, temperature=trainer.temperature, outputs=_of_reference(trainer))
     prepared: Any
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(ref_model, trainer.accelerator)
@@ -532,12 +549,14 @@ class RewardSources:
     of_environments: dict[str, Callable]
 
 
-def reward_sources(reward_funcs: list[Any] | None, processors: Any, toolbox: Environments) -> RewardSources:
-    """What rewards completions. Raises `ValueError` if nothing does."""
+def reward_sources(
+    reward_funcs: list[Any] | None, processors: Any, toolbox: Environments, needed: bool = True
+) -> RewardSources:
+    """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
         reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs:
+    if not reward_funcs and needed:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
@@ -571,8 +590,9 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics]:
             trainer.accelerator.num_processes,
         )
         trainer.add_callback(MediaLogCallback(trainer, log))
-    estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-    trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
+    if trainer.reward_funcs:
+        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+        trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
     return log, pending
 
 
@@ -623,7 +643,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
 
     Returns the reference; `None` where TRL's way is right, or none is needed.
     """
-    if args.beta == 0 or peft_config is not None or is_peft_model(model):
+    if not needs_reference(args) or peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:

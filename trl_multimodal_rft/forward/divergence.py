@@ -1,0 +1,242 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Divergences between the distributions of tokens under two models, from their hidden states and LM heads."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from .head import HeadRule
+
+
+# Tokens whose logits over the whole vocabulary are in memory at once, for what has no kernel
+_TOKENS_AT_ONCE = 512
+
+# Largest logarithm of the probability of some tokens together, so that the others have one, too; as in TRL
+_ALMOST_ALL = -1e-7
+
+
+class Head(NamedTuple):
+    """An LM head: weight `(V, H)`, bias `(V,)` or `None`, and what the model does around it."""
+
+    weight: Any
+    bias: Any
+    rule: HeadRule
+
+
+def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
+    """The LM head of a model without wrappers, with FSDP2's parts joined; those of ZeRO-3 are when they are needed."""
+    head: Any = model.get_output_embeddings()
+    weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+    return Head(weight, bias, rule)
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    Distributions of completion tokens that those of a student are compared with: a teacher's over the whole vocabulary
+    (`hidden` and `head`), or the log-probabilities of some tokens (`ids` and `logps`). See [`divergences`].
+    """
+
+    mask: torch.Tensor  # (B, C), 1 on tokens to compare
+    student_rule: HeadRule
+    beta: float = 1.0  # 0 for the forward KL, 1 for the reverse one, else the generalized JSD
+    temperature: float = 1.0
+    hidden: torch.Tensor | None = None  # (B, C, H_t)
+    head: Head | None = None
+    ids: torch.Tensor | None = None  # (B, C, K)
+    logps: torch.Tensor | None = None  # (B, C, K)
+    add_tail: bool = True  # whether the other tokens count as one; else the K tokens are renormalized
+
+    def rows(self, index: slice | Sequence[int]) -> "Target":
+        """That of some completions."""
+        names = ("mask", "hidden", "ids", "logps")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value[index] for name, value in chosen.items() if value is not None})
+
+    def padded(self, n: int) -> "Target":
+        """With `n` further completions, of which nothing is compared."""
+        names = ("mask", "hidden", "ids", "logps")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{
+                name: torch.cat([value, value.new_zeros(n, *value.shape[1:])])
+                for name, value in chosen.items()
+                if value is not None
+            },
+        )
+
+
+def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Divergence of each token's distribution under a student from its target, and the entropy of the former, in nats.
+
+    With the distributions $p_s$ of the student and $p_t$ of the teacher, and $m = (1 - \\beta) p_s + \\beta p_t$, it
+    is $\\mathrm{KL}(p_t \\| p_s)$ for $\\beta = 0$, $\\mathrm{KL}(p_s \\| p_t)$ for $\\beta = 1$, and else the
+    generalized Jensen-Shannon divergence $\\beta \\mathrm{KL}(p_t \\| m) + (1 - \\beta) \\mathrm{KL}(p_s \\| m)$ of
+    [On-Policy Distillation](https://huggingface.co/papers/2306.13649). The gradient flows to the student alone, and
+    not from the entropy. Logits of all tokens are never in memory at once.
+
+    Shapes: `hidden` `(B, C, H)`; returns `(B, C)` twice, 0 where the target's mask is 0.
+    """
+    mask = target.mask.to(head.weight.device)
+    places = mask.flatten().nonzero()[:, 0]
+
+    def chosen(values: torch.Tensor) -> torch.Tensor:
+        return values.to(head.weight.device).flatten(0, 1).index_select(0, places)
+
+    if target.ids is not None and target.logps is not None:
+        found = top_k_divergence(
+            chosen(hidden),
+            head,
+            chosen(target.ids),
+            chosen(target.logps),
+            beta=target.beta,
+            temperature=target.temperature,
+            add_tail=target.add_tail,
+        )
+    else:
+        assert target.hidden is not None and target.head is not None
+        teacher = target.head
+        found = ChunkedDivergenceFunction.apply(
+            chosen(hidden),
+            head.weight,
+            head.bias,
+            chosen(target.hidden),
+            # Gathered weights of FSDP2 keep the dtype of training
+            teacher.weight.to(head.weight.device),
+            teacher.bias,
+            target.beta,
+            target.temperature,
+            head.rule.scale,
+            head.rule.softcap,
+            teacher.rule.scale,
+            teacher.rule.softcap,
+        )
+    placed = [values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape) for values in found]
+    return placed[0], placed[1].detach()
+
+
+def top_k_tokens(
+    hidden: torch.Tensor, head: Head, k: int, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The `k` most likely tokens of each distribution and their log-probabilities, without gradients.
+
+    Shapes: `hidden` `(N, H)`; returns ids and log-probabilities `(N, k)`.
+    """
+    with torch.no_grad(), maybe_gather_lm_head_ctx(head.weight, head.bias):
+        found = [_log_softmax(part, head, temperature).topk(k, dim=-1) for part in hidden.split(_TOKENS_AT_ONCE)]
+    if not found:
+        empty = hidden.new_zeros(0, k, dtype=torch.float32)
+        return empty.long(), empty
+    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
+
+
+def top_k_divergence(
+    hidden: torch.Tensor,
+    head: Head,
+    ids: torch.Tensor,
+    logps: torch.Tensor,
+    *,
+    beta: float = 1.0,
+    temperature: float = 1.0,
+    add_tail: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy over all.
+
+    With `add_tail`, as with `loss_add_tail` in TRL, the other tokens count as one, whose probability is
+    $1 - \\sum_{v \\in K} p(v)$ under each model, so that the divergence is a lower bound of that over all tokens. Else
+    the distributions are renormalized over the `K` tokens. A log-probability of minus infinity leaves a token out.
+
+    Shapes: `hidden` `(N, H)`, `ids` and `logps`, the teacher's at the temperature, `(N, K)`; returns `(N,)` twice.
+    """
+
+    found = _TopKDivergence.apply(hidden, head.weight, head.bias, ids, logps, (head.rule, beta, temperature, add_tail))
+    return found[0], found[1]
+
+
+class _TopKDivergence(torch.autograd.Function):
+    """[`top_k_divergence`], whose logits are computed again for the gradient, with weights that ZeRO-3 gathers."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, logps, options):
+        ctx.save_for_backward(hidden, weight, bias, ids, logps)
+        ctx.options = options
+        divergence = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(divergence)
+        with maybe_gather_lm_head_ctx(weight, bias):
+            for part in _parts(len(hidden)):
+                divergence[part], logps_of_all = _of_top_k(hidden[part], weight, bias, ids[part], logps[part], options)
+                entropy[part] = -(logps_of_all.exp() * logps_of_all).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return divergence, entropy
+
+    @staticmethod
+    def backward(ctx, gradient, _):  # type: ignore
+        hidden, weight, bias, ids, logps = ctx.saved_tensors
+        with maybe_gather_lm_head_ctx(weight, bias), torch.enable_grad():
+            leaves = [each if each is None else each.detach().requires_grad_() for each in (hidden, weight, bias)]
+            totals = [each if each is None else torch.zeros_like(each) for each in leaves]
+            wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:3]) if needed]
+            for part in _parts(len(hidden)):
+                divergence, _ = _of_top_k(leaves[0][part], *leaves[1:], ids[part], logps[part], ctx.options)
+                own = torch.autograd.grad(divergence, [leaves[i] for i in wanted], gradient[part])
+                for i, value in zip(wanted, own, strict=True):
+                    totals[i] += value
+        return *(total if i in wanted else None for i, total in enumerate(totals)), None, None, None
+
+
+def _parts(n: int) -> list[slice]:
+    return [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, n, _TOKENS_AT_ONCE)]
+
+
+def _of_top_k(hidden, weight, bias, ids, logps, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divergences `(N,)` over some tokens, and the student's log-probabilities of all, `(N, V)`."""
+    rule, beta, temperature, add_tail = options
+    of_all = _log_softmax(hidden, Head(weight, bias, rule), temperature)
+    known, teacher = logps > -math.inf, logps.float()
+    student = of_all.gather(-1, ids).masked_fill(~known, -math.inf)
+    if add_tail:
+        known = torch.cat([known, torch.ones_like(known[:, :1])], dim=-1)
+        student, teacher = _with_tail(student), _with_tail(teacher)
+    else:
+        student, teacher = (each - each.logsumexp(-1, keepdim=True) for each in (student, teacher))
+    return _divergence(student, teacher, known, beta), of_all
+
+
+def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
+    """Log-probabilities of all tokens `(N, V)` in float32, from states `(N, H)`."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        logits = head.rule.scale * torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+    if head.rule.softcap is not None:
+        logits = head.rule.softcap * torch.tanh(logits / head.rule.softcap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def _with_tail(logps: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `(N, K)` and that of all other tokens together, `(N, K + 1)`."""
+    together = logps.logsumexp(-1, keepdim=True).clamp(max=_ALMOST_ALL)
+    return torch.cat([logps, torch.log(-torch.expm1(together))], dim=-1)
+
+
+def _divergence(student: torch.Tensor, teacher: torch.Tensor, known: torch.Tensor, beta: float) -> torch.Tensor:
+    """The divergence of distributions `(N, K)` of log-probabilities, over the tokens that are known."""
+    student, teacher = (torch.where(known, each, 0.0) for each in (student, teacher))
+    if beta == 0:
+        terms = teacher.exp() * (teacher - student)
+    elif beta == 1:
+        terms = student.exp() * (student - teacher)
+    else:
+        mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
+        terms = beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+    return torch.where(known, terms, 0.0).sum(-1)

@@ -1,0 +1,105 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A view in the loss: its prompts, how far completions depend on the media that it replaces, and its terms."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..algorithms.entropy import high_entropy_mask
+from ..algorithms.losses import LOSSES, LossOutput, Normalizer
+from ..algorithms.metrics import log_metrics, scored_mean
+from ..algorithms.views import advantage_weights, relevance_weights, view_term
+from ..forward.head import HeadRule, head_rule
+from ..forward.scores import Scores
+from ..rollout.rollout import Rollout
+from ..rollout.score import score_dependency
+from ..rollout.views import view_prompts
+from ..views import as_view
+
+
+def dependency_head(trainer: Any) -> HeadRule | None:
+    """
+    What is known of the LM head, where its distributions are to be compared. Raises `ValueError` if it isn't enough.
+    """
+    if not trainer.args._measures_divergence:
+        return None
+    rule = head_rule(trainer._unwrapped(trainer.model))
+    if rule is None:
+        raise ValueError(
+            "`dependency_advantage_min` and `dependency_quantile` compare distributions over the vocabulary from "
+            "hidden states, but what this model does around its LM head is unknown. Use `view_kl_coef` or "
+            "`dependency_temperature`, which don't."
+        )
+    return rule
+
+
+def add_view(trainer: Any, rollout: Rollout) -> None:
+    """Adds the prompts of a rollout under the view in the loss."""
+    args = trainer.args
+    view = as_view(args.loss_view).seeded(args.seed, rollout.step)
+    rollout.view_prompts = view_prompts(rollout, view, trainer.prompts, trainer.toolbox)
+    pairs = [*zip(rollout.prompts, rollout.view_prompts, strict=True)]
+    rollout.viewed = torch.tensor([own is not other for own, other in pairs], device=trainer.accelerator.device)
+    for prompt in rollout.view_prompts:
+        prompt.decoded = ()  # the engine never sees them
+
+
+def measure_dependency(trainer: Any, rollout: Rollout) -> Scores:
+    """Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media."""
+    args, viewed = trainer.args, rollout.viewed[:, None]
+    if args.dependency_temperature is not None:
+        old = trainer._score_rollout(trainer.model, rollout)
+        without = trainer._score_reference(replace(rollout, prompts=rollout.view_prompts))
+        rollout.dependency = torch.where(viewed, without.entropies - old.entropies, 0)
+    else:
+        size, rule = args.per_device_train_batch_size, trainer._head_rule
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
+            old, rollout.dependency = score_dependency(trainer._policy, trainer.model, rule, rollout, size)
+    if not args._view_in_update:
+        rollout.view_prompts = []
+    metrics = {"view/dependency": scored_mean(rollout.dependency.abs(), rollout.loss_mask * viewed)}
+    log_metrics(metrics, trainer.accelerator.gather, trainer._mode_metrics)
+    return old
+
+
+def weigh_by_dependency(trainer: Any, rollout: Rollout) -> None:
+    """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
+    args, dependency, mask = trainer.args, rollout.dependency, rollout.loss_mask
+    if args.dependency_advantage_min is not None:
+        means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
+        counts = rollout.viewed & mask.any(1)
+        everyone = trainer.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
+        weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, args.dependency_advantage_min)
+        trainer._mode_metrics["view/weight_max"].append(weights.max().item())
+        local = trainer._local(weights, len(rollout))
+        rollout.advantages = rollout.advantages * (local if rollout.advantages.dim() == 1 else local[:, None])
+    weights = None
+    if args.dependency_temperature is not None:
+        weights = relevance_weights(dependency, mask, args.dependency_temperature)
+    elif args.dependency_quantile < 1:
+        weights = high_entropy_mask(dependency, mask, args.dependency_quantile, scope="sequence")
+    if weights is not None:
+        rollout.token_weights = torch.where(rollout.viewed[:, None], weights, 1.0)
+
+
+def with_view_term(
+    output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
+) -> LossOutput:
+    """The loss of a micro-batch with the terms of the view, averaged like the policy loss."""
+    mask, kind = inputs.loss_mask, LOSSES[args.loss_type]
+    view = scores if scores.view is None else scores.view  # whose coefficients are then 0
+    losses, kl = view_term(
+        scores.logps,
+        view.logps,
+        mask,
+        kl_coef=args.view_kl_coef,
+        kl_clip=args.view_kl_clip,
+        entropy_coefs=args.view_entropy_coefs or (0.0, 0.0),
+    )
+    metrics = dict(output.metrics)
+    if scores.view is not None:
+        seen = mask * inputs.viewed[:, None]
+        metrics |= {"view/kl": scored_mean(kl, seen), "view/entropy": scored_mean(view.entropies, seen)}
+    return LossOutput(output.loss + kind.average(losses, mask, normalizer), metrics)
