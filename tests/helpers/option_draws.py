@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from inspect import get_annotations
 from pathlib import Path
 
-from trl import DistillationConfig, GRPOConfig, RLOOConfig, SFTConfig
+from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import PLAIN
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig, MultimodalRLOOConfig, MultimodalSFTConfig

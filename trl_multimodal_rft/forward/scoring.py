@@ -121,7 +121,6 @@ def completion_scores(
     decoder = unwrapped_model.get_decoder()
     # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
-    inside = {"output_router_logits": True} if output_router_logits else {}
 
     def part(prompts, ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
@@ -131,7 +130,7 @@ def completion_scores(
             encode_once(unwrapped_model, batch.parts, ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
-            inject(decoder, **batch.injected, **inside),
+            inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
             _outputs_of(decoder) as decoded,
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
         ):
