@@ -6,8 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from helpers.trainer_utils import image_rows, make_trainer, with_media
 from PIL import Image
 
+from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.rollout.views import view_prompts
 from trl_multimodal_rft.views import VIEWS, as_view
 
 
@@ -141,3 +145,27 @@ def test_strength_follows_a_schedule():
 def test_unknown_views_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         as_view(name)
+
+
+def test_prompts_of_a_rollout(tmp_path):
+    """Each distinct prompt is encoded once, text stays the same object, and another row's medium is the next one's."""
+    rows = image_rows(8).select([0, 4])  # of one size
+    prompts = [*rows["prompt"], [{"role": "user", "content": "Is there a bird?"}]]
+    rows = with_media(Dataset.from_list([{"prompt": each} for each in prompts]), "image", [*rows["image"], None])
+    options = {"per_device_train_batch_size": 6, "num_generations": 2, "shuffle_dataset": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path, **options)
+    rollout = trainer._collect(next(iter(trainer.get_train_dataloader())))
+    first, second, text = rollout.prompts[::2]
+    views = {name: view_prompts(rollout, as_view(name), trainer.prompts, trainer.toolbox) for name in VIEWS}
+    for prompts in views.values():
+        assert prompts[4:] == [text] * 2
+        assert [prompts[i] is prompts[i + 1] for i in range(5)] == [True, False, True, False, True]
+        pairs = zip(prompts, rollout.prompts, strict=True)
+        assert all(torch.equal(own.input_ids, given.input_ids) for own, given in pairs)
+    assert views["noise"] == views["shuffle_frames"] == rollout.prompts
+    others = [each.media["pixel_values"] for each in views["other_row"][:4:2]]
+    assert torch.equal(others[0], second.media["pixel_values"]) and torch.equal(others[1], first.media["pixel_values"])
+    black = as_view("mask_patches(ratio=1.0)").seeded(trainer.args.seed, 0)
+    blank = (view_prompts(rollout, each, trainer.prompts, trainer.toolbox)[0] for each in (black, as_view("blank")))
+    means = [each.media["pixel_values"].mean().item() for each in blank]
+    assert means[0] < means[1] < 0.5

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .lightrft import ActorAL, ActorOmni, ActorVL, PPOTrainerAL, PPOTrainerVL, ReplayBuffer
     from .reporting.console import CompactLogCallback
     from .reporting.curves import TrainingCurvesCallback
+    from .trainers.distillation_config import MultimodalDistillationConfig
+    from .trainers.distillation_trainer import MultimodalDistillationTrainer
     from .trainers.grpo_config import MultimodalGRPOConfig
     from .trainers.grpo_trainer import MultimodalGRPOTrainer
     from .trainers.ppo_config import MultimodalPPOConfig
@@ -34,6 +36,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "ReplayBuffer": "lightrft",
         "CompactLogCallback": "reporting.console",
         "TrainingCurvesCallback": "reporting.curves",
+        "MultimodalDistillationConfig": "trainers.distillation_config",
+        "MultimodalDistillationTrainer": "trainers.distillation_trainer",
         "MultimodalGRPOConfig": "trainers.grpo_config",
         "MultimodalGRPOTrainer": "trainers.grpo_trainer",
         "MultimodalPPOConfig": "trainers.ppo_config",

@@ -528,3 +528,18 @@ def test_supervised_rows_train_as_in_one_process(engine, two, one):
     assert_same_update(two[0]["update"], one[0]["update"])
     assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"])
     assert all(rank["sharded"] == (engine == "fsdp2") for rank in two)
+
+
+# Distillation
+
+
+DISTILLATION = ["distill_teacher", "distill_parts", "distill_top_k", "distill_view", "distill_adapter"]
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], *DISTILLATION)
+def test_two_ranks_are_distilled_into_like_one(two, one, engine):
+    """Teachers are models of their own, sharded like the student, or the student itself."""
+    assert_same_ranks(two, least=0.01)
+    assert_same_update(two[0]["update"], one[0]["update"], least=0.01)
+    assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "num_tokens"])
+    assert engine != "fsdp2" or two[0]["sharded"]

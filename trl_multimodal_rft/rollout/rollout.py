@@ -62,6 +62,8 @@ class Rollout:
     from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
+    # The teacher's prompt of each completion, where it differs from the student's; empty if none does
+    teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)
@@ -205,14 +207,14 @@ class Rollout:
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
-        both = ([copied(prompt) for prompt in prompts] for prompts in (self.prompts, self.view_prompts))
-        return replace(self, **dict(zip(("prompts", "view_prompts"), both, strict=True)))
+        names = ("prompts", "view_prompts", "teacher_prompts")
+        return replace(self, **{name: [copied(prompt) for prompt in getattr(self, name)] for name in names})
 
     def release(self) -> None:
         """Frees what forwards kept of the media, once no more of them come."""
-        prompts = [*self.prompts, *self.view_prompts]
-        for part in {id(part): part for prompt in prompts for part in prompt.parts}.values():
-            part.on_device.clear()
+        for prompt in [*self.prompts, *self.view_prompts, *self.teacher_prompts]:
+            for part in prompt.parts:
+                part.on_device.clear()
 
 
 def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:

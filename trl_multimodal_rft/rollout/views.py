@@ -30,10 +30,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
 
     def seen(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
         if isinstance(prompt, Conversation):
-            first = seen(row, prompt.prompt)
-            if first is prompt.prompt:
-                return prompt
-            return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
+            return continued(prompt, seen(row, prompt.prompt))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
         if id(prompt) not in found:
@@ -48,6 +45,15 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
     prompts = [seen(row, prompt) for row, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
     return prompts
+
+
+def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
+    """A prompt of the same tokens as the `first` one of a conversation in its place, with what tools returned."""
+    if not isinstance(prompt, Conversation):
+        return first
+    if first is prompt.prompt:
+        return prompt
+    return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
 
 
 def _of_row(view: View, rollout: Rollout, row: int) -> View:

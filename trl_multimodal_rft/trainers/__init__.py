@@ -8,6 +8,8 @@ from ..versions import check_versions as _check_versions
 
 
 if TYPE_CHECKING:
+    from .distillation_config import MultimodalDistillationConfig
+    from .distillation_trainer import MultimodalDistillationTrainer
     from .grpo_config import MultimodalGRPOConfig
     from .grpo_trainer import MultimodalGRPOTrainer
     from .ppo_config import MultimodalPPOConfig
@@ -22,6 +24,8 @@ _check_versions()
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "MultimodalDistillationConfig": "distillation_config",
+        "MultimodalDistillationTrainer": "distillation_trainer",
         "MultimodalGRPOConfig": "grpo_config",
         "MultimodalGRPOTrainer": "grpo_trainer",
         "MultimodalPPOConfig": "ppo_config",

@@ -95,6 +95,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
+    _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
     reward_funcs: Any
@@ -134,7 +135,8 @@ class MultimodalTrainer(CheckpointMixin):
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
-        sources = reward_sources(reward_funcs, kwargs.pop("reward_processing_classes", None), self.toolbox)
+        processors = kwargs.pop("reward_processing_classes", None)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
 
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()
@@ -182,7 +184,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else self.prompts.encode_row,
             messages=self.prompts.messages,
-            columns=["prompt", *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )

@@ -209,9 +209,9 @@ class MediaArguments(KnownKeywords):
 
 @help_from_docstring
 @dataclass
-class MultimodalArguments(MediaArguments):
+class SamplingArguments(MediaArguments):
     r"""
-    Arguments about media and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
+    Arguments about sampling and packing, for a TRL config to inherit, in addition to those of [`MediaArguments`].
 
     Parameters:
         > Parameters that control the packing
@@ -271,6 +271,72 @@ class MultimodalArguments(MediaArguments):
             images and videos grey. Each takes two forwards of two completions, one of each of two prompts. 0 measures
             nothing.
 
+        > Parameters that control the checks
+
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
+            that the media change the log-probabilities, that prompts in one row don't see each other, and that
+            recomputed log-probabilities are those of sampling.
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    packing: str = field(default="prefix", metadata={"choices": ["prefix", "padded"]})
+    keep_groups_together: bool = True
+    max_tool_media: int | None = None
+    disable_dropout: bool | None = None
+    offload_during_generation: bool = False
+    vllm_engine_kwargs: dict | str | None = None
+    vllm_sync_adapter: bool | None = None
+    max_logged_media: int | None = 8
+    max_logged_megabytes: float = 32.0
+    media_contribution_steps: int = 10
+    self_check: bool = True
+
+    is_distillation = False  # whether the reference is a teacher, and `beta` chooses a divergence from it
+
+    def __post_init__(self):
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
+        if self.generation_batch_size is not None:
+            given = ["generation_batch_size"]
+        else:
+            steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
+            given = ["per_device_train_batch_size", steps]
+        try:
+            super().__post_init__()
+        except ValueError:
+            if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
+                check_batches(self, given)
+            raise
+        check_choice(self, "packing")
+        # vLLM has others
+        check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
+        if self.use_vllm and self.vllm_mode == "server" and self.offload_during_generation:
+            raise ValueError(
+                "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
+                "GPUs; remove one of them."
+            )
+        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
+            raise ValueError(
+                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
+                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+            )
+        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
+            raise ValueError(
+                f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
+                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
+            )
+
+
+@help_from_docstring
+@dataclass
+class MultimodalArguments(SamplingArguments):
+    r"""
+    Arguments about prompts with rewards, for a TRL config to inherit, in addition to those of [`SamplingArguments`].
+
+    Parameters:
         > Parameters that control which prompts are sampled and trained on
 
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
@@ -322,28 +388,11 @@ class MultimodalArguments(MediaArguments):
             What is added to the reward of these completions. Those that the first reward function gives more than 0.1
             are right.
 
-        > Parameters that control the checks
-
-        self_check (`bool`, *optional*, defaults to `True`):
-            Whether to measure, on the first batch and before the first update, that packed and padded forwards agree,
-            that the media change the log-probabilities, that prompts in one row don't see each other, and that
-            recomputed log-probabilities are those of sampling.
-
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
     """
 
-    packing: str = field(default="prefix", metadata={"choices": ["prefix", "padded"]})
-    keep_groups_together: bool = True
-    max_tool_media: int | None = None
-    disable_dropout: bool | None = None
-    offload_during_generation: bool = False
-    vllm_engine_kwargs: dict | str | None = None
-    vllm_sync_adapter: bool | None = None
-    max_logged_media: int | None = 8
-    max_logged_megabytes: float = 32.0
-    media_contribution_steps: int = 10
     dynamic_sampling: bool = False
     dynamic_sampling_max_rounds: int = 4
     dynamic_sampling_range: list[float] | None = None
@@ -358,39 +407,6 @@ class MultimodalArguments(MediaArguments):
     contrast_fraction: float = 0.5
     contrast_ratio: float = 0.8
     contrast_bonus: float = 0.3
-    self_check: bool = True
-
-    def __post_init__(self):
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
-        if self.generation_batch_size is not None:
-            given = ["generation_batch_size"]
-        else:
-            steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
-            given = ["per_device_train_batch_size", steps]
-        try:
-            super().__post_init__()
-        except ValueError:
-            if hasattr(self, "distributed_state"):  # else TRL hasn't seen batches yet
-                check_batches(self, given)
-            raise
-        check_choice(self, "packing")
-        # vLLM has others
-        check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
-        if self.use_vllm and self.vllm_mode == "server" and self.offload_during_generation:
-            raise ValueError(
-                "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
-                "GPUs; remove one of them."
-            )
-        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
-            raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
-                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
-            )
-        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
-            raise ValueError(
-                f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
-                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
-            )
 
 
 def _has_bf16() -> bool:

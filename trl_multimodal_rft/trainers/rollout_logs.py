@@ -37,10 +37,15 @@ def log_rollout(
         trainer._log_metrics(view_metrics(rewards, trainer.accelerator.gather(rollout.from_view), trainer._group_size))
     for i, name in enumerate(names):
         logs["rewards"][name].extend(per_func[:, i].tolist())
-    logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
-    logs["completion"].extend(gather_object(strip_media(rollout.completions)))
     logs["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
     _log_by_rewards(trainer, len(rollout))
+    log_completions(trainer, rollout)
+
+
+def log_completions(trainer: Any, rollout: Rollout) -> None:
+    """Logs prompts and completions, and shows the first of a run."""
+    trainer._logs["prompt"].extend(gather_object(strip_media(rollout.messages)))
+    trainer._logs["completion"].extend(gather_object(strip_media(rollout.completions)))
     if trainer._media_log is not None:
         shown = rollout.completions if trainer.tools else None
         trainer._media_log.add(rollout.messages, trainer._group_size, shown)
@@ -113,12 +118,13 @@ def _show_first(trainer: Any, rollout: Rollout) -> None:
     display = waiting_display(trainer) if trainer.model.training else None
     if display is not None:
         ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
+        rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
         display.show_example(
             rollout.prompts[0].input_ids.tolist(),
             rollout.messages[0],
             ids[mask].tolist(),
             reference=rollout.rows[0].get("solution"),
-            rewards=dict(zip(trainer.reward_func_names, rollout.rewards_per_func[0].tolist(), strict=True)),
+            rewards=dict(zip(trainer.reward_func_names, rewards, strict=True)),
         )
 
 

@@ -110,6 +110,11 @@ def check_processor_name(model, processing_class) -> None:
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
+def needs_reference(args) -> bool:
+    """Whether a reference is loaded where none is given."""
+    return args.beta != 0 and not args.is_distillation
+
+
 def check_name(model, args, ref_model, peft_config) -> None:
     """Refuses an instance without a name where something else would be loaded by that name."""
     if get_config_model_id(model.config):
@@ -119,7 +124,7 @@ def check_name(model, args, ref_model, peft_config) -> None:
             f"{_LACKS} vLLM would load it; save the model and its processor with `save_pretrained`, and load them "
             "from there, or set `use_vllm=False`."
         )
-    if args.beta != 0 and ref_model is None and peft_config is None and not is_peft_model(model):
+    if needs_reference(args) and ref_model is None and peft_config is None and not is_peft_model(model):
         raise ValueError(
             f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
@@ -350,7 +355,7 @@ def no_warning_about_init_kwargs(active: bool):
     def keep(record):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
-    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft")]
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
     for trl_logger in loggers:
         trl_logger.addFilter(keep)
     try:
@@ -424,7 +429,7 @@ def load_parts(
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config)
-    elif args.beta == 0 or args.sync_ref_model:
+    elif not args.is_distillation and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
@@ -476,7 +481,7 @@ def enable_packing(trainer: Any) -> bool:
     model, *references = (unwrapped(trainer.accelerator, each) for each in wrapped if each is not None)
     for each in (model, *references):
         install_encoder_attention(each)
-    obstacle = sharing_obstacle(model)
+    obstacle = next(filter(None, map(sharing_obstacle, (model, *references))), None)
     if args.packing == "prefix" and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if args.packing != "prefix" or obstacle:
@@ -539,12 +544,12 @@ class RewardSources:
     of_environments: dict[str, Callable]
 
 
-def reward_sources(reward_funcs: list[Any] | None, processors: Any, toolbox: Environments) -> RewardSources:
-    """What rewards completions. Raises `ValueError` if nothing does."""
+def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
+    """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
         reward_funcs, of_environments = [*of_environments.values()], {}
-    if not reward_funcs:
+    if not reward_funcs and needed:
         raise ValueError("No reward source: pass `reward_funcs`, or an environment with a method `get_reward`.")
     processors = processors or [None] * len(reward_funcs)
     processors = processors if isinstance(processors, list) else [processors]
@@ -578,8 +583,9 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics]:
             trainer.accelerator.num_processes,
         )
         trainer.add_callback(MediaLogCallback(trainer, log))
-    estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-    trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
+    if trainer.reward_funcs:
+        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+        trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
     return log, pending
 
 
@@ -630,7 +636,7 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
 
     Returns the reference; `None` where TRL's way is right, or none is needed.
     """
-    if args.beta == 0 or peft_config is not None or is_peft_model(model):
+    if not needs_reference(args) or peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:

@@ -1,0 +1,90 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The distillation trainers of TRL and of this package, with pseudo-random completions and a teacher that differs."""
+
+import torch
+from datasets import Dataset
+from trl import DistillationTrainer
+
+from helpers.families import encode
+from helpers.samplers import pseudo_random
+from helpers.tools import first_calls
+from helpers.trainer_utils import Injected, RemembersPacking, load, run
+from trl_multimodal_rft import MultimodalDistillationTrainer
+
+
+def _single_turn(trainer, prompt_ids, *args, **kwargs):
+    return pseudo_random(prompt_ids, trainer.state.global_step, trainer.model.training, trainer._tokenizer)
+
+
+def _calling_turn(trainer, prompt_ids, *args, **kwargs):
+    """Calls tools like [`Calling`]."""
+    if len(prompt_ids) == trainer.args.per_device_train_batch_size:
+        return first_calls(len(prompt_ids), trainer._tokenizer)
+    return DistillationTrainer._generate_single_turn(trainer, prompt_ids, *args, **kwargs)
+
+
+InjectedTRL = type("InjectedTRL", (DistillationTrainer,), {"_generate_single_turn": _single_turn})
+CallingTRL = type("CallingTRL", (DistillationTrainer,), {"_generate_single_turn": _calling_turn})
+
+
+class InjectedOurs(RemembersPacking, Injected, MultimodalDistillationTrainer):
+    pass
+
+
+def teacher(family: str, distance: float = 0.05):
+    """Returns a model of a family with other weights."""
+    model, _ = load(family)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += distance * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def distill(trainer_class, family: str, dataset, objects=None, **options):
+    """Trains on the rows of a dataset in their order, with 4 completions of each."""
+    if not issubclass(trainer_class, MultimodalDistillationTrainer):  # which knows one completion of a row
+        dataset = Dataset.from_list([row for row in dataset for _ in range(4)])
+    objects = {"teacher_model": teacher(family), **(objects or {})}
+    options = {"learning_rate": 0.1, "shuffle_dataset": False, **options}
+    return run(trainer_class, family, dataset, reward=None, objects=objects, **options)
+
+
+def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0):
+    """
+    Returns the mean divergence of the completions' tokens with its gradients, and the student's mean entropy, by the
+    equations, from the models' own forwards of one completion after the other. `read` holds what the teacher reads.
+    """
+    total, entropy, n_tokens = 0.0, 0.0, sum(map(len, completions))
+    for content, own, ids in zip(contents, read or contents, completions, strict=True):
+        log_probs = []
+        for model, each in ((student, content), (teacher, own)):
+            with torch.set_grad_enabled(not log_probs):
+                inputs = encode(processor, [{"role": "user", "content": each}])
+                n_prompt = inputs["input_ids"].size(1)
+                for name, value in inputs.items():
+                    if value.shape[:2] == (1, n_prompt):  # a value per token
+                        more = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids))}.get(name)
+                        more = value.new_zeros(1, len(ids)) if more is None else more[None].to(value.dtype)
+                        inputs[name] = torch.cat([value, more], dim=1)
+                logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
+                log_probs.append((logits / temperature).log_softmax(-1))
+        total = total + divergence(*log_probs, beta).sum()
+        entropy -= (log_probs[0].exp() * log_probs[0]).sum().item()
+    loss = total / n_tokens
+    student.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+    return loss.item(), entropy / n_tokens, gradients
+
+
+def divergence(student, teacher, beta):
+    """Returns the generalized Jensen-Shannon divergence of log-probabilities."""
+
+    def kl(p, q):
+        return (p.exp() * (p - q)).sum(-1)
+
+    if beta in (0, 1):
+        return kl(student, teacher) if beta else kl(teacher, student)
+    mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)

@@ -1,0 +1,324 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The distillation trainer: TRL's updates on text and images, and those of the equations on audio and video."""
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from datasets import Dataset
+from helpers.distillation_runs import CallingTRL, InjectedOurs, InjectedTRL, by_hand, distill, teacher
+from helpers.families import encode
+from helpers.samplers import pseudo_random
+from helpers.tools import Calling, look_up, with_tools
+from helpers.trainer_utils import (
+    assert_equal,
+    audio_rows,
+    image_rows,
+    load,
+    make_trainer,
+    norm,
+    relative_difference,
+    saved,
+    text_rows,
+    video_rows,
+    with_media,
+)
+from peft import LoraConfig
+
+from trl_multimodal_rft import MultimodalDistillationTrainer
+
+
+SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+OPTIONS = {
+    "reverse": {},
+    "forward": {"beta": 0.0},
+    "jsd": {"beta": 0.5},
+    "temperature": {"beta": 0.3, "temperature": 0.7},
+    "accumulation": {**SPLIT, "beta": 0.5},
+    "checkpointing": {**SPLIT, "gradient_checkpointing": True},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rows", [text_rows, image_rows])
+def test_packed_equals_trl(rows, name):
+    """Losses, updates and metrics."""
+    runs = []
+    for trainer_class in (InjectedTRL, InjectedOurs):
+        options = dict(OPTIONS[name])
+        if name == "evaluated":
+            options["objects"] = {"eval_dataset": rows(6)}
+        if trainer_class is InjectedOurs:
+            options["keep_groups_together"] = False
+        runs.append(distill(trainer_class, "qwen2_5_vl", rows(), **options))
+    assert all(runs[1].trainer.scored_packed)
+    assert_equal(*runs)
+
+
+KINDS = {
+    "audio": ("qwen2_audio", audio_rows),
+    "video": ("qwen2_5_vl", video_rows),
+    "image": ("qwen2_5_vl", image_rows),
+}
+
+
+def blank(medium, kind):
+    if kind == "audio":
+        return {**medium, "array": 0 * medium["array"]}
+    grey = np.full_like(np.asarray(medium), 128)
+    return grey if kind == "video" else PIL.Image.fromarray(grey)
+
+
+def content(row, kind, question=None, blanked=False):
+    """Returns a row's turn of the user."""
+    medium = blank(row[kind], kind) if blanked else row[kind]
+    block = {"type": kind, kind: medium["array"] if kind == "audio" else medium}
+    return [block, {"type": "text", "text": question or row["prompt"][0]["content"]}]
+
+
+def one_step(kind, n_rows=2, objects=None, **options):
+    """Returns a step on 4 completions of each of some rows, and what it made of weights and metrics."""
+    family, rows = KINDS[kind]
+    options = {"max_steps": 1, "learning_rate": 1.0, **options}
+    return distill(InjectedOurs, family, rows(n_rows), objects, **options)
+
+
+def completions_of(run, kind, contents):
+    """Returns what the sampler gave for prompts of which each is completed 4 times."""
+    prompts = [encode_ids(run.trainer.processing_class, each) for each in contents for _ in range(4)]
+    return pseudo_random(prompts, 0, True, run.trainer._tokenizer)
+
+
+def encode_ids(processor, content):
+    return encode(processor, [{"role": "user", "content": content}])["input_ids"][0].tolist()
+
+
+def expected(run, kind, contents, *, read=None, teaches=None, **options):
+    """Returns the loss, the entropy and the gradients of a step by the equations."""
+    family, _ = KINDS[kind]
+    student, processor = load(family)
+    ids = completions_of(run, kind, contents)
+    four = [each for each in contents for _ in range(4)]
+    read = [each for each in read or contents for _ in range(4)]
+    return by_hand(student, teaches or teacher(family), processor, four, ids, read=read, **options)
+
+
+def assert_step(run, loss, entropy, gradients):
+    logs = run.history[0]
+    assert logs["loss"] == pytest.approx(loss, rel=1e-4) and logs["entropy"] == pytest.approx(entropy, rel=1e-4)
+    update = {name: run.update[name] for name in gradients}
+    rate = run.trainer.args.learning_rate
+    assert relative_difference({name: -rate * value for name, value in gradients.items()}, update) <= 1e-5
+    assert loss > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_is_that_of_the_equations(kind):
+    """With a teacher of its own, packed."""
+    run = one_step(kind, beta=0.5, temperature=0.8)
+    assert all(run.trainer.scored_packed)
+    contents = [content(row, kind) for row in KINDS[kind][1](2)]
+    assert_step(run, *expected(run, kind, contents, beta=0.5, temperature=0.8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["teacher_view", "student_view"])
+def test_student_is_its_own_teacher_under_a_view(kind, side):
+    run = one_step(kind, objects={"teacher_model": None}, **{side: "blank"})
+    rows = KINDS[kind][1](2)
+    clean, blanked = ([content(row, kind, blanked=each) for row in rows] for each in (False, True))
+    seen, read = (clean, blanked) if side == "teacher_view" else (blanked, clean)
+    itself, _ = load(KINDS[kind][0])
+    assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=1.0))
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_teacher_reads_a_privileged_prompt(kind):
+    """Which is longer than the student's, of one row, and under a view."""
+    family, rows = KINDS[kind]
+    questions = ["Is there a bird? The answer is cat, and no dog.", None]
+    messages = [None if each is None else [{"role": "user", "content": each}] for each in questions]
+    given = rows(2)
+    medium = [given[i][kind] for i in range(2)]
+    told = Dataset.from_list([{"prompt": given[i]["prompt"], "teacher_prompt": messages[i]} for i in range(2)])
+    told = with_media(told, kind, medium)
+    options = {"max_steps": 1, "beta": 0.0, "teacher_view": "blank", "learning_rate": 1.0}
+    run = distill(InjectedOurs, family, told, {"teacher_model": None}, **options)
+    seen = [content(row, kind) for row in told]
+    read = [content(row, kind, question, blanked=True) for row, question in zip(told, questions, strict=True)]
+    itself, _ = load(family)
+    assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=0.0))
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize("weights", ["current", "base"])
+def test_own_teacher_of_an_adapter(weights):
+    """The teacher has the adapter, or is the model that it starts from."""
+    rows = KINDS["image"][1](2)
+    objects = {"teacher_model": None, "peft_config": LORA}
+    options = {"objects": objects, "teacher_view": "blank", "self_teacher": weights, "max_steps": 2}
+    run = distill(InjectedOurs, "qwen2_5_vl", rows, learning_rate=0.0, **options)
+    clean, blanked = ([content(row, "image", blanked=each) for row in rows] for each in (False, True))
+    student = run.trainer.accelerator.unwrap_model(run.trainer.model).eval()
+    teaches = student if weights == "current" else load("qwen2_5_vl")[0]
+    ids = completions_of(run, "image", clean)
+    four = [[each for each in given for _ in range(4)] for given in (clean, blanked)]
+    processor = run.trainer.processing_class
+    loss, entropy, gradients = by_hand(student, teaches, processor, four[0], ids, read=four[1], beta=1.0)
+    assert run.history[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert run.history[0]["grad_norm"] == pytest.approx(norm(gradients), rel=1e-4)
+    assert all("lora" in name for name in gradients)
+
+
+def test_parts_of_a_token_budget_change_nothing():
+    whole, parts = (one_step("audio", beta=0.5, max_tokens_per_microbatch=budget) for budget in (None, 60))
+    assert parts.history[0]["token_budget/parts"] > 1
+    assert_equal(whole, parts, same_metrics=False)
+    assert parts.history[0]["loss"] == pytest.approx(whole.history[0]["loss"], rel=1e-5)
+
+
+def test_padded_rows_change_nothing():
+    packed, padded = (one_step("audio", beta=0.5, packing=each) for each in ("prefix", "padded"))
+    assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
+    assert_equal(packed, padded)
+
+
+def test_top_k_over_all_tokens_is_the_whole_divergence():
+    """And over fewer, another update."""
+    size = load("qwen2_audio")[0].config.get_text_config().vocab_size
+    whole, everything, few = (one_step("audio", beta=0.5, loss_top_k=k) for k in (0, size, 4))
+    assert_equal(whole, everything, tolerance=1e-3)
+    assert few.history[0]["loss"] < whole.history[0]["loss"]
+    assert relative_difference(whole.update, few.update) > 0.1
+
+
+def test_several_updates_of_a_generation_batch():
+    """Each has the mean over its own share of the tokens, whichever those of the batch are."""
+    rows = image_rows(4)
+    at_once = distill(InjectedOurs, "qwen2_5_vl", rows, per_device_train_batch_size=16, max_steps=1)
+    split = distill(
+        InjectedOurs,
+        "qwen2_5_vl",
+        rows,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        learning_rate=0.0,
+    )
+    # Over both updates, the shares add up
+    losses = [logs["loss"] for logs in split.history if "loss" in logs]
+    assert sum(losses) / 2 == pytest.approx(at_once.history[0]["loss"], rel=1e-4)
+
+
+CALLS = {"max_completion_length": 200, "generation_kwargs": {"max_new_tokens": 8, "suppress_tokens": list(range(9))}}
+
+
+def test_tools_work_as_in_trl():
+    """Tokens of their results don't count in the divergence."""
+    objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
+    theirs = distill(CallingTRL, "qwen3_vl", text_rows(), objects, **CALLS)
+    objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
+    options = {**CALLS, "keep_groups_together": False, "sampler": Calling}
+    ours = distill(MultimodalDistillationTrainer, "qwen3_vl", text_rows(), objects, **options)
+    assert theirs.history[0]["tools/call_frequency"] == 0.5
+    assert_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 4, "gradient_accumulation_steps": 2}])
+def test_resumed_run_is_the_run(tmp_path, options):
+    """Bit for bit, with a view whose random numbers depend on the step, and in the middle of a generation batch."""
+    objects = {"teacher_model": None}
+    options |= {"teacher_view": "mask_patches(ratio=0.5)", "shuffle_dataset": True, "per_device_train_batch_size": 4}
+    options |= {"objects": objects, "max_steps": 3, "optim": "adamw_torch", "reward": None, "media_prefetch": 1}
+
+    def trainer(folder, **more):
+        class_ = MultimodalDistillationTrainer
+        return make_trainer(class_, "qwen2_5_vl", image_rows(5), tmp_path / folder, **options, **more)
+
+    whole = trainer("whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = trainer("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    logs = [[each["loss"] for each in run.state.log_history if "loss" in each] for run in (whole, resumed)]
+    assert logs[0] == logs[1] and len(set(logs[0])) == 3
+
+
+def test_table_and_card(tmp_path):
+    """The table of completions has no rewards, and the card says who taught, and how."""
+    options = {"log_completions": True, "teacher_view": "blank", "beta": 0.5, "loss_top_k": 8, "max_steps": 1}
+    objects = {"teacher_model": None}
+    class_ = MultimodalDistillationTrainer
+    made = make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, objects=objects, **options)
+    made.train()
+    (path,) = tmp_path.glob("_*/completions/*.parquet")
+    table = Dataset.from_parquet(str(path))
+    assert {"prompt", "completion", "image"} <= {*table.column_names} and "advantage" not in table.column_names
+    made.save_model()
+    made.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "the model itself, `teacher_view=blank`" in card and "2306.13649" in card
+    assert "generalized Jensen-Shannon divergence over the teacher's 8 most likely tokens, `beta=0.5`" in card
+    again = type(made.model).from_pretrained(tmp_path)
+    for (name, one), other in zip(made.model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_teacher_by_name(tmp_path):
+    name = str(saved("qwen2_5_vl"))
+    options = {"teacher_model_name_or_path": name, "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    made = make_trainer(MultimodalDistillationTrainer, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, **options)
+    assert made.teacher_model.dtype == torch.bfloat16 and not made.teacher_model.training
+    assert not made.model.training or made.model.dtype == torch.float32
+
+
+REFUSED = {
+    "itself": ({"teacher_model": None}, {}, "would learn nothing"),
+    "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
+    "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
+    "settings of a model": ({}, {"teacher_model_init_kwargs": {"dtype": "float32"}}, "is a model already"),
+    "no view": ({}, {"teacher_view": "blanc"}, "blank"),
+    "top of one": ({}, {"loss_top_k": 1, "loss_add_tail": False}, "raise `loss_top_k`"),
+    "tail of all": ({}, {"loss_add_tail": False}, "no effect without `loss_top_k`"),
+    "beta": ({}, {"beta": 1.5}, "beta must be in"),
+    "batches": ({}, {"num_generations": 3}, "multiple of `num_generations=3`"),
+    "both sizes": ({}, {"generation_batch_size": 16, "steps_per_generation": 4}, "set one of both"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    objects, options, why = REFUSED[name]
+    objects = {"teacher_model": teacher("qwen2_5_vl"), **objects}
+    with pytest.raises(ValueError, match=why):
+        class_ = MultimodalDistillationTrainer
+        make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, objects=objects, **options).train()
+
+
+def test_other_teachers_are_refused(tmp_path):
+    """Of other tokens, other media, or other features."""
+
+    def error(family="qwen2_5_vl", change=lambda model, processor: None, saves=False):
+        model, processor = load(family)
+        change(model, processor)
+        if saves:
+            model.save_pretrained(tmp_path / "teacher")
+            processor.save_pretrained(tmp_path / "teacher")
+            model = str(tmp_path / "teacher")
+        class_, objects = MultimodalDistillationTrainer, {"teacher_model": model}
+        with pytest.raises(ValueError) as raised:
+            make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path / "run", reward=None, objects=objects)
+        return str(raised.value)
+
+    assert "it has vocab_size 371, the student 372" in error("qwen2_audio")
+    assert "'qwen2_vl', the student a 'qwen2_5_vl'" in error("qwen2_vl")
+    assert "`image_token_id` is 9" in error(change=lambda model, _: setattr(model.config, "image_token_id", 9))
+
+    def other_mean(model, processor):
+        processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+
+    assert "`image_mean` of its image_processor is" in error(change=other_mean, saves=True)

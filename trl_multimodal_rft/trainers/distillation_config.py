@@ -1,0 +1,118 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Arguments of the distillation trainer."""
+
+from dataclasses import dataclass, field
+
+from trl import DistillationConfig
+
+from ..views import as_view
+from .arguments import check_batches, check_values, help_from_docstring
+from .multimodal_config import SamplingArguments, check_choice
+
+
+@help_from_docstring
+@dataclass
+class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # pyrefly: ignore[inconsistent-inheritance]
+    r"""
+    Configuration class for the [`MultimodalDistillationTrainer`].
+
+    Holds every argument of [`~trl.DistillationConfig`] and of [`SamplingArguments`].
+
+    Parameters:
+        > Parameters that control the completions
+
+        num_generations (`int`, *optional*, defaults to `1`):
+            Completions of each prompt in training, which is forwarded once for all of them, by the student and by the
+            teacher. The batch holds as many fewer prompts. Evaluation samples one.
+        steps_per_generation (`int`, *optional*):
+            Micro-batches between one sampling and the next. By default `gradient_accumulation_steps`, as in TRL.
+        generation_batch_size (`int`, *optional*):
+            Completions that are sampled at once, over all processes, in place of `steps_per_generation`.
+
+        > Parameters that control what teacher and student see
+
+        teacher_view (`str`, *optional*):
+            View under which the teacher sees the media of the prompts, such as `"blank"`, see
+            [Views](https://trl-multimodal-rft.readthedocs.io/views); the student sees them as they are.
+        student_view (`str`, *optional*):
+            View under which the student samples and is trained; the teacher sees the media as they are.
+        self_teacher (`str`, *optional*, defaults to `"current"`):
+            Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
+            student at each update, without a gradient, `"base"` those without its adapter, which don't change.
+
+        > Parameters that control the divergence
+
+        loss_top_k (`int`, *optional*, defaults to `0`):
+            Number of the teacher's most likely tokens over which the divergence is computed. 0 takes the whole
+            vocabulary, in chunks.
+        loss_add_tail (`bool`, *optional*, defaults to `True`):
+            With `loss_top_k`, whether the other tokens count as one, with the rest of the probability. `False`
+            renormalizes the distributions over the chosen tokens.
+
+        > Parameters that control the logging
+
+        log_multimodal (`bool`, *optional*, defaults to `True`):
+            Whether tables of completions hold media, as in [`~trl.GRPOConfig`].
+
+    Raises:
+        ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
+            the remedy.
+    """
+
+    num_generations: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    teacher_view: str | None = None
+    student_view: str | None = None
+    self_teacher: str = field(default="current", metadata={"choices": ["current", "base"]})
+    loss_top_k: int = 0
+    loss_add_tail: bool = True
+    log_multimodal: bool = True
+
+    # What other trainers that sample have options for: `beta` is no coefficient of a reference, and completions are
+    # trained on once, whatever their weights under an engine
+    is_distillation = True
+    num_generations_eval = num_iterations = 1
+    sync_ref_model = vllm_importance_sampling_correction = False
+    rollout_view = contrast_view = None
+
+    def __post_init__(self):
+        check_values(self)
+        if self.num_generations < 1:
+            raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}; the default is 1.")
+        super().__post_init__()
+        check_choice(self, "self_teacher")
+        for name in ("teacher_view", "student_view"):
+            if getattr(self, name) is not None:
+                as_view(getattr(self, name))  # which checks it
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
+                "`per_device_train_batch_size` instead."
+            )
+        if not self.loss_add_tail and self.loss_top_k == 0:
+            raise ValueError("`loss_add_tail=False` has no effect without `loss_top_k`; set it or remove this.")
+        if not self.loss_add_tail and self.loss_top_k == 1:
+            raise ValueError(
+                "`loss_add_tail=False` renormalizes over `loss_top_k=1` token, whose probability is then always 1; "
+                "raise `loss_top_k`."
+            )
+        self._set_batches()
+
+    def _set_batches(self) -> None:
+        """Fills in the size of the batches that are sampled at once, as TRL's GRPO does."""
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is None:
+            name = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
+            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+            self.generation_batch_size = per_step * self.steps_per_generation
+            check_batches(self, ["per_device_train_batch_size", name])
+            return
+        steps, rest = divmod(self.generation_batch_size, per_step)
+        if rest != 0 or self.steps_per_generation not in (None, steps):
+            raise ValueError(
+                f"`generation_batch_size` ({self.generation_batch_size}) must be `steps_per_generation` times the "
+                f"{per_step} completions of a micro-batch over all processes; set one of both."
+            )
+        self.steps_per_generation = steps
+        check_batches(self, ["generation_batch_size"])

@@ -1,0 +1,238 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""On-policy distillation with media."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import DistillationTrainer
+from trl.trainer.utils import get_config_model_id
+
+from ..algorithms.losses import LossOutput
+from ..algorithms.metrics import scored_mean
+from ..forward.scores import Scores
+from ..models.wrapped import unwrapped
+from ..reporting.model_card import common_lines, in_code
+from ..rollout.rollout import Rollout
+from ..rollout.stream import EncodedRow
+from ..rollout.views import continued
+from .base import MultimodalTrainer
+from .distillation_config import MultimodalDistillationConfig
+from .engine import check_engine
+from .offload import offloading
+from .rollout_logs import log_completions, log_contribution
+from .setup import resolve_config
+from .teacher import (
+    check_own_teacher,
+    check_teacher,
+    load_teacher,
+    local_target,
+    rule_of,
+    seen_under,
+    teacher_prompts,
+)
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
+
+
+class _WithoutRewards(DistillationTrainer):
+    """TRL's trainer with what [`MultimodalTrainer`] takes from trainers with rewards and a reference."""
+
+    rollout_func = ref_model = None
+    mask_truncated_completions = aux_loss_enabled = _has_async_funcs = False
+    num_iterations = num_generations_eval = 1
+    log_multimodal: bool
+
+    def __init__(self, *, args, reward_funcs, reward_processing_classes, **kwargs):
+        super().__init__(args=args, **kwargs)
+        self.num_generations, self.log_multimodal = args.num_generations, args.log_multimodal
+        self.reward_funcs, self.reward_func_names, self.reward_processing_classes = reward_funcs, [], []
+
+
+class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
+    """
+    Trainer for on-policy distillation of models that see and hear, see
+    [On-Policy Distillation of Language Models](https://huggingface.co/papers/2306.13649).
+
+    [`~trl.DistillationTrainer`] with audio and video in addition to images: the student samples completions, and is
+    trained to predict their tokens as a teacher does. Loss, metrics and options are TRL's. Each prompt's media is
+    decoded, encoded, prefilled and forwarded once for all its completions, by the student and by the teacher.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_multimodal_rft import MultimodalDistillationTrainer
+
+    dataset = load_dataset("path/to/spoken-questions", split="train")  # columns: prompt, audio
+
+    trainer = MultimodalDistillationTrainer(
+        model="Qwen/Qwen2.5-Omni-3B",
+        teacher_model="Qwen/Qwen2.5-Omni-7B",
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Student, as for [`~trl.DistillationTrainer`].
+        teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Teacher, of the student's vocabulary, and for media of its family: it gets the student's prompts and
+            features. By default the one that `teacher_model_name_or_path` names, or else the student itself, with
+            `teacher_view`, `student_view` or a column `teacher_prompt`.
+        args ([`MultimodalDistillationConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`]. What a column `teacher_prompt`
+            has, such as the solution in addition to the question, the teacher reads in place of `prompt`, with the
+            same media.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The student's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a student given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the student.
+        tools (`list[Callable]`, *optional*):
+            Tools, as for [`MultimodalGRPOTrainer`].
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the teacher has another vocabulary or processor than the student, if the student is its own
+            teacher of what it sees itself, or if a model does to its logits what divergences can't account for.
+    """
+
+    _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
+    _prompt_columns = ("prompt", "teacher_prompt")
+    teacher_model: Any
+    reward_weights: Any
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        teacher_model: str | PreTrainedModel | None = None,
+        args: MultimodalDistillationConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: list[Callable] | None = None,
+    ):
+        args = resolve_config(MultimodalDistillationConfig, args, model)
+        teacher = load_teacher(teacher_model, args)
+        if teacher is model:
+            raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
+        if teacher is not None and args.self_teacher == "base":
+            raise ValueError("`self_teacher='base'` is about a student that teaches itself, but there is a teacher.")
+        rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
+        super().__init__(
+            model=model,
+            reward_funcs=None,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            ref_model=None if teacher is None else teacher.eval(),
+            peft_config=peft_config,
+            tools=tools,
+        )
+        student = self._unwrapped(self.model)
+        self.teacher_model = self.ref_model  # which waits in the host's memory, too
+        self.student_rule = rule_of(student, "student")
+        self.teacher_rule = rule or self.student_rule
+        if self.teacher_model is not None:
+            check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
+        elif args.self_teacher == "base" and not is_peft_model(self.model):
+            raise ValueError(
+                "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
+                "`peft_config`, or as `teacher_model` the model that it starts from."
+            )
+
+    # Rollout
+
+    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        self._check_policy()
+        rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
+        if self.teacher_model is None:
+            check_own_teacher(self, rows[0].stored)
+        rollout = self._collect(rows)
+        read = teacher_prompts(self, rollout, rows)
+        rollout.prompts = seen_under(self, rollout, self.args.student_view)
+        with offloading(self):
+            self._sample(rollout)
+        read = [continued(own, each) for own, each in zip(rollout.prompts, read, strict=True)]
+        if any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
+            rollout.teacher_prompts = read
+        check_engine(self, rollout)
+        log_completions(self, rollout)
+        log_contribution(self, rollout)
+        return rollout
+
+    # Update
+
+    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+        """No scores are needed that the student will have moved away from."""
+
+    def _score(self, model, rollout: Rollout, **options) -> Scores:
+        """Divergences of a micro-batch from the teacher, with gradients."""
+        self._scores = self._policy.score(
+            model,
+            rollout.prompts,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            packed=rollout.packed,
+            target=local_target(self, rollout),
+        )
+        return self._scores
+
+    def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
+        """The mean divergence over the tokens of an optimizer step, over all processes."""
+        mask = inputs.loss_mask
+        n_tokens = mask.sum().clamp(min=1)
+        if self.model.training:
+            n_tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        loss = (scores.divergences * mask).sum() / n_tokens
+        return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
+
+    # Checkpoints
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        args = self.args
+        kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(self.beta, "generalized Jensen-Shannon divergence")
+        support = f" over the teacher's {args.loss_top_k} most likely tokens" if args.loss_top_k else ""
+        lines = [("Teacher", self._teacher_in_words()), ("Loss", f"{kind}{support}, `beta={self.beta}`")]
+        lines += [(f"`{each}`", f"`{getattr(args, each)}`") for each in ("temperature", "learning_rate")]
+        return [*lines, *common_lines(args.to_dict())]
+
+    def _teacher_in_words(self) -> str:
+        args = self.args
+        who = "the model itself" + (", without its adapter" if args.self_teacher == "base" else "")
+        if self.teacher_model is not None:
+            who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
+        views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
+        privileged = ["reading the column `teacher_prompt`"] if "teacher_prompt" in self._columns_seen else []
+        return ", ".join([who, *views, *privileged])

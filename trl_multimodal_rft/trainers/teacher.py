@@ -1,0 +1,207 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Teachers of a distillation: how they are loaded, which fit a student, and what they say of its completions."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, ProcessorMixin
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id, use_adapter
+
+from ..data.rows import Row
+from ..encoding.processors import load_processor
+from ..encoding.prompts import EncodedPrompt
+from ..families import MODALITIES
+from ..forward.divergence import Head, Target, head_of, top_k_tokens
+from ..forward.head import HeadRule, head_rule
+from ..forward.trees import share_media
+from ..models.modes import evaluation_mode
+from ..models.parts import same_weights_trained
+from ..models.pretrained import load_model
+from ..models.wrapped import unwrapped
+from ..rollout.rollout import Rollout
+from ..rollout.stream import EncodedRow
+from ..rollout.views import view_prompts
+from ..views import as_view
+
+
+# Of a dataset: messages that the teacher reads in place of those in `prompt`
+_COLUMN = "teacher_prompt"
+
+# Settings of processors that features of media depend on, besides their size
+_GEOMETRY = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
+_GEOMETRY += ("sampling_rate", "feature_size", "hop_length", "n_fft")
+
+
+def load_teacher(teacher: Any, args: Any) -> Any:
+    """A teacher as TRL loads it by its name; a model as it is."""
+    teacher = args.teacher_model_name_or_path if teacher is None else teacher
+    init_kwargs = dict(args.teacher_model_init_kwargs or {})
+    if not isinstance(teacher, str):
+        if init_kwargs:
+            raise ValueError(
+                "`teacher_model_init_kwargs` say how to load a teacher by its name, but "
+                + ("there is none" if teacher is None else "`teacher_model` is a model already")
+                + "; remove them."
+            )
+        return teacher
+    if args.teacher_model_revision is not None:
+        init_kwargs.setdefault("revision", args.teacher_model_revision)
+    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+        init_kwargs["device_map"] = None
+    return load_model(teacher, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
+
+
+def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, processor: Any, args: Any) -> None:
+    """Refuses a teacher that other tokens, or other features of media, mean something to."""
+    obstacle = _other_config(student, teacher, isinstance(processor, ProcessorMixin))
+    name = get_config_model_id(teacher.config)
+    if obstacle is None and name:
+        try:
+            theirs = load_processor(name, args.teacher_model_revision, args.trust_remote_code)
+        except (OSError, ValueError):
+            theirs = None  # saved without one, or not readable from here
+        obstacle = None if theirs is None else _other_processor(processor, theirs)
+    if obstacle is not None:
+        raise ValueError(
+            f"The teacher {type(teacher).__name__} can't score completions of the student {type(student).__name__}, "
+            f"whose prompts and features it gets: {obstacle}."
+        )
+
+
+def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media: bool) -> str | None:
+    """How the tokens of two models differ, by their configs."""
+    sizes = [each.config.get_text_config().vocab_size for each in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        return f"it has vocab_size {sizes[1]}, the student {sizes[0]}"
+    kinds = [kind for kind in MODALITIES if kind in student.input_modalities] if has_media else []
+    lacking = [kind for kind in kinds if kind not in teacher.input_modalities]
+    if lacking:
+        return f"it takes no {' or '.join(lacking)}"
+    if kinds and student.config.model_type != teacher.config.model_type:
+        return f"it is a {teacher.config.model_type!r}, the student a {student.config.model_type!r}"
+    names = [name for name in vars(student.config) if name.endswith(("_token_id", "_token_index"))]
+    for name in names if kinds else ():
+        ids = [getattr(each.config, name, None) for each in (student, teacher)]
+        if ids[0] != ids[1] and name not in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            return f"its `{name}` is {ids[1]}, the student's {ids[0]}"
+    return None
+
+
+def _other_processor(own: Any, theirs: Any) -> str | None:
+    """How the tokens or the features of two processors differ."""
+    tokenizers = [getattr(each, "tokenizer", each) for each in (own, theirs)]
+    vocabularies = [each.get_vocab() for each in tokenizers]
+    for token, index in vocabularies[0].items():
+        if vocabularies[1].get(token) != index:
+            return (
+                f"token {index} is {token!r} to the student, and {tokenizers[1].convert_ids_to_tokens(index)!r} to it"
+            )
+    for name in ("image_processor", "video_processor", "feature_extractor"):
+        both = [getattr(each, name, None) for each in (own, theirs)]
+        for setting in _GEOMETRY if None not in both else ():
+            values = [getattr(each, setting, None) for each in both]
+            if values[0] != values[1]:
+                return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"
+    return None
+
+
+def rule_of(model: PreTrainedModel, who: str) -> HeadRule:
+    """What a model does around its LM head. Raises a `ValueError` for anything but scale and soft cap."""
+    rule = head_rule(model)
+    if rule is None:
+        raise ValueError(
+            f"Divergences are computed from hidden states and the LM head, but what the {who} {type(model).__name__} "
+            "does around its head is neither a scale nor a soft cap."
+        )
+    return rule
+
+
+def teacher_prompts(trainer: Any, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
+    """
+    The prompts of completions as the teacher reads them: those of the column `teacher_prompt`, with the media of the
+    row, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
+    """
+    if any(row.stored.get(_COLUMN) is not None for row in rows):
+        if trainer.tools:
+            raise ValueError(
+                f"Results of tools would follow prompts of another length, so the column {_COLUMN!r} can't be used "
+                "with `tools`; remove one of them."
+            )
+        given = [row.stored.get(_COLUMN) or row.stored["prompt"] for row in rows]
+        stored = [Row(row.number, {**row.stored, "prompt": each}) for row, each in zip(rows, given, strict=True)]
+        messages, encoded = trainer.prompts.messages(stored), {}
+        for prompt, own, number in zip(rollout.prompts, messages, rollout.numbers, strict=True):
+            if id(prompt) not in encoded:
+                encoded[id(prompt)] = trainer.prompts.encode(own, number)
+        prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
+        rollout = replace(rollout, prompts=prompts, messages=messages)
+    prompts = seen_under(trainer, rollout, trainer.args.teacher_view)
+    share_media(prompts)
+    return prompts
+
+
+def seen_under(trainer: Any, rollout: Rollout, given: str | None) -> list[EncodedPrompt]:
+    """The prompts of completions under a view of this step, if one is given."""
+    if given is None:
+        return rollout.prompts
+    view = as_view(given).seeded(trainer.args.seed, rollout.step)
+    return view_prompts(rollout, view, trainer.prompts, trainer.toolbox)
+
+
+def check_own_teacher(trainer: Any, row: Any) -> None:
+    """Refuses a student that would be its own teacher of what it sees itself."""
+    args = trainer.args
+    if args.teacher_view is None and args.student_view is None and _COLUMN not in row:
+        raise ValueError(
+            "There is no teacher but the student itself, which sees the same, so that it would learn nothing; pass "
+            f"`teacher_model`, set `teacher_view` or `student_view`, or add a column {_COLUMN!r}."
+        )
+
+
+@contextmanager
+def _as_teacher(trainer: Any) -> Iterator[Any]:
+    """The model that teaches, as it scores completions."""
+    if trainer.teacher_model is not None:
+        yield trainer.teacher_model
+        return
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    base = trainer.args.self_teacher == "base"
+    with (
+        evaluation_mode(trainer.model),
+        disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+        same_weights_trained(model) if base else nullcontext(),
+        use_adapter(model, None) if base else nullcontext(),
+    ):
+        yield trainer.model
+
+
+def local_target(trainer: Any, rollout: Rollout) -> Target:
+    """What a teacher on this device says of the completions of a micro-batch."""
+    args, mask = trainer.args, rollout.loss_mask
+    with torch.no_grad(), _as_teacher(trainer) as model:
+        states = trainer._policy.states(
+            model,
+            rollout.teacher_prompts or rollout.prompts,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            packed=rollout.packed,
+        )
+        head = head_of(unwrapped(trainer.accelerator, model), trainer.teacher_rule)
+        given: Any = {"hidden": states, "head": head}
+        if args.loss_top_k:
+            given = top_k_of(states, head, mask, args.loss_top_k, trainer.temperature)
+    return Target(mask, trainer.student_rule, trainer.beta, trainer.temperature, add_tail=args.loss_add_tail, **given)
+
+
+def top_k_of(
+    states: torch.Tensor, head: Head, mask: torch.Tensor, k: int, temperature: float
+) -> dict[str, torch.Tensor]:
+    """The `k` most likely tokens where the mask `(B, C)` is 1, and their log-probabilities, `(B, C, k)`."""
+    places = mask.flatten().nonzero()[:, 0]
+    found = top_k_tokens(states.flatten(0, 1).index_select(0, places), head, k, temperature)
+    placed = (each.new_zeros(mask.numel(), k).index_copy(0, places, each).view(*mask.shape, k) for each in found)
+    return dict(zip(("ids", "logps"), placed, strict=True))
