@@ -17,11 +17,12 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
 from packaging.specifiers import SpecifierSet
 from transformers import DynamicCache, Trainer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
-from trl.trainer import grpo_trainer, rloo_trainer, sft_trainer
+from trl import DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
+from trl.trainer import distillation_trainer, grpo_trainer, rloo_trainer, sft_trainer
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import (
+    MultimodalDistillationTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
@@ -34,6 +35,7 @@ from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CALLED,
     OVERRIDDEN,
+    OVERRIDDEN_DISTILLATION,
     OVERRIDDEN_PPO,
     OVERRIDDEN_RLOO,
     OVERRIDDEN_SFT,
@@ -67,6 +69,7 @@ def names(paths) -> set[str]:
         (MultimodalRLOOTrainer, RLOOTrainer, OVERRIDDEN_RLOO),
         (MultimodalPPOTrainer, GRPOTrainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
         (MultimodalSFTTrainer, SFTTrainer, OVERRIDDEN_SFT),
+        (MultimodalDistillationTrainer, DistillationTrainer, OVERRIDDEN_DISTILLATION),
     ],
 )
 def test_every_override_is_in_the_contract(trainer, trl, contract):
@@ -131,7 +134,7 @@ def test_a_checkpoint_is_made_of_nothing_else():
     pushed = {"_get_output_dir", "_push_from_checkpoint", "callback_handler", "control", "args", "hp_search_backend"}
     assert used(Trainer._save_checkpoint) == written | pushed
     entropy = {"use_adaptive_entropy", "entropy_coef", "_last_world_entropy", "_get_output_dir", "state"}
-    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer):
+    for trl in (GRPOTrainer, RLOOTrainer, SFTTrainer, DistillationTrainer):
         assert used(trl._save_checkpoint) - {"args", "create_model_card"} <= entropy, trl
 
 
@@ -154,8 +157,9 @@ def test_accumulation_steps_are_set_when_training_starts():
         (grpo_trainer, {**OVERRIDDEN, **OVERRIDDEN_PPO}),
         (rloo_trainer, OVERRIDDEN_RLOO),
         (sft_trainer, OVERRIDDEN_SFT),
+        (distillation_trainer, OVERRIDDEN_DISTILLATION),
     ],
-    ids=["grpo", "rloo", "sft"],
+    ids=["grpo", "rloo", "sft", "distillation"],
 )
 def test_trl_builds_on_the_methods_that_are_overridden(module, contract):
     """TRL calls each overridden method. Otherwise the override would have no effect."""

@@ -4,6 +4,7 @@
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from datasets import Dataset
 from helpers.distillation_runs import CallingTRL, InjectedOurs, InjectedTRL, by_hand, distill, teacher
 from helpers.families import encode
@@ -14,8 +15,10 @@ from helpers.trainer_utils import (
     audio_rows,
     image_rows,
     load,
+    make_trainer,
     norm,
     relative_difference,
+    saved,
     text_rows,
     video_rows,
     with_media,
@@ -222,3 +225,100 @@ def test_tools_work_as_in_trl():
     ours = distill(MultimodalDistillationTrainer, "qwen3_vl", text_rows(), objects, **options)
     assert theirs.history[0]["tools/call_frequency"] == 0.5
     assert_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 4, "gradient_accumulation_steps": 2}])
+def test_resumed_run_is_the_run(tmp_path, options):
+    """Bit for bit, with a view whose random numbers depend on the step, and in the middle of a generation batch."""
+    objects = {"teacher_model": None}
+    options |= {"teacher_view": "mask_patches(ratio=0.5)", "shuffle_dataset": True, "per_device_train_batch_size": 4}
+    options |= {"objects": objects, "max_steps": 3, "optim": "adamw_torch", "reward": None, "media_prefetch": 1}
+
+    def trainer(folder, **more):
+        class_ = MultimodalDistillationTrainer
+        return make_trainer(class_, "qwen2_5_vl", image_rows(5), tmp_path / folder, **options, **more)
+
+    whole = trainer("whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = trainer("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    logs = [[each["loss"] for each in run.state.log_history if "loss" in each] for run in (whole, resumed)]
+    assert logs[0] == logs[1] and len(set(logs[0])) == 3
+
+
+def test_table_and_card(tmp_path):
+    """The table of completions has no rewards, and the card says who taught, and how."""
+    options = {"log_completions": True, "teacher_view": "blank", "beta": 0.5, "loss_top_k": 8, "max_steps": 1}
+    objects = {"teacher_model": None}
+    class_ = MultimodalDistillationTrainer
+    made = make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, objects=objects, **options)
+    made.train()
+    (path,) = tmp_path.glob("_*/completions/*.parquet")
+    table = Dataset.from_parquet(str(path))
+    assert {"prompt", "completion", "image"} <= {*table.column_names} and "advantage" not in table.column_names
+    made.save_model()
+    made.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "the model itself, `teacher_view=blank`" in card and "2306.13649" in card
+    assert "generalized Jensen-Shannon divergence over the teacher's 8 most likely tokens, `beta=0.5`" in card
+    again = type(made.model).from_pretrained(tmp_path)
+    for (name, one), other in zip(made.model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_teacher_by_name(tmp_path):
+    name = str(saved("qwen2_5_vl"))
+    options = {"teacher_model_name_or_path": name, "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    made = make_trainer(MultimodalDistillationTrainer, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, **options)
+    assert made.teacher_model.dtype == torch.bfloat16 and not made.teacher_model.training
+    assert not made.model.training or made.model.dtype == torch.float32
+
+
+REFUSED = {
+    "itself": ({"teacher_model": None}, {}, "would learn nothing"),
+    "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
+    "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
+    "settings of a model": ({}, {"teacher_model_init_kwargs": {"dtype": "float32"}}, "is a model already"),
+    "no view": ({}, {"teacher_view": "blanc"}, "blank"),
+    "top of one": ({}, {"loss_top_k": 1, "loss_add_tail": False}, "raise `loss_top_k`"),
+    "tail of all": ({}, {"loss_add_tail": False}, "no effect without `loss_top_k`"),
+    "beta": ({}, {"beta": 1.5}, "beta must be in"),
+    "batches": ({}, {"num_generations": 3}, "multiple of `num_generations=3`"),
+    "both sizes": ({}, {"generation_batch_size": 16, "steps_per_generation": 4}, "set one of both"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    objects, options, why = REFUSED[name]
+    objects = {"teacher_model": teacher("qwen2_5_vl"), **objects}
+    with pytest.raises(ValueError, match=why):
+        class_ = MultimodalDistillationTrainer
+        make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path, reward=None, objects=objects, **options).train()
+
+
+def test_other_teachers_are_refused(tmp_path):
+    """Of other tokens, other media, or other features."""
+
+    def error(family="qwen2_5_vl", change=lambda model, processor: None, saves=False):
+        model, processor = load(family)
+        change(model, processor)
+        if saves:
+            model.save_pretrained(tmp_path / "teacher")
+            processor.save_pretrained(tmp_path / "teacher")
+            model = str(tmp_path / "teacher")
+        class_, objects = MultimodalDistillationTrainer, {"teacher_model": model}
+        with pytest.raises(ValueError) as raised:
+            make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path / "run", reward=None, objects=objects)
+        return str(raised.value)
+
+    assert "it has vocab_size 371, the student 372" in error("qwen2_audio")
+    assert "'qwen2_vl', the student a 'qwen2_5_vl'" in error("qwen2_vl")
+    assert "`image_token_id` is 9" in error(change=lambda model, _: setattr(model.config, "image_token_id", 9))
+
+    def other_mean(model, processor):
+        processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+
+    assert "`image_mean` of its image_processor is" in error(change=other_mean, saves=True)

@@ -429,6 +429,9 @@ DYNAMIC = {"dynamic_sampling": True}
 REPLAY = {"replay_buffer_size": 4}
 SHUFFLED = {"shuffle_dataset": True}
 PENALIZED = {**DYNAMIC, "soft_overlong_cache": 4, "dynamic_sampling_range": (-0.6, 2.5)}
+PAPO = {"loss_view": "blank", "view_kl_coef": 0.5, "view_kl_clip": 10.0}
+DEPENDENT = {"loss_view": "blank", "dependency_advantage_min": 0.5}
+RELEVANT = {"loss_view": "blank", "dependency_temperature": 0.1, "beta": 0.1}
 PAIRS = {
     "advantage_estimator": ({}, CENTRED),
     "norm_level": (WHITENED, {**WHITENED, "norm_level": "sequence"}),
@@ -452,6 +455,13 @@ PAIRS = {
     "difficulty_sampling": (SHUFFLED, {**SHUFFLED, "difficulty_sampling": True}),
     "replay_buffer_size": ({}, REPLAY),
     "replay_max_age": (REPLAY, {**REPLAY, "replay_max_age": 1}),
+    "loss_view": (PAPO, {**PAPO, "loss_view": "mask_patches(ratio=0.6)"}),
+    "view_kl_coef": (PAPO, {**PAPO, "view_kl_coef": 0.1}),
+    "view_kl_clip": (PAPO, {**PAPO, "view_kl_clip": 0.001}),
+    "view_entropy_coefs": (PAPO, {**PAPO, "view_entropy_coefs": (0.1, 0.1)}),
+    "dependency_advantage_min": ({}, DEPENDENT),
+    "dependency_quantile": (DEPENDENT, {**DEPENDENT, "dependency_quantile": 0.4}),
+    "dependency_temperature": (RELEVANT, {**RELEVANT, "dependency_temperature": 0.01}),
 }
 
 

@@ -23,12 +23,13 @@ from helpers.trainer_utils import (
 from peft import LoraConfig
 from torch.testing import assert_close
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer
 from trl_multimodal_rft.views import as_view
 
 
 MASKED = "mask_patches(ratio=0.6)"
 PAPO = {"loss_view": MASKED, "view_kl_coef": 0.5, "view_entropy_coefs": [0.3, 0.2], "seed": 3}
+WITHOUT = {"loss_view": None, "view_kl_coef": 0.0, "view_entropy_coefs": None}
 VPPO = {"loss_view": "mask_patches(ratio=0.5)", "dependency_advantage_min": 0.9, "dependency_quantile": 0.4}
 ONE = {"max_steps": 1}
 FOUR = {"per_device_train_batch_size": 16}  # prompts, of which some are text
@@ -45,6 +46,13 @@ class Weighed(Recorded):
     def _compute_loss(self, model, inputs):
         self.weights = [*getattr(self, "weights", []), {n: p.detach().clone() for n, p in model.named_parameters()}]
         return super()._compute_loss(model, inputs)
+
+
+class RecordedPPO(Recorded, MultimodalPPOTrainer):
+    def _moment(self, **values):
+        view = getattr(self._scores, "view", None)
+        own = {"values": self._scores.values.detach()} if self._scores is not None else {}
+        return super()._moment(**values, **own, view_logps=None if view is None else view.logps.detach())
 
 
 def message(row, medium):
@@ -153,6 +161,14 @@ def check_papo(rows, **options):
 def test_papo(loss_type, packing):
     result = check_papo(image_rows(), loss_type=loss_type, packing=packing, **ONE)
     assert logged(result, "view/kl")[0] > 0 and logged(result, "view/entropy")[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "view"),
+    [("qwen2_audio", audio_rows, "mask_audio(ratio=0.5)"), ("gemma3", image_rows, "blank")],
+)
+def test_papo_of_other_families(family, rows, view):
+    check_papo(rows(), family=family, loss_view=view, loss_type="grpo", **ONE)
 
 
 def test_papo_in_two_iterations_of_mixed_rows():
@@ -328,3 +344,23 @@ def test_the_head_of_a_model_must_be_known(monkeypatch):
     monkeypatch.setattr("trl_multimodal_rft.trainers.loss_views.head_rule", lambda model: None)
     with pytest.raises(ValueError, match="what this model does around its LM head is unknown"):
         run(InjectedOurs, "qwen2_5_vl", image_rows(), **VPPO)
+
+
+# PPO
+
+
+def test_ppo_has_the_same_term():
+    """Its critic's values are of clean prompts, whole and in parts."""
+    options = {**PAPO, "num_ppo_epochs": 1, "loss_type": "grpo", **ONE, **FOUR}
+    plain, added = (run(RecordedPPO, "qwen2_5_vl", mixed_rows(), **{**options, **own}) for own in (WITHOUT, {}))
+    moments = [each.trainer.micro_batches[0] for each in (plain, added)]
+    assert_close(moments[0].values, moments[1].values, rtol=1e-4, atol=1e-5)
+    mask = moments[0].batch["completion_mask"]
+    share = mask / mask.sum(1, keepdim=True) / len(mask)
+    logps, view = moments[1].logps, moments[1].view_logps
+    # With respect to the clean log-probabilities; those under the view are their own leaf, or, of texts, the same
+    kl = -0.5 * (1 - (view - logps).exp()) - 0.3
+    text = torch.where(moments[1].batch.viewed[:, None], kl, torch.tensor(-0.3 - 0.2))
+    assert_close(moments[1].gradient - moments[0].gradient, text * share, rtol=1e-3, atol=1e-6)
+    parts = run(RecordedPPO, "qwen2_5_vl", mixed_rows(), **options, max_tokens_per_microbatch=80)
+    assert_equal(added, parts, same_metrics=False)

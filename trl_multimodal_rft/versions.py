@@ -58,6 +58,14 @@ OVERRIDDEN_SFT = {
     SFT + "create_model_card": "self model_name dataset_name tags",
 }
 
+# Methods that the distillation trainer overrides
+DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
+_OF_REWARDS = ("_compute_loss", "_get_per_token_logps_and_entropies")  # which it hasn't, or with other parameters
+OVERRIDDEN_DISTILLATION = {
+    path.replace(GRPO, DISTILLATION): given for path, given in OVERRIDDEN.items() if not path.endswith(_OF_REWARDS)
+}
+OVERRIDDEN_DISTILLATION[DISTILLATION + "_compute_loss"] = "self unwrapped_student inputs num_items_in_batch"
+
 # Undocumented functions and methods that the package calls, with the parameters that it passes
 CALLED = {
     GRPO + "__init__": (
@@ -68,6 +76,11 @@ CALLED = {
         "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
         "optimizers quantization_config peft_config"
     ),
+    DISTILLATION + "__init__": (
+        "model teacher_model args train_dataset eval_dataset processing_class callbacks optimizers "
+        "quantization_config peft_config tools"
+    ),
+    DISTILLATION + "_get_eval_sampler": "eval_dataset",
     GRPO + "get_high_entropy_mask": "self entropies mask threshold",
     GRPO + "_get_eval_sampler": "eval_dataset",
     SFT + "_get_eval_sampler": "eval_dataset",
@@ -109,6 +122,11 @@ CALLED = {
     "trl.kernels:ChunkedLogProbFunction.forward": (
         "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
     ),
+    "trl.kernels.chunked_divergence:ChunkedDivergenceFunction.forward": (
+        "student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta temperature "
+        "student_logit_scale student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping"
+    ),
+    "trl.trainer.utils:maybe_gather_lm_head_ctx": "params",
     "trl.chat_template_utils:is_chat_template_prefix_preserving": "processing_class",
     "trl.chat_template_utils:parse_response": "tokenizer ids prefix tools",
     SFT + "__init__": (
@@ -128,7 +146,7 @@ CALLED = {
 }
 
 
-ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT}
+ALL_OVERRIDDEN = {**OVERRIDDEN, **OVERRIDDEN_RLOO, **OVERRIDDEN_PPO, **OVERRIDDEN_SFT, **OVERRIDDEN_DISTILLATION}
 
 
 def missing_parts() -> dict[str, list[str]]:

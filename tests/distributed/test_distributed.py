@@ -20,6 +20,7 @@ ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
 GREEDY = ["greedy_images", "greedy_audio"]
 VIEWS = ["papo", "vppo", "mapo"]
+VIEWS_IN_PARTS = ["papo_token_budget"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
 # The rest of the slow run
 IN_DEFAULT_RUN = {
@@ -28,11 +29,20 @@ IN_DEFAULT_RUN = {
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
-DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, "papo_without_media"]
+DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
 ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
-ENGINE_MATTERS += [*VIEWS, "views", "without_signal", "reinforce", "reinforce_baseline", "gmpo", "current_entropies"]
+ENGINE_MATTERS += [
+    *VIEWS,
+    *VIEWS_IN_PARTS,
+    "views",
+    "without_signal",
+    "reinforce",
+    "reinforce_baseline",
+    "gmpo",
+    "current_entropies",
+]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
 METRICS += ["packing/skipped_frac", "view/weight_max", "view/reward", "view/reward_clean"]
 METRICS += ["contrast/accuracy", "contrast/bonus"]
@@ -518,3 +528,18 @@ def test_supervised_rows_train_as_in_one_process(engine, two, one):
     assert_same_update(two[0]["update"], one[0]["update"])
     assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"])
     assert all(rank["sharded"] == (engine == "fsdp2") for rank in two)
+
+
+# Distillation
+
+
+DISTILLATION = ["distill_teacher", "distill_parts", "distill_top_k", "distill_view", "distill_adapter"]
+
+
+@on(["ddp", "fsdp2", "zero2", "zero3"], *DISTILLATION)
+def test_two_ranks_are_distilled_into_like_one(two, one, engine):
+    """Teachers are models of their own, sharded like the student, or the student itself."""
+    assert_same_ranks(two, least=0.01)
+    assert_same_update(two[0]["update"], one[0]["update"], least=0.01)
+    assert_same_metrics(two, one, ["loss", "grad_norm", "entropy", "num_tokens"])
+    assert engine != "fsdp2" or two[0]["sharded"]

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import (
+    MultimodalDistillationConfig,
+    MultimodalDistillationTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -112,7 +114,11 @@ def injected(trainer, n: int) -> list[list[int]]:
     return completions
 
 
-CONFIGS = {MultimodalPPOTrainer: MultimodalPPOConfig, MultimodalRLOOTrainer: MultimodalRLOOConfig}
+CONFIGS = {
+    MultimodalPPOTrainer: MultimodalPPOConfig,
+    MultimodalRLOOTrainer: MultimodalRLOOConfig,
+    MultimodalDistillationTrainer: MultimodalDistillationConfig,
+}
 
 
 def reward(completion_ids, group_ids=None, **kwargs):

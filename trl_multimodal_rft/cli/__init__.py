@@ -18,6 +18,7 @@ LAUNCHED = {
     "grpo": "train a model with GRPO",
     "rloo": "train a model with RLOO",
     "ppo": "train a model and its critic with PPO",
+    "distillation": "train a model on its own completions to predict what a teacher does",
     "sft": "train a model on completions, such as before GRPO or PPO",
     "evaluate": "measure accuracy, pass@k and majority@k on a dataset or benchmark",
     "filter": "keep the rows of a dataset of medium difficulty, or whose answers need their audio, image or video",

@@ -82,48 +82,38 @@ def completion_scores(
     Log-probabilities and entropies of completions, packed or padded.
 
     Args:
-        model (`torch.nn.Module`):
+        model, unwrapped_model (`torch.nn.Module`, [`~transformers.PreTrainedModel`]):
             Model to call, as prepared by the accelerator, with [`~forward.head.add_fused_head`] and, for `packed`,
-            [`install_prefix_attention`] applied.
-        unwrapped_model ([`~transformers.PreTrainedModel`]):
-            The same model without wrappers.
+            [`install_prefix_attention`] applied; and the same model without wrappers.
         prompts (`Sequence[EncodedPrompt]`):
             Each completion's prompt, length `B`; completions of a group share one object.
         completion_ids, completion_mask (`torch.Tensor`):
             Right-padded completions, and 1 on their tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
-            Whether each prompt and its media are forwarded once for all its completions.
+            Whether each prompt is forwarded once for all its completions.
         isolate (`str`, *optional*):
             Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all. By
             default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
-            Least number of forwards with `isolate`, as ranks of a sharded model must run equally many. Surplus ones
-            repeat the last and weigh nothing.
+            Least number of forwards with `isolate`, the same on all ranks. Surplus ones weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
-            Whether to compute router statistics of a mixture of experts. Packed, prompt tokens count once per
-            completion in them, as in padded rows.
+            Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
             Head of a critic that shares the model, see [`~models.ValueHead`].
-        logits_temperature (`float`, *optional*):
-            Temperature of log-probabilities from the model's logits, for models without a fused head. The logits of
-            all completion tokens are then in memory.
-        logit_bias (`dict[int, float]`, *optional*):
-            With `logits_temperature`, added to the logits of tokens.
+        logits_temperature, logit_bias (`float`, `dict[int, float]`, *optional*):
+            Temperature of log-probabilities from the model's logits, which are then in memory for all completion
+            tokens, for models without a fused head; and what is added to these logits, by token.
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
-        hidden (`bool`, *optional*, defaults to `False`):
-            Whether to return the hidden states that the LM head makes each token's distribution of.
-        logps (`bool`, *optional*, defaults to `True`):
-            Whether to compute log-probabilities and entropies. Without them, the LM head doesn't run.
+        hidden, logps (`bool`, *optional*, default to `False` and `True`):
+            Whether to return the states that the LM head gets for each token, and log-probabilities and entropies.
         target ([`~forward.divergence.Target`], *optional*):
-            Distributions to compare the tokens' with. Without `logps`, entropies come from the same pass over the
-            vocabulary.
+            Distributions to compare the tokens' with, for `divergences` and entropies.
 
     Returns:
-        [`~forward.scores.Scores`]: `logps` and, if the head computes them, `entropies`, shape `(B, C)`, 0 where the
-        mask is 0; the `router` statistics, `values`, `divergences` and `hidden` states `(B, C, H)` that were
-        requested.
+        [`~forward.scores.Scores`]: what was requested, such as `logps` and, if the head computes them, `entropies`,
+        shape `(B, C)`, and `hidden`, `(B, C, H)`, 0 where the mask is 0.
 
     Raises:
         `ValueError`: If a model has no router logits to return.
@@ -131,7 +121,6 @@ def completion_scores(
     decoder = unwrapped_model.get_decoder()
     # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
-    inside = {"output_router_logits": True} if output_router_logits else {}
 
     def part(prompts, ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
@@ -141,7 +130,7 @@ def completion_scores(
             encode_once(unwrapped_model, batch.parts, ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
-            inject(decoder, **batch.injected, **inside),
+            inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
             _outputs_of(decoder) as decoded,
             hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
         ):
@@ -155,23 +144,17 @@ def completion_scores(
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        router = _router(unwrapped_model, decoded[0], batch) if output_router_logits else None
-
-        def placed(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else batch.of_completions(batch.everywhere(values))
-
-        before_head: Any = placed(states[0]) if hidden or target is not None else None
         scores = Scores(
-            logps=placed(outputs.log_probs),
-            entropies=placed(outputs.entropy),
-            values=None if value_head is None else placed(value_head(states[0])),
-            top1=None if outputs.is_top1 is None else placed(outputs.is_top1.float()),
-            hidden=before_head if hidden else None,
-            router=router,
+            logps=batch.placed(outputs.log_probs),
+            entropies=batch.placed(outputs.entropy),
+            values=None if value_head is None else batch.placed(value_head(states[0])),
+            top1=None if outputs.is_top1 is None else batch.placed(outputs.is_top1.float()),
+            hidden=batch.placed(states[0]) if hidden else None,
+            router=_router(unwrapped_model, decoded[0], batch) if output_router_logits else None,
         )
         if target is not None:
-            head = head_of(unwrapped_model, target.student_rule)
-            scores.divergences, entropies = divergences(before_head, head, target.rows(rows))
+            head, given = head_of(unwrapped_model, target.student_rule), target.rows(rows)
+            scores.divergences, entropies = divergences(batch.placed(states[0]), head, given)
             scores.entropies = scores.entropies if logps else entropies
         return scores
 
@@ -275,6 +258,10 @@ class _Batch:
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
     label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
+
+    def placed(self, values: torch.Tensor | None) -> Any:
+        """Values `(B, C, ...)` of completions, from values at each position, or at those that are scored."""
+        return None if values is None else self.of_completions(self.everywhere(values))
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Values at each position, from values at all, or at those that are scored."""

@@ -159,8 +159,8 @@ class MediaLog:
 def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
     """TRL's logs as a table, with TRL's columns."""
     table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
-    advantages = {} if logs["advantages"] is None else {"advantage": logs["advantages"]}  # of trainers with rewards
-    return pd.DataFrame({**table, **logs["rewards"], **logs["extra"], **advantages})
+    of_rewards = {} if "rewards" not in logs else {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
+    return pd.DataFrame({**table, **of_rewards})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
@@ -349,11 +349,11 @@ class MediaLogCallback(TrainerCallback):
             print_prompt_completions_sample(
                 trainer._logs["prompt"],
                 trainer._logs["completion"],
-                trainer._logs["rewards"],
-                trainer._logs["advantages"],
+                trainer._logs.get("rewards", {}),
+                trainer._logs.get("advantages"),
                 step,
                 trainer.num_completions_to_print,
-                extra=dict(trainer._logs["extra"]),
+                extra=dict(trainer._logs.get("extra", {})),
             )
         frame, media = completions_frame(trainer._logs, step), log.rows()
         columns = [*trainer._columns_seen, *(_TOOL_COLUMNS if trainer.tools else ())]

@@ -118,6 +118,11 @@ class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
 
 
 @dataclass
+class DistillationScriptArguments(RunArguments, ToolArguments, PromptArguments):
+    """Arguments of distillation."""
+
+
+@dataclass
 class SFTScriptArguments(RunArguments, PromptArguments):
     """Arguments of supervised training."""
 

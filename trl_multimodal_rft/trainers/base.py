@@ -66,7 +66,6 @@ from .setup import (
     first_fallbacks,
     has_unread_rows,
     ignore_deprecated_names,
-    is_distillation,
     load_parts,
     modalities,
     prepare_reference,
@@ -137,7 +136,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.toolbox = Environments(tools or (), factory, args.media_rules)
         processors = kwargs.pop("reward_processing_classes", None)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not is_distillation(args))
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
 
         self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
         self._columns_seen: set[str] = set()

@@ -74,6 +74,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     is_distillation = True
     num_generations_eval = num_iterations = 1
     sync_ref_model = vllm_importance_sampling_correction = False
+    rollout_view = contrast_view = None
 
     def __post_init__(self):
         check_values(self)

@@ -53,8 +53,6 @@ class _WithoutRewards(DistillationTrainer):
         super().__init__(args=args, **kwargs)
         self.num_generations, self.log_multimodal = args.num_generations, args.log_multimodal
         self.reward_funcs, self.reward_func_names, self.reward_processing_classes = reward_funcs, [], []
-        # Tables of completions have no columns of these
-        self._logs |= {"rewards": {}, "advantages": None, "extra": {}}
 
 
 class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):

@@ -295,6 +295,8 @@ class SamplingArguments(MediaArguments):
     media_contribution_steps: int = 10
     self_check: bool = True
 
+    is_distillation = False  # whether the reference is a teacher, and `beta` chooses a divergence from it
+
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
         if self.generation_batch_size is not None:

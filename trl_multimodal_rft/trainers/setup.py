@@ -110,14 +110,9 @@ def check_processor_name(model, processing_class) -> None:
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
-def is_distillation(args) -> bool:
-    """Whether the reference is a teacher, and `beta` chooses a divergence from it."""
-    return getattr(args, "is_distillation", False)
-
-
 def needs_reference(args) -> bool:
     """Whether a reference is loaded where none is given."""
-    return args.beta != 0 and not is_distillation(args)
+    return args.beta != 0 and not args.is_distillation
 
 
 def check_name(model, args, ref_model, peft_config) -> None:
@@ -434,7 +429,7 @@ def load_parts(
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config)
-    elif not is_distillation(args) and (args.beta == 0 or args.sync_ref_model):
+    elif not args.is_distillation and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
@@ -549,9 +544,7 @@ class RewardSources:
     of_environments: dict[str, Callable]
 
 
-def reward_sources(
-    reward_funcs: list[Any] | None, processors: Any, toolbox: Environments, needed: bool = True
-) -> RewardSources:
+def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
     """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
     of_environments = toolbox.reward_funcs()
     if not reward_funcs:
