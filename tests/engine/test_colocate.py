@@ -2,10 +2,12 @@
 """Compares the samples of the colocated engine with the model's forward pass."""
 
 import pytest
+import torch
 from helpers.engine_runs import Recorded, make
+from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalDistillationTrainer, MultimodalGRPOConfig
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,17 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 3  # after two updates of all weights
     assert len(calls) == 3 * 2  # once per prompt, not per completion
+
+
+def test_student_samples_under_a_view(tmp_path):
+    """And learns from itself without the view what it sampled from the engine."""
+    options = {"student_view": "blank", "max_steps": 1, "learning_rate": 0.0}
+    classes, objects = (MultimodalDistillationTrainer, MultimodalDistillationConfig), {"reward_funcs": None}
+    trainer = make(*classes, "qwen2_5_vl", image_rows(), tmp_path, objects, **options)
+    trainer.sampler, trainer.own_positions = Remembers(trainer), True
+    trainer.train()
+    ((prompts, completions, logps),) = trainer.sampler.calls
+    assert all(prompt.media["pixel_values"].std() < 1 for prompt in prompts)  # three grey channels
+    for prompt, ids, sampled in zip(prompts, completions, logps, strict=True):
+        assert (Recorded._own_logps(trainer, prompt, torch.tensor(ids)) - torch.tensor(sampled)).abs().max() < 1e-4
+    assert trainer.state.log_history[0]["loss"] > 1e-3
