@@ -2,10 +2,12 @@
 """Compares the samples of the colocated engine with the model's forward pass."""
 
 import pytest
+import torch
 from helpers.engine_runs import Recorded, make
+from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalDistillationTrainer, MultimodalGRPOConfig
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,17 @@ def test_views_are_sampled_and_not_corrected(tmp_path):
         seen = given.isnan().any(1)
         assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 0.1
         assert (ratios[~seen] != 1).any()
+
+
+def test_student_samples_under_a_view(tmp_path):
+    """And learns from itself without the view what it sampled from the engine."""
+    options = {"student_view": "blank", "max_steps": 1, "learning_rate": 0.0}
+    classes, objects = (MultimodalDistillationTrainer, MultimodalDistillationConfig), {"reward_funcs": None}
+    trainer = make(*classes, "qwen2_5_vl", image_rows(), tmp_path, objects, **options)
+    trainer.sampler, trainer.own_positions = Remembers(trainer), True
+    trainer.train()
+    ((prompts, completions, logps),) = trainer.sampler.calls
+    assert all(prompt.media["pixel_values"].std() < 1 for prompt in prompts)  # three grey channels
+    for prompt, ids, sampled in zip(prompts, completions, logps, strict=True):
+        assert (Recorded._own_logps(trainer, prompt, torch.tensor(ids)) - torch.tensor(sampled)).abs().max() < 1e-4
+    assert trainer.state.log_history[0]["loss"] > 1e-3

@@ -83,4 +83,4 @@ def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engi
     }
     args = config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
     objects = {"model": str(saved(family)), "reward_funcs": length_and_sum, "train_dataset": rows, **(objects or {})}
-    return trainer_class(args=args, **objects)
+    return trainer_class(args=args, **{name: value for name, value in objects.items() if value is not None})

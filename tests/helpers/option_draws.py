@@ -13,7 +13,7 @@ from helpers.trainer_utils import PLAIN
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig, MultimodalRLOOConfig, MultimodalSFTConfig
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.rules import RULE_NAMES
-from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments
+from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 
 TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
@@ -24,7 +24,8 @@ CONFIGS = {
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
 }
-OWN = {name for each in (MediaArguments, MultimodalArguments, *CONFIGS.values()) for name in get_annotations(each)}
+_SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
+OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotations(each)}
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_scope", "entropy_source"}

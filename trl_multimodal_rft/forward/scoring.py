@@ -95,7 +95,7 @@ def completion_scores(
             Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all. By
             default all prompts share one.
         min_forwards (`int`, *optional*, defaults to `1`):
-            Least number of forwards with `isolate`, the same on all ranks. Surplus ones weigh nothing.
+            Number of forwards with `isolate` at least. Surplus ones weigh nothing.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
@@ -125,7 +125,7 @@ def completion_scores(
     def part(prompts, ids, mask, rows):
         batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
         inputs = {**batch.inputs, **outside}
-        is_fused = logits_temperature is None or not logps
+        is_fused = logits_temperature is None
         if not whole:  # whole sequences are forwarded once
             encode_once(unwrapped_model, batch.parts, ids.device)
         with (

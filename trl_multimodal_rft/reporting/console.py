@@ -112,7 +112,7 @@ class CompactLogCallback(TrainerCallback):
         if reference is not None:
             print(f"reference: {_shortened(str(reference))}")
         print(f"{'target' if rewards is None else 'completion'} ({len(answer_ids)} tokens): {_shortened(answer)}")
-        if rewards is not None:
+        if rewards:
             shown = (f"{name} {'none' if math.isnan(reward) else f'{reward:.3g}'}" for name, reward in rewards.items())
             print(f"rewards: {', '.join(shown)}")
         print(end="", flush=True)

@@ -215,7 +215,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         if self.model.training:
             n_tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        loss = (scores.divergences * mask).sum() / n_tokens
+        loss = scores.divergences.sum() / n_tokens  # 0 on tokens that don't count
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})
 
     # Checkpoints

@@ -26,19 +26,17 @@ def sample_with_views(trainer: Any, rollout: Rollout, branches: Branches | None)
     """
     args, step, n = trainer.args, trainer.state.global_step, len(rollout)
     is_training, prompts = trainer.model.training, list(rollout.prompts)
-    # Distillation has neither
-    rollout_view, contrast_view = (getattr(args, name, None) for name in ("rollout_view", "contrast_view"))
     seen: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
-    if is_training and rollout_view is not None:
+    if is_training and args.rollout_view is not None:
         strength = as_schedule(args.rollout_view_schedule)(step / trainer.state.max_steps)
-        view = as_view(rollout_view)
+        view = as_view(args.rollout_view)
         seen = _seen(trainer, rollout, view if strength == 1 else view.at(strength), args.rollout_view_fraction)
         prompts = [seen.get(i, prompt) for i, prompt in enumerate(prompts)]
         rollout.from_view = torch.tensor([i in seen for i in range(n)], device=trainer.accelerator.device)
         trainer._log_metrics({"view/strength": strength})
-    if is_training and contrast_view is not None:
-        contrast = _seen(trainer, rollout, as_view(contrast_view), args.contrast_fraction)
+    if is_training and args.contrast_view is not None:
+        contrast = _seen(trainer, rollout, as_view(args.contrast_view), args.contrast_fraction)
     # In one call, which ranks make equally often
     ids, logps = trainer.sampler(trainer.model_wrapped, [*prompts, *contrast.values()], step=step, branches=branches)
     if contrast:
