@@ -41,7 +41,20 @@ VIEWS: dict[str, ViewType] = {}
 
 
 def view(name: str, **facts) -> Callable:
-    """Decorator that registers a function as the view of that name, with these fields of its [`ViewType`]."""
+    """
+    Decorator that registers a function as a view.
+
+    Args:
+        name (`str`):
+            Name of the view in configs.
+        **facts:
+            Further fields of its [`ViewType`]: the `kinds` of media that it applies to, and which setting is its
+            `strength`, for a schedule.
+
+    Returns:
+        `Callable`: The decorator. It takes a function of a medium (pixels `(T, H, W, 3)` or samples `(S,)`), a
+        `numpy.random.Generator` and settings, which returns an array of the same shape.
+    """
 
     def register(function):
         VIEWS[name] = ViewType(name, paper_of(function), function, **facts)
@@ -105,10 +118,18 @@ class View:
 
 def as_view(given: "str | Callable | View") -> View:
     """
-    A view by its name, with settings behind it (`"mask_patches(ratio=0.5)"`), by a dotted path (`"my_views.flip"`), or
-    of a function of the medium and a random generator.
+    Looks up a view.
 
-    Raises `ValueError` if there is no such view, or it has no such setting.
+    Args:
+        given (`str` or `Callable` or [`View`]):
+            Its name, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
+            (`"my_views.flip"`), or the function, of a medium and a random generator as for [`view`].
+
+    Returns:
+        [`View`]: The view, which maps a decoded medium and its place in the prompt to another medium of the same size.
+
+    Raises:
+        `ValueError`: If there is no such view, or it has no such setting.
     """
     if isinstance(given, View):
         return given
