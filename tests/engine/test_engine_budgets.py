@@ -15,7 +15,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
+from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 
 
 def with_larger_images(family, folder):
@@ -34,9 +34,7 @@ def test_ids_and_pixels_are_the_same(family, tmp_path):
     config = EngineArgs(folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0)
     model, _ = load(family)
     processor = AutoProcessor.from_pretrained(folder)
-    generation = object.__new__(MultimodalVLLMGeneration)
-    generation.processing_class = processor
-    generation._renderer = renderer_from_config(config.create_engine_config())
+    prompts = EnginePrompts(renderer_from_config(config.create_engine_config()), processor, "colocate")
     write_film(tmp_path / "film.mp4")
     blocks = [image(200, 100)]
     if family.startswith("qwen"):
@@ -46,8 +44,8 @@ def test_ids_and_pixels_are_the_same(family, tmp_path):
     for given in (rules, MediaRules()):
         [row] = rows_to_messages([{"prompt": chat(*blocks, text("What is it?"))}], rules=given)
         prompt = encode_prompt(row["prompt"], processor, model, keep_decoded=True)
-        with _processors_unchecked():
-            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded[0][1], 0)])
+        with processors_unchecked():
+            [rendered] = prompts.renderer.render_cmpl([prompts.with_media(prompt.decoded[0][1], 0)])
         assert rendered["prompt_token_ids"] == prompt.input_ids.tolist()
         for name in ("pixel_values", "pixel_values_videos"):
             found = [item[name].data for items in rendered["mm_kwargs"].values() for item in items if name in item]

@@ -17,7 +17,7 @@ from vllm.renderers import renderer_from_config
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
+from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 
 
 # Multiples of 64 pixels, the smallest size that all families support
@@ -64,8 +64,7 @@ def test_positions_are_those_of_vllm(family, omni):
     folder = str(omni if family == OMNI else saved(family))
     config = EngineArgs(folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0).create_engine_config()
     model, processor = load(family)
-    generation = object.__new__(MultimodalVLLMGeneration)
-    generation.processing_class, generation._renderer = processor, renderer_from_config(config)
+    prompts = EnginePrompts(renderer_from_config(config), processor, "colocate")
     theirs = object.__new__(ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)[0])
     object.__setattr__(theirs, "config", config.model_config.hf_config)
     if family == OMNI:
@@ -77,8 +76,8 @@ def test_positions_are_those_of_vllm(family, omni):
             encode_prompt(row["prompt"], processor, model, keep_decoded=True, engine_positions=engine)
             for engine in (False, True)
         )
-        with _processors_unchecked():
-            [rendered] = generation._renderer.render_cmpl([generation._with_media(prompt.decoded[0][1], 0)])
+        with processors_unchecked():
+            [rendered] = prompts.renderer.render_cmpl([prompts.with_media(prompt.decoded[0][1], 0)])
         assert rendered["prompt_token_ids"] == prompt.input_ids.tolist()
         features = [
             MultiModalFeatureSpec(data=item, modality=kind, identifier="", mm_position=place, mm_hash="")

@@ -21,10 +21,14 @@ from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
 
-from trl_multimodal_rft import MultimodalGRPOConfig
+from trl_multimodal_rft import (
+    MultimodalDistillationConfig,
+    MultimodalDistillationTrainer,
+    MultimodalGRPOConfig,
+)
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration, _processors_unchecked
+from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 from trl_multimodal_rft.generation.vllm_server import (
     ServerRequest,
     check_server,
@@ -41,6 +45,26 @@ def make(server, omni, tmp_path, rows=None, **options):
     options |= {"model_init_kwargs": None, "vllm_engine_kwargs": None}
     rows = omni_rows() if rows is None else rows
     return engine_runs.make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, load_omni(omni), **options)
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.5}, {"teacher_view": "blank", "num_generations": 1}])
+def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
+    """Distills from the served model and from the same one in this process, which say the same of each completion."""
+    losses = []
+    for local in (True, False):
+        objects = {**load_omni(omni), "reward_funcs": None}
+        with torch.no_grad():
+            for parameter in objects["model"].lm_head.parameters():
+                parameter *= 0.5
+        objects["teacher_model"] = load_omni(omni)["model"] if local else None
+        given = {"loss_top_k": 4, "max_steps": 1, "learning_rate": 0.0, "use_vllm": False, "num_generations": 2}
+        given |= {"vllm_engine_kwargs": None, "model_init_kwargs": None, "seed": 3, "self_check": False, **options}
+        given |= {} if local else {"teacher_model_server_url": server}
+        classes, rows = (MultimodalDistillationTrainer, MultimodalDistillationConfig), omni_rows()
+        trainer = engine_runs.make(*classes, OMNI, rows, tmp_path, objects, **given)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] > 0.01 and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.fixture
@@ -105,12 +129,12 @@ def test_server_that_does_not_forget(client):
 
 def test_processor_that_makes_other_tokens(server, omni, tmp_path):
     trainer = make(server, omni, tmp_path, self_check=False)
-    render = trainer.vllm_generation._renderer.render_cmpl
+    render = trainer.vllm_generation.prompts.renderer.render_cmpl
 
     def with_one_more(prompts):
         return [{**each, "prompt_token_ids": [*each["prompt_token_ids"], 5]} for each in render(prompts)]
 
-    trainer.vllm_generation._renderer.render_cmpl = with_one_more
+    trainer.vllm_generation.prompts.renderer.render_cmpl = with_one_more
     with pytest.raises(MediaError, match="its processor and `processing_class` don't agree"):
         trainer_draw(trainer)
 
@@ -193,11 +217,11 @@ def test_video_with_text_between_its_parts_is_refused(client):
     folder = saved("qwen3_vl")
     renderer = server_renderer(client.get_server_info(), str(folder), None, False)
     model, processor = load("qwen3_vl")
-    engine = SimpleNamespace(_renderer=renderer, processing_class=processor, _check_number=lambda *args: None)
+    prompts = EnginePrompts(renderer, processor, "server")
     rows = rows_to_messages(list(video_rows(1)), (), [])
     decoded = encode_prompt(rows[0]["prompt"], processor, model, keep_decoded=True).decoded[0][1]
-    with _processors_unchecked():
-        [rendered] = renderer.render_cmpl([MultimodalVLLMGeneration._with_media(engine, decoded, 0)])
+    with processors_unchecked():
+        [rendered] = renderer.render_cmpl([prompts.with_media(decoded, 0)])
     with pytest.raises(MediaError, match="text between the parts of video.*`vllm_mode='colocate'`"):
         server_features(rendered)
 

@@ -50,8 +50,8 @@ def test_images(tmp_path):
     engine = trainer.vllm_generation
     limits = engine.llm.model_config.multimodal_config
     assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [5, 4]
-    rendered, render = [], engine._renderer.render_cmpl
-    engine._renderer.render_cmpl = lambda prompts: rendered.append(1) or render(prompts)
+    rendered, render = [], engine.prompts.renderer.render_cmpl
+    engine.prompts.renderer.render_cmpl = lambda prompts: rendered.append(1) or render(prompts)
     turns, step = [], engine.llm.llm_engine.step
 
     def stepping():

@@ -4,26 +4,22 @@
 import math
 import tempfile
 import uuid
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from transformers import GenerationConfig, ProcessorMixin
+from transformers import GenerationConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
-from ..data.columns import MediaError
-from ..encoding.prompts import DecodedPrompt, EncodedPrompt
-from ..families import family_of_processor
+from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter
+from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_server import (
     ServerRequest,
     check_server,
@@ -41,10 +37,8 @@ logger = get_logger(__name__)
 
 if engine_obstacle() is None:
     from vllm import SamplingParams
-    from vllm.inputs import mm_input, tokens_input
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.models.utils import StageMissingLayer
-    from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
@@ -105,8 +99,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._while_sampling = while_sampling  # entered when the engine has the weights
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
         self._takes_all_weights = False  # known after the first sync
-        # Processed media, for as long as the decoded ones exist
-        self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -119,7 +111,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 "or set `vllm_sync_adapter=False`."
             )
         try:
-            with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), _processors_unchecked():
+            with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), processors_unchecked():
                 super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
@@ -127,28 +119,28 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     f"{error} Set `vllm_sync_adapter=False`, which merges the adapter into the weights."
                 ) from error
             raise
-        self._renderer: Any
         if self.mode == "server":
             found: list[Any] = [None]
             if self.accelerator.is_main_process:
                 found = [self.vllm_client.get_server_info()]
                 check_server(self.vllm_client, found[0], self.model.config, self._engine_kwargs["dtype"])
             broadcast_object_list(found, from_process=0)
-            self._renderer = server_renderer(
+            renderer = server_renderer(
                 found[0], self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
         else:
-            self._renderer = self.llm.renderer
+            renderer = self.llm.renderer
+        self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the engine's forward."""
-        return self._renderer.model_config.dtype
+        return self.prompts.renderer.model_config.dtype
 
     @property
     def max_length(self) -> int:
         """Tokens of a prompt and its completion that the engine was started for."""
-        return self._renderer.model_config.max_model_len
+        return self.prompts.max_length
 
     # Samples
 
@@ -169,7 +161,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if any(len(request.ids) + request.most > self.max_length for request in requests):
             logger.warning_once(
                 f"The engine was started for {self.max_length} tokens, which leaves less than {most} to completions "
-                f"of some prompts; {self._remedy_of_length}."
+                f"of some prompts; {self.prompts.remedy_of_length}."
             )
         # A sleeping engine has no weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
@@ -193,118 +185,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 requests[-1] = requests[-1]._replace(count=requests[-1].count + 1)
                 continue
             last = prompt
-            taken = self._taken(prompt, prompt_images, index)
+            taken = self.prompts.take(prompt, prompt_images, index)
             requests.append(_Request(taken, 1, room[index], None if seed is None else seed + index))
         return requests
-
-    def _taken(self, prompt, images, index: int) -> dict[str, Any]:
-        """A prompt as the engine takes it, with processed media."""
-        if isinstance(prompt, EncodedPrompt):
-            row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
-            self._check_length(len(ids), row)
-            return self._with_parts(ids, prompt, row)
-        taken = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
-        if images:
-            taken["multi_modal_data"] = {"image": images}
-        media = taken.get("multi_modal_data")
-        if not media:
-            self._check_length(len(taken["prompt_token_ids"]), index)
-            return tokens_input(taken["prompt_token_ids"])
-        for kind, some in media.items():
-            self._check_number(kind, len(some), index)
-        processed = self._process(taken)
-        self._check_length(len(processed["prompt_token_ids"]), index)
-        return processed
-
-    def _with_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
-        if not prompt.modalities:
-            return tokens_input(ids)
-        if not prompt.decoded:
-            raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
-        numbers: Counter[str] = Counter()
-        for _, decoded in prompt.decoded:
-            numbers.update({kind: len(media) for kind, media in decoded.media.items()})
-        for kind, number in numbers.items():
-            self._check_number(kind, number, row)
-        kwargs, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
-        for place, decoded in prompt.decoded:
-            if decoded not in self._processed:
-                self._processed[decoded] = self._process(self._with_media(decoded, row))
-            part = self._processed[decoded]
-            _check_ids(ids[place], part["prompt_token_ids"], row)
-            for kind, found in part["mm_placeholders"].items():
-                kwargs[kind] += part["mm_kwargs"][kind]
-                hashes[kind] += part["mm_hashes"][kind]
-                places[kind] += [replace(each, offset=place.start + each.offset) for each in found]
-        return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(places))
-
-    def _process(self, taken: dict[str, Any]) -> dict[str, Any]:
-        with _processors_unchecked():
-            [processed] = self._renderer.render_cmpl([taken])
-        return processed
-
-    def _with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
-        media: dict[str, Any] = dict(prompt.media)
-        processor: Any = self.processing_class
-        for kind in media:
-            if kind in family_of_processor(processor).not_in_vllm:
-                raise MediaError(
-                    f"row {row}: vLLM expands {kind} placeholders differently from {type(processor).__name__}: "
-                    "completions would be scored against a different prompt; set `use_vllm=False`."
-                )
-        options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
-        if "video" not in media:  # vLLM counts the tokens of images by arguments that aren't nested
-            options |= options.pop("images_kwargs", {})
-        if "video" in media:
-            videos = options["videos_kwargs"]
-            metadata = [
-                {"fps": _ASSUMED_FPS, **{name: value for name, value in each.items() if value is not None}}
-                for each in videos.pop("video_metadata")[0]
-            ]
-            # Where vLLM keeps metadata with the frames, processors may not get options twice
-            if getattr(self._renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
-                del videos["do_sample_frames"]
-                options["do_sample_frames"] = False
-                metadata = [{**each, "do_sample_frames": False} for each in metadata]
-                media["video"] = list(zip(media["video"], metadata, strict=True))
-            else:
-                videos["video_metadata"] = [metadata]
-        return {
-            "prompt_token_ids": prompt.token_ids(processor),
-            "multi_modal_data": media,
-            "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
-        }
-
-    def _check_number(self, kind: str, number: int, row: int) -> None:
-        # An engine that was started without media has no processor
-        info = self._renderer.mm_processor and self._renderer.mm_processor.info
-        allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
-        if number <= allowed:
-            return
-        most = info.supported_mm_limits.get(kind, 0) if info else None
-        held = f"row {row}: the prompt has media of the kind {kind!r}, {number} of them,"
-        if most is not None and number > most:
-            raise MediaError(f"{held} of which vLLM takes {most} for this model; set `use_vllm=False`.")
-        if self.mode == "server":
-            remedy = f"start the server with `--limit-mm-per-prompt.{kind} {number}`."
-        else:
-            remedy = (
-                "by default the most in a prompt of the trainer's datasets; raise "
-                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
-            )
-        raise MediaError(f"{held} and the engine was started for {allowed}; {remedy}")
-
-    def _check_length(self, length: int, row: int) -> None:
-        if length >= self.max_length:
-            raise ValueError(
-                f"row {row}: the prompt has {length} tokens, media included, which leaves no room for a completion in "
-                f"the {self.max_length} that the engine was started for; {self._remedy_of_length}."
-            )
-
-    @property
-    def _remedy_of_length(self) -> str:
-        option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
-        return f"raise {option}, or shorten the prompt or its media"
 
     def _sampling(self) -> dict[str, Any]:
         structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
@@ -476,15 +359,6 @@ def _of_unused_towers(model) -> Callable[[str], bool]:
     )
 
 
-def _check_ids(expected: list[int], found: Sequence[int], row: int) -> None:
-    if list(found) != expected:
-        raise MediaError(
-            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(expected)} here, "
-            "or others, so completions would be scored against a different prompt: its processor and "
-            "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
-        )
-
-
 @contextmanager
 def _with_arguments(engine_kwargs: dict[str, Any]):
     """Adds arguments to the engine, which TRL constructs with fixed ones."""
@@ -494,14 +368,3 @@ def _with_arguments(engine_kwargs: dict[str, Any]):
         yield
     finally:
         vllm_generation.LLM = engine
-
-
-@contextmanager
-def _processors_unchecked():
-    """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
-    checked = ProcessorMixin.validate_inputs
-    ProcessorMixin.validate_inputs = lambda self, *args, **kwargs: None
-    try:
-        yield
-    finally:
-        ProcessorMixin.validate_inputs = checked

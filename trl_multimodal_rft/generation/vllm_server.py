@@ -34,6 +34,7 @@ _OF_MEDIA = (
     "video_pruning_method",
     "language_model_only",
 )
+_GENERATE = "/inference/v1/generate"
 # Connections in the pool of TRL's client
 _AT_ONCE = 64
 # Equal for models that can exchange weights
@@ -52,18 +53,11 @@ class ServerRequest(NamedTuple):
 
 def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
     """Raises a `ValueError` for a server that would sample from another model, or can't take media."""
+    check_protocol(client)
     settings = info["model_config"]
     computed = settings["dtype"].removeprefix("torch.")
-    version = client.session.get(f"{client.base_url}/version").json()["version"]
     problem = None
-    if version.split("+")[0] != vllm.__version__.split("+")[0]:
-        problem = (
-            f"runs vLLM {version} and the trainer {vllm.__version__}, which may process media differently; install "
-            "the same version for both"
-        )
-    elif client.session.post(f"{client.base_url}/inference/v1/generate", json={}).status_code == 404:
-        problem = "takes no features of media; start it with `--enable-scale-out`"
-    elif settings["logprobs_mode"] != "processed_logprobs":
+    if settings["logprobs_mode"] != "processed_logprobs":
         problem = (
             f"returns {settings['logprobs_mode']}, not those it samples from; start it with "
             "`--logprobs-mode processed_logprobs`"
@@ -77,6 +71,20 @@ def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedCon
         problem = f"serves '{settings['model']}', another model than the trainer's: {different}; start it with that"
     if problem is not None:
         raise ValueError(f"The vLLM server at {client.base_url} {problem}.")
+
+
+def check_protocol(client: VLLMClient) -> None:
+    """Raises a `ValueError` for a server that can't take prompts as this process makes them."""
+    version = client.session.get(f"{client.base_url}/version").json()["version"]
+    if version.split("+")[0] != vllm.__version__.split("+")[0]:
+        raise ValueError(
+            f"The vLLM server at {client.base_url} runs vLLM {version} and the trainer {vllm.__version__}, which may "
+            "process media differently; install the same version for both."
+        )
+    if client.session.post(f"{client.base_url}{_GENERATE}", json={}).status_code == 404:
+        raise ValueError(
+            f"The vLLM server at {client.base_url} takes no features of media; start it with `--enable-scale-out`."
+        )
 
 
 def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
@@ -156,28 +164,50 @@ def server_completions(
 
     def sample(request: ServerRequest) -> list[tuple[list[int], list[float | None]]]:
         given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-        # TRL's client doesn't read the answers of vLLM from 0.32 on
-        response = client.session.post(
-            f"{client.base_url}/inference/v1/generate",
-            json={
-                "model": client.model,
-                "token_ids": request.ids,
-                "features": request.features,
-                # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
-                "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
-            },
-        )
-        if response.status_code != 200:
-            raise RuntimeError(
-                f"The vLLM server at {client.base_url} didn't sample ({response.status_code} {response.text})."
-            )
         return [
             (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
-            for each in response.json()["choices"]
+            for each in _generated(client, request, given)["choices"]
         ]
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [completion for each in pool.map(sample, requests) for completion in each]
+
+
+def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
+    """
+    Log-probabilities of the `k` most likely tokens at each place of prompts but the first, over the whole vocabulary
+    and at a temperature of 1.
+    """
+
+    def score(request: ServerRequest) -> list[dict[int, float]]:
+        given = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
+        places = _generated(client, request, given)["prompt_logprobs"][1:]
+        # The prompt's own token comes in addition where it isn't among them
+        found = [{int(token): each["logprob"] for token, each in place.items()} for place in places]
+        return [dict(sorted(each.items(), key=lambda pair: -pair[1])[:k]) for each in found]
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [*pool.map(score, requests)]
+
+
+def _generated(client: VLLMClient, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a server to a request with these sampling parameters."""
+    # TRL's client doesn't read the answers of vLLM from 0.32 on
+    response = client.session.post(
+        f"{client.base_url}{_GENERATE}",
+        json={
+            "model": client.model,
+            "token_ids": request.ids,
+            "features": request.features,
+            # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
+            "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
+        },
+    )
+    if response.status_code != 200:
+        raise RuntimeError(
+            f"The vLLM server at {client.base_url} didn't answer ({response.status_code} {response.text})."
+        )
+    return response.json()
 
 
 def _known(logp: float) -> float | None:

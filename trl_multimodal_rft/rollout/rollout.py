@@ -64,6 +64,9 @@ class Rollout:
     contrast: "tuple[Rollout, list[int]] | None" = None
     # The teacher's prompt of each completion, where it differs from the student's; empty if none does
     teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
+    # The most likely tokens of a teacher on a server, and their log-probabilities, (N, C, K)
+    teacher_ids: Any = None
+    teacher_logps: Any = None
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)

@@ -176,6 +176,7 @@ class MultimodalTrainer(CheckpointMixin):
             args.media_rules,
             args.ignored_media_columns or (),
             args.special_tokens_in_text,
+            keep_decoded=args.keeps_decoded,
             for_engine=args.use_vllm,
             feature_dtype=lambda: feature_dtype(self),
         )

@@ -40,6 +40,11 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
             student at each update, without a gradient, `"base"` those without its adapter, which don't change.
 
+        teacher_model_server_url (`str`, *optional*):
+            Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
+            in this process. It returns the most likely tokens alone, so set `loss_top_k`, at most the server's
+            `--max-logprobs`.
+
         > Parameters that control the divergence
 
         loss_top_k (`int`, *optional*, defaults to `0`):
@@ -65,6 +70,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     teacher_view: str | None = None
     student_view: str | None = None
     self_teacher: str = field(default="current", metadata={"choices": ["current", "base"]})
+    teacher_model_server_url: str | None = None
     loss_top_k: int = 0
     loss_add_tail: bool = True
     log_multimodal: bool = True
@@ -90,6 +96,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                 "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
                 "`per_device_train_batch_size` instead."
             )
+        if self.keeps_decoded:
+            self._check_server()
         if not self.loss_add_tail and self.loss_top_k == 0:
             raise ValueError("`loss_add_tail=False` has no effect without `loss_top_k`; set it or remove this.")
         if not self.loss_add_tail and self.loss_top_k == 1:
@@ -98,6 +106,26 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                 "raise `loss_top_k`."
             )
         self._set_batches()
+
+    @property
+    def keeps_decoded(self) -> bool:
+        """Whether a server takes decoded media."""
+        return self.teacher_model_server_url is not None
+
+    def _check_server(self) -> None:
+        if self.loss_top_k == 0:
+            raise ValueError(
+                "A teacher on a server returns the log-probabilities of its most likely tokens alone; set "
+                "`loss_top_k`, at most the server's `--max-logprobs` (20 by default)."
+            )
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"A teacher on a server returns log-probabilities at a temperature of 1; `temperature` is "
+                f"{self.temperature}, so set it to 1."
+            )
+        for name in ("teacher_model_name_or_path", "teacher_model_init_kwargs", "teacher_model_revision"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`teacher_model_server_url` and `{name}` are of two teachers; remove one of them.")
 
     def _set_batches(self) -> None:
         """Fills in the size of the batches that are sampled at once, as TRL's GRPO does."""

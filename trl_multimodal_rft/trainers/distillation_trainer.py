@@ -31,7 +31,9 @@ from .teacher import (
     load_teacher,
     local_target,
     rule_of,
+    score_on_server,
     seen_under,
+    server_teacher,
     teacher_prompts,
 )
 
@@ -142,6 +144,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         teacher = load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
+        if teacher is not None and args.teacher_model_server_url is not None:
+            raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if teacher is not None and args.self_teacher == "base":
             raise ValueError("`self_teacher='base'` is about a student that teaches itself, but there is a teacher.")
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
@@ -161,11 +165,12 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         )
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too
+        self.teacher_server = None if args.teacher_model_server_url is None else server_teacher(self, tools)
         self.student_rule = rule_of(student, "student")
         self.teacher_rule = rule or self.student_rule
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
-        elif args.self_teacher == "base" and not is_peft_model(self.model):
+        elif self.teacher_server is None and args.self_teacher == "base" and not is_peft_model(self.model):
             raise ValueError(
                 "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
                 "`peft_config`, or as `teacher_model` the model that it starts from."
@@ -176,15 +181,20 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        if self.teacher_model is None:
+        if self.teacher_model is None and self.teacher_server is None:
             check_own_teacher(self, rows[0].stored)
         rollout = self._collect(rows)
         read = teacher_prompts(self, rollout, rows)
+        asked = None if self.teacher_server is None else self.teacher_server.read(read)
         rollout.prompts = seen_under(self, rollout, self.args.student_view)
         with offloading(self):
             self._sample(rollout)
+        if asked is not None:
+            score_on_server(self, rollout, asked)
         read = [continued(own, each) for own, each in zip(rollout.prompts, read, strict=True)]
-        if any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
+        for prompt in read:
+            prompt.decoded = ()
+        if asked is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
             rollout.teacher_prompts = read
         check_engine(self, rollout)
         log_completions(self, rollout)
@@ -231,7 +241,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     def _teacher_in_words(self) -> str:
         args = self.args
         who = "the model itself" + (", without its adapter" if args.self_teacher == "base" else "")
-        if self.teacher_model is not None:
+        if self.teacher_server is not None:
+            who = f"{in_code(self.teacher_server.name)} on a vLLM server"
+        elif self.teacher_model is not None:
             who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
         privileged = ["reading the column `teacher_prompt`"] if "teacher_prompt" in self._columns_seen else []

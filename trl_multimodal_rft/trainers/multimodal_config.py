@@ -296,6 +296,7 @@ class SamplingArguments(MediaArguments):
     self_check: bool = True
 
     is_distillation = False  # whether the reference is a teacher, and `beta` chooses a divergence from it
+    keeps_decoded = False  # whether something else than the sampler takes decoded media
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON

@@ -18,6 +18,8 @@ from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
 from ..forward.trees import share_media
+from ..generation.vllm_server import ServerRequest
+from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
@@ -162,6 +164,34 @@ def check_own_teacher(trainer: Any, row: Any) -> None:
         )
 
 
+def server_teacher(trainer: Any, tools: Any) -> ServerTeacher:
+    """The teacher on a server. Refuses one of other tokens or features, and tools."""
+    args, student = trainer.args, trainer._unwrapped(trainer.model)
+    if tools:
+        raise ValueError(
+            "A teacher on a server scores completions of one turn; remove `tools`, or pass `teacher_model`."
+        )
+    server = ServerTeacher(
+        args.teacher_model_server_url, trainer.processing_class, args.vllm_server_timeout, args.trust_remote_code
+    )
+    size = student.config.get_text_config().vocab_size
+    if server.vocab_size != size:
+        obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
+    else:
+        theirs = load_processor(server.name, server.revision, args.trust_remote_code)
+        obstacle = _other_processor(trainer.processing_class, theirs)
+    if obstacle is not None:
+        raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")
+    return server
+
+
+def score_on_server(trainer: Any, rollout: Rollout, read: list[ServerRequest]) -> None:
+    """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
+    width, device = rollout.completion_ids.size(1), trainer.accelerator.device
+    found = trainer.teacher_server.top_k(read, rollout.ids, width, trainer.args.loss_top_k)
+    rollout.teacher_ids, rollout.teacher_logps = (each.to(device) for each in found)
+
+
 @contextmanager
 def _as_teacher(trainer: Any) -> Iterator[Any]:
     """The model that teaches, as it scores completions."""
@@ -180,8 +210,11 @@ def _as_teacher(trainer: Any) -> Iterator[Any]:
 
 
 def local_target(trainer: Any, rollout: Rollout) -> Target:
-    """What a teacher on this device says of the completions of a micro-batch."""
+    """What a teacher says of the completions of a micro-batch; one on a server has said it before."""
     args, mask = trainer.args, rollout.loss_mask
+    if rollout.teacher_ids is not None:
+        given = {"ids": rollout.teacher_ids, "logps": rollout.teacher_logps}
+        return Target(mask, trainer.student_rule, trainer.beta, add_tail=args.loss_add_tail, **given)
     with torch.no_grad(), _as_teacher(trainer) as model:
         states = trainer._policy.states(
             model,

@@ -1,0 +1,171 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Prompts as vLLM's engines and servers take them: token ids and media that vLLM's renderer has processed."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import ProcessorMixin
+
+from ..data.columns import MediaError
+from ..encoding.prompts import DecodedPrompt, EncodedPrompt
+from ..families import family_of_processor
+from .vllm_versions import engine_obstacle
+
+
+if engine_obstacle() is None:
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+# Frames per second that processors assume of videos without metadata
+_ASSUMED_FPS = 24
+
+
+class EnginePrompts:
+    """
+    Makes prompts for an engine of a mode (`"server"` or `"colocate"`), whose media are processed once for as long as
+    the decoded ones exist.
+    """
+
+    def __init__(self, renderer: Any, processor: Any, mode: str):
+        self.renderer, self.processor, self.mode = renderer, processor, mode
+        self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its completion that the engine was started for."""
+        return self.renderer.model_config.max_model_len
+
+    def take(self, prompt, images, index: int) -> dict[str, Any]:
+        """A prompt as the engine takes it, with processed media."""
+        if isinstance(prompt, EncodedPrompt):
+            row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
+            self._check_length(len(ids), row)
+            return self._with_parts(ids, prompt, row)
+        taken = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
+        if images:
+            taken["multi_modal_data"] = {"image": images}
+        media = taken.get("multi_modal_data")
+        if not media:
+            self._check_length(len(taken["prompt_token_ids"]), index)
+            return tokens_input(taken["prompt_token_ids"])
+        for kind, some in media.items():
+            self._check_number(kind, len(some), index)
+        processed = self._rendered(taken)
+        self._check_length(len(processed["prompt_token_ids"]), index)
+        return processed
+
+    def _with_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
+        if not prompt.modalities:
+            return tokens_input(ids)
+        if not prompt.decoded:
+            raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
+        numbers: Counter[str] = Counter()
+        for _, decoded in prompt.decoded:
+            numbers.update({kind: len(media) for kind, media in decoded.media.items()})
+        for kind, number in numbers.items():
+            self._check_number(kind, number, row)
+        kwargs, hashes, places = defaultdict(list), defaultdict(list), defaultdict(list)
+        for place, decoded in prompt.decoded:
+            if decoded not in self._processed:
+                self._processed[decoded] = self._rendered(self.with_media(decoded, row))
+            part = self._processed[decoded]
+            _check_ids(ids[place], part["prompt_token_ids"], row)
+            for kind, found in part["mm_placeholders"].items():
+                kwargs[kind] += part["mm_kwargs"][kind]
+                hashes[kind] += part["mm_hashes"][kind]
+                places[kind] += [replace(each, offset=place.start + each.offset) for each in found]
+        return mm_input(ids, MultiModalKwargsItems(kwargs), dict(hashes), dict(places))
+
+    def _rendered(self, taken: dict[str, Any]) -> dict[str, Any]:
+        with processors_unchecked():
+            [processed] = self.renderer.render_cmpl([taken])
+        return processed
+
+    def with_media(self, prompt: DecodedPrompt, row: int) -> dict[str, Any]:
+        """A part of a prompt with decoded media, as the renderer takes it."""
+        media: dict[str, Any] = dict(prompt.media)
+        processor = self.processor
+        for kind in media:
+            if kind in family_of_processor(processor).not_in_vllm:
+                raise MediaError(
+                    f"row {row}: vLLM expands {kind} placeholders differently from {type(processor).__name__}: "
+                    "completions would be scored against a different prompt; set `use_vllm=False`."
+                )
+        options: dict[str, Any] = {kind: dict(value) for kind, value in prompt.processor_kwargs.items()}
+        if "video" not in media:  # vLLM counts the tokens of images by arguments that aren't nested
+            options |= options.pop("images_kwargs", {})
+        if "video" in media:
+            videos = options["videos_kwargs"]
+            metadata = [
+                {"fps": _ASSUMED_FPS, **{name: value for name, value in each.items() if value is not None}}
+                for each in videos.pop("video_metadata")[0]
+            ]
+            # Where vLLM keeps metadata with the frames, processors may not get options twice
+            if getattr(self.renderer.get_mm_processor().data_parser, "video_needs_metadata", False):
+                del videos["do_sample_frames"]
+                options["do_sample_frames"] = False
+                metadata = [{**each, "do_sample_frames": False} for each in metadata]
+                media["video"] = list(zip(media["video"], metadata, strict=True))
+            else:
+                videos["video_metadata"] = [metadata]
+        return {
+            "prompt_token_ids": prompt.token_ids(processor),
+            "multi_modal_data": media,
+            "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
+        }
+
+    def _check_number(self, kind: str, number: int, row: int) -> None:
+        # An engine that was started without media has no processor
+        info = self.renderer.mm_processor and self.renderer.mm_processor.info
+        allowed = info.allowed_mm_limits.get(kind, 0) if info else 0
+        if number <= allowed:
+            return
+        most = info.supported_mm_limits.get(kind, 0) if info else None
+        held = f"row {row}: the prompt has media of the kind {kind!r}, {number} of them,"
+        if most is not None and number > most:
+            raise MediaError(f"{held} of which vLLM takes {most} for this model; set `use_vllm=False`.")
+        if self.mode == "server":
+            remedy = f"start the server with `--limit-mm-per-prompt.{kind} {number}`."
+        else:
+            remedy = (
+                "by default the most in a prompt of the trainer's datasets; raise "
+                f"`vllm_engine_kwargs={{'limit_mm_per_prompt': {{'{kind}': {number}}}}}`."
+            )
+        raise MediaError(f"{held} and the engine was started for {allowed}; {remedy}")
+
+    def _check_length(self, length: int, row: int) -> None:
+        if length >= self.max_length:
+            raise ValueError(
+                f"row {row}: the prompt has {length} tokens, media included, which leaves no room for a completion in "
+                f"the {self.max_length} that the engine was started for; {self.remedy_of_length}."
+            )
+
+    @property
+    def remedy_of_length(self) -> str:
+        """What to do about prompts that are too long."""
+        option = "the server's `--max-model-len`" if self.mode == "server" else "`vllm_max_model_length`"
+        return f"raise {option}, or shorten the prompt or its media"
+
+
+def _check_ids(expected: list[int], found: Sequence[int], row: int) -> None:
+    if list(found) != expected:
+        raise MediaError(
+            f"row {row}: vLLM made {len(found)} tokens of a prompt or a tool's result that has {len(expected)} here, "
+            "or others, so completions would be scored against a different prompt: its processor and "
+            "`processing_class` don't agree. Load both from the folder of the model, or set `use_vllm=False`."
+        )
+
+
+@contextmanager
+def processors_unchecked():
+    """vLLM calls processors on video placeholders without videos, which transformers refuses since 5.23."""
+    checked = ProcessorMixin.validate_inputs
+    ProcessorMixin.validate_inputs = lambda self, *args, **kwargs: None
+    try:
+        yield
+    finally:
+        ProcessorMixin.validate_inputs = checked

@@ -1,0 +1,68 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A teacher on a vLLM server, which scores completions as parts of prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trl.generation.vllm_client import VLLMClient
+
+from ..encoding.prompts import EncodedPrompt
+from .vllm_prompts import EnginePrompts
+from .vllm_server import ServerRequest, check_protocol, prompt_scores, server_features, server_renderer
+from .vllm_versions import engine_obstacle
+
+
+class ServerTeacher:
+    """
+    A teacher that vLLM serves.
+
+    Args:
+        url (`str`):
+            Address of the server.
+        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+            The student's, by which prompts are encoded.
+        timeout (`float`):
+            Seconds to wait for the server.
+        trust_remote_code (`bool`):
+            Whether the configuration of the served model may hold code.
+
+    Raises:
+        `ImportError`: Without vLLM, whose renderer processes media as the server needs them.
+        `ValueError`: If the server runs another version of vLLM, or takes no media.
+    """
+
+    def __init__(self, url: str, processor: Any, timeout: float, trust_remote_code: bool):
+        if (obstacle := engine_obstacle()) is not None:
+            raise ImportError(f"`teacher_model_server_url` is set, but {obstacle}")
+        self.client = VLLMClient(base_url=url, connection_timeout=timeout)
+        check_protocol(self.client)
+        info = self.client.get_server_info()
+        self.name, self.revision = info["model_config"]["model"], info["model_config"]["revision"]
+        renderer = server_renderer(info, self.name, self.revision, trust_remote_code)
+        self.prompts = EnginePrompts(renderer, processor, "server")
+        self.vocab_size = renderer.model_config.get_vocab_size()
+
+    def read(self, prompts: Sequence[EncodedPrompt]) -> list[ServerRequest]:
+        """Prompts with decoded media as the server takes them, each distinct one processed once."""
+        found: dict[int, ServerRequest] = {}
+        for i, prompt in enumerate(prompts):
+            if id(prompt) not in found:
+                taken = self.prompts.take(prompt, None, i)
+                found[id(prompt)] = ServerRequest(taken["prompt_token_ids"], server_features(taken), 1, 1, None)
+        return [found[id(prompt)] for prompt in prompts]
+
+    def top_k(
+        self, prompts: Sequence[ServerRequest], completions: Sequence[list[int]], width: int, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The `k` most likely tokens at each place of completions, and their log-probabilities, `(N, width, k)` on the
+        CPU, 0 beyond their ends.
+        """
+        ids, logps = torch.zeros(len(completions), width, k, dtype=torch.long), torch.zeros(len(completions), width, k)
+        whole = [prompt._replace(ids=prompt.ids + own) for prompt, own in zip(prompts, completions, strict=True)]
+        for i, places in enumerate(prompt_scores(self.client, whole, k)):
+            own = places[len(prompts[i].ids) - 1 :]
+            ids[i, : len(own)] = torch.tensor([[*place] for place in own])
+            logps[i, : len(own)] = torch.tensor([[*place.values()] for place in own])
+        return ids, logps
