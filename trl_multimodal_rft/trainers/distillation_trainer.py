@@ -146,6 +146,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
         if teacher is not None and args.teacher_model_server_url is not None:
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
+        if tools and args.teacher_model_server_url is not None:
+            raise ValueError("A teacher on a server scores completions of one turn; remove `tools`.")
         if teacher is not None and args.self_teacher == "base":
             raise ValueError("`self_teacher='base'` is about a student that teaches itself, but there is a teacher.")
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
@@ -165,7 +167,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         )
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too
-        self.teacher_server = None if args.teacher_model_server_url is None else server_teacher(self, tools)
+        self.teacher_server = None if args.teacher_model_server_url is None else server_teacher(self)
         self.student_rule = rule_of(student, "student")
         self.teacher_rule = rule or self.student_rule
         if self.teacher_model is not None:

@@ -164,13 +164,9 @@ def check_own_teacher(trainer: Any, row: Any) -> None:
         )
 
 
-def server_teacher(trainer: Any, tools: Any) -> ServerTeacher:
-    """The teacher on a server. Refuses one of other tokens or features, and tools."""
+def server_teacher(trainer: Any) -> ServerTeacher:
+    """The teacher on a server. Refuses one of other tokens or features."""
     args, student = trainer.args, trainer._unwrapped(trainer.model)
-    if tools:
-        raise ValueError(
-            "A teacher on a server scores completions of one turn; remove `tools`, or pass `teacher_model`."
-        )
     server = ServerTeacher(
         args.teacher_model_server_url, trainer.processing_class, args.vllm_server_timeout, args.trust_remote_code
     )
