@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, options: dict, seed: int, folder: str) -> tu
             "max_steps": args.steps,
             "seed": seed,
             "use_cpu": not torch.cuda.is_available(),
-            "media_contribution_steps": 5,
+            "media_contribution_steps": min(5, args.steps),
             **options,
         }
     )

@@ -366,5 +366,5 @@ DEFECTS = {
 def test_finds(plant, tmp_path, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(UnequalUpdates, match=DEFECTS[plant]):
-        for seed in range(60):
+        for seed in range(100):
             check(seed, tmp_path / str(seed), DEFECTS[plant])
