@@ -64,7 +64,11 @@ from trl_multimodal_rft.scripts.arguments import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
-MODELS = {"Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio", "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl"}
+MODELS = {
+    "Qwen/Qwen2-Audio-7B-Instruct": "qwen2_audio",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
+}
 DATASETS = {"path/to/spoken-questions": "audio", "path/to/geometry": "image", "path/to/clips": "video"}
 
 
