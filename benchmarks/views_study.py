@@ -8,25 +8,29 @@ python benchmarks/views_study.py --task audio
 python benchmarks/views_study.py --task video
 ```
 
-Each method trains the demo's model for as many updates, once per seed. The accuracy is that of greedy decoding on the
-held-out rows, none of which is noise; the contribution is the mean of the last quarter of the logged
-`media/contribution`. The line of each run is printed as it ends, and the table of means at the end.
+Each seed has one cold start of the demo's model on some answers, from which each method trains for as many updates.
+The accuracy is that of greedy decoding on the held-out rows, none of which is noise. The contribution is the mean of
+the last quarter of the logged `media/contribution`. A line is printed after each run, and the table of means at the
+end.
 """
 
 import argparse
+import copy
+import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
+from datasets import Dataset
 from measuring import command_line, count, markdown
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from demo import DEMO_ARGUMENTS, with_noise
+from demo import DEMO_ARGUMENTS, cold_start, with_noise
 from small_models import digit_model, motion_model, spoken_digit_model
 from tasks import handwritten_digits, leading_answer_reward, moving_digits, spoken_digits
 
@@ -56,44 +60,44 @@ def methods(task: str) -> dict[str, dict]:
     return found if task != "video" else {**found, "T-GRPO": {"contrast_view": "shuffle_frames"}}
 
 
-def train(args: argparse.Namespace, options: dict, seed: int, folder: str) -> tuple[float, float]:
-    """Accuracy and media contribution after a run."""
+def measured(trainer: MultimodalGRPOTrainer, test: Dataset) -> float:
+    """Accuracy on held-out rows."""
+    config = EvaluationConfig(max_completion_length=trainer.max_completion_length, batch_size=100)
+    return evaluate_trainer(trainer, test, accuracy_reward, config).metrics["accuracy"]
+
+
+def run_seed(args: argparse.Namespace, seed: int, folder: str) -> Iterator[tuple[str, float, float]]:
+    """Name, accuracy and media contribution of the cold start, which has none, and of each method after it."""
     build, data = TASKS[args.task]
     (model, processor), dataset = build(seed), data()
-    config = MultimodalGRPOConfig(
-        **{
-            **DEMO_ARGUMENTS,
-            "output_dir": folder,
-            "max_steps": args.steps,
-            "seed": seed,
-            "use_cpu": not torch.cuda.is_available(),
-            "media_contribution_steps": min(5, args.steps),
-            **options,
-        }
-    )
-    trainer = MultimodalGRPOTrainer(
-        model=model,
-        reward_funcs=[accuracy_reward, leading_answer_reward],
-        args=config,
-        train_dataset=with_noise(dataset["train"]),
-        processing_class=processor,
-    )
-    trainer.train()
-    evaluation = EvaluationConfig(max_completion_length=config.max_completion_length, batch_size=100)
-    accuracy = evaluate_trainer(trainer, dataset["test"], accuracy_reward, evaluation).metrics["accuracy"]
-    logged = [logs["media/contribution"] for logs in trainer.state.log_history if "media/contribution" in logs]
-    return accuracy, fmean(logged[-max(1, len(logged) // 4) :])
+    common = {**DEMO_ARGUMENTS, "output_dir": folder, "seed": seed, "use_cpu": not torch.cuda.is_available()}
+    common |= {"per_device_train_batch_size": 256, "learning_rate": 5e-4, "max_steps": args.steps}
+    common["media_contribution_steps"] = min(5, args.steps)
+    objects = {
+        "reward_funcs": [accuracy_reward, leading_answer_reward],
+        "train_dataset": with_noise(dataset["train"]),
+        "processing_class": processor,
+    }
+    answers = dataset["train"].select(range(400)).rename_column("solution", "completion")
+    cold_start(model, processor, answers, MultimodalGRPOConfig(**common), max_steps=args.cold_steps)
+    for name, options in {"cold start": {}, **methods(args.task)}.items():
+        trainer = MultimodalGRPOTrainer(copy.deepcopy(model), args=MultimodalGRPOConfig(**common | options), **objects)
+        if name != "cold start":
+            trainer.train()
+        history = trainer.state.log_history
+        logged = [logs["media/contribution"] for logs in history if "media/contribution" in logs]
+        late = logged[-max(1, len(logged) // 4) :]
+        yield name, measured(trainer, dataset["test"]), fmean(late) if late else math.nan
 
 
 def run(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Accuracies and contributions of all runs, by method."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for name, options in methods(args.task).items():
-        for seed in range(args.seeds):
-            with tempfile.TemporaryDirectory() as folder:
-                found.setdefault(name, []).append(train(args, options, seed, folder))
-            accuracy, contribution = found[name][-1]
-            print(f"{args.task} {name} seed {seed}: {accuracy:.1%} {contribution:.2f} nats", flush=True)
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, *each in run_seed(args, seed, folder):
+                found.setdefault(name, []).append((each[0], each[1]))
+                print(f"{args.task} {name} seed {seed}: {each[0]:.1%} {each[1]:.2f} nats", flush=True)
     return found
 
 
@@ -116,6 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--task", choices=TASKS, default="image", help="demo")
     parser.add_argument("--steps", type=count, default=100, help="updates of a run")
+    parser.add_argument("--cold_steps", type=count, default=40, help="updates of the cold start")
     parser.add_argument("--seeds", type=count, default=3, help="runs of a method")
     return parser.parse_args(argv)
 

@@ -100,9 +100,10 @@ def test_views(capsys):
 
 
 def test_study_of_views(capsys):
-    found = views_study.main(["--task", "video", "--steps", "1", "--seeds", "1"])
-    assert [*found] == ["GRPO", "PAPO", "VPPO", "NoisyRollout", "T-GRPO"]
-    assert all(0 <= accuracy < 0.5 and contribution > 0 for ((accuracy, contribution),) in found.values())
+    found = views_study.main(["--task", "video", "--steps", "1", "--cold_steps", "1", "--seeds", "1"])
+    assert [*found] == ["cold start", "GRPO", "PAPO", "VPPO", "NoisyRollout", "T-GRPO"]
+    start, *trained = ((accuracy, contribution) for ((accuracy, contribution),) in found.values())
+    assert math.isnan(start[1]) and all(0 <= accuracy < 0.5 and contribution > 0 for accuracy, contribution in trained)
     assert "| T-GRPO |" in capsys.readouterr().out
 
 

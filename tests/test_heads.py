@@ -11,6 +11,7 @@ from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.forward.attention import install_prefix_attention
@@ -162,3 +163,19 @@ def test_an_adapter_of_the_head_is_not_left_out():
     assert head_rule(adapted.get_base_model()) is None
     whole = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     assert head_rule(whole.get_base_model()) == HeadRule()
+
+
+def test_a_copy_scores_by_its_own_weights():
+    """As of a model that a first trainer trained, and a second gets with a copy as its reference."""
+    model, processor, chats = build("qwen2_vl")
+    for _ in range(2):
+        add_fused_lm_head(model)  # which TRL's trainers have done before
+        assert add_fused_head(model)
+    other, inputs = copy.deepcopy(model), encode(processor, chats[0])
+    with torch.no_grad():
+        other.get_decoder().layers[0].mlp.down_proj.weight.mul_(3)
+        plain, moved = (each(**inputs).logits for each in (model, other))
+        scored = other(**inputs, labels=inputs["input_ids"], fused_lm_head=True).log_probs
+    assert (plain - moved).abs().max() > 1e-2
+    expected = moved[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from trl.kernels import ChunkedLogProbFunction
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, selective_log_softmax_and_entropy
+from trl.trainer.utils import (
+    FusedCausalLMOutput,
+    add_fused_lm_head,
+    maybe_gather_lm_head_ctx,
+    selective_log_softmax_and_entropy,
+)
 
 
 # Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
@@ -114,11 +120,14 @@ def add_fused_head(
     rule = rule or head_rule(model)
     if rule is None:
         return False
-    known, forward = rule, model.forward
+    known = rule
+    # An attribute, so that a copy of the model runs its own weights. TRL's head would run those of the first model.
+    vars(model).setdefault("_plain_forward", _without_fused_head(model.forward))
 
     # `generate` validates its arguments by the signature
     @functools.wraps(type(model).forward)
     def fused_forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, label_index=None, **kwargs):
+        forward = self._plain_forward
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
@@ -142,6 +151,14 @@ def add_fused_head(
 
     model.forward = types.MethodType(fused_forward, model)
     return True
+
+
+def _without_fused_head(forward: Callable) -> Callable:
+    """What a forward was before TRL added its fused head."""
+    function = getattr(forward, "__func__", None)
+    if function is None or function.__globals__.get("__name__") != add_fused_lm_head.__module__:
+        return forward
+    return inspect.getclosurevars(function).nonlocals.get("original_forward", forward)
 
 
 def _fused_scores(
