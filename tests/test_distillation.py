@@ -1,11 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The distillation trainer: TRL's updates on text and images, and those of the equations on audio and video."""
 
+import functools
+from itertools import pairwise
+
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from datasets import Dataset
+from helpers.chats import image, video
 from helpers.distillation_runs import CallingTRL, InjectedOurs, InjectedTRL, by_hand, distill, teacher
 from helpers.families import encode
 from helpers.samplers import pseudo_random
@@ -19,13 +23,15 @@ from helpers.trainer_utils import (
     norm,
     relative_difference,
     saved,
+    sound,
     text_rows,
     video_rows,
     with_media,
 )
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
+from trl_multimodal_rft.data.columns import MediaError
 
 
 SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -70,18 +76,22 @@ def blank(medium, kind):
     return grey if kind == "video" else PIL.Image.fromarray(grey)
 
 
-def content(row, kind, question=None, blanked=False):
+def content(row, kind, question=None, blanked=False, medium=None):
     """Returns a row's turn of the user."""
-    medium = blank(row[kind], kind) if blanked else row[kind]
+    medium = row[kind] if medium is None else medium
+    medium = blank(medium, kind) if blanked else medium
     block = {"type": kind, kind: medium["array"] if kind == "audio" else medium}
     return [block, {"type": "text", "text": question or row["prompt"][0]["content"]}]
 
 
 def one_step(kind, n_rows=2, objects=None, **options):
     """Returns a step on 4 completions of each of some rows, and what it made of weights and metrics."""
-    family, rows = KINDS[kind]
+    return one_step_on(KINDS[kind][1](n_rows), kind, objects, **options)
+
+
+def one_step_on(rows, kind, objects=None, **options):
     options = {"max_steps": 1, "learning_rate": 1.0, **options}
-    return distill(InjectedOurs, family, rows(n_rows), objects, **options)
+    return distill(InjectedOurs, KINDS[kind][0], rows, objects, **options)
 
 
 def completions_of(run, kind, contents):
@@ -151,7 +161,117 @@ def test_teacher_reads_a_privileged_prompt(kind):
     assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=0.0))
 
 
+OWN = {"audio": ("audio", sound(0.45, seed=9)), "video": ("videos", video(4, 56, 84, seed=9)["video"])}
+OWN |= {"image": ("images", image(28, 56, seed=9)["image"])}
+
+
+def told_rows(kind, questions=(None, None)):
+    """Returns two rows, of which the teacher sees another medium in the first."""
+    rows, (column, own) = [*KINDS[kind][1](2)], OWN[kind]
+    told = [{"prompt": row["prompt"], "index": i} for i, row in enumerate(rows)]
+    if any(questions):
+        asked = [None if each is None else [{"role": "user", "content": each}] for each in questions]
+        told = [{**row, "teacher_prompt": each} for row, each in zip(told, asked, strict=True)]
+    media = {kind: [row[kind] for row in rows], f"teacher_{column}": [[own] if column != kind else own, None]}
+    dataset = Dataset.from_list(told)
+    return dataset.with_transform(
+        lambda batch: {**batch, **{name: [each[i] for i in batch["index"]] for name, each in media.items()}}
+    )
+
+
+ASKED = "Is it a cat? It is."
+TOLD = [("image", ASKED, None), ("image", None, "blank"), ("audio", ASKED, "blank")]
+
+
+@pytest.mark.parametrize(("kind", "asked", "view"), [*((kind, None, None) for kind in KINDS), *TOLD])
+def test_teacher_sees_media_of_its_own(kind, asked, view):
+    """Of another size, in one row, with or without a prompt of its own, and under a view."""
+    rows = told_rows(kind, (asked, None))
+    run = one_step_on(rows, kind, {"teacher_model": None}, beta=0.5, teacher_view=view)
+    seen = [content(row, kind) for row in rows]
+    own = content(rows[0], kind, asked, view == "blank", OWN[kind][1])
+    itself, _ = load(KINDS[kind][0])
+    options = {"read": [own, content(rows[1], kind, blanked=view == "blank")], "teaches": itself, "beta": 0.5}
+    assert_step(run, *expected(run, kind, seen, **options))
+
+
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+class Watched(InjectedOurs):
+    """Keeps the weights that train, before the first update and after each one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = [self.trained()]
+
+    def trained(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            self.seen.append(self.trained())
+        super().log(logs, *args, **kwargs)
+
+
+def with_weights(model, weights):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.get(name, parameter))
+    return model
+
+
+@pytest.mark.parametrize(("k", "adapter"), [(5, False), (5, True), (None, False)])
+def test_vision_opd_is_that_of_the_paper(k, adapter):
+    """
+    https://huggingface.co/papers/2605.18740: the Jensen-Shannon divergence over the most likely tokens and the rest,
+    or over all, from a teacher that sees the crop, whose weights are an average of the student's.
+    """
+    rate, family, rows = 0.3, "qwen2_5_vl", told_rows("image")
+    options = {"beta": 0.5, "loss_top_k": k or 0, "self_teacher": "ema", "teacher_update_rate": rate, "max_steps": 3}
+    objects = {"teacher_model": None, **({"peft_config": LORA} if adapter else {})}
+    run = distill(Watched, family, rows, objects, learning_rate=0.3, **options)
+    trainer, average = run.trainer, None
+    seen = [each for row in rows for each in [content(row, "image")] * 4]
+    read = [content(rows[0], "image", medium=OWN["image"][1])] * 4 + seen[4:]
+    logs = [each for each in run.history if "loss" in each]
+    for step, (before, after) in enumerate(pairwise(trainer.seen)):
+        average = before if step == 0 else {n: (1 - rate) * average[n] + rate * before[n] for n in before}
+        student, teaches = load(family)[0], load(family)[0]
+        if adapter:
+            student, teaches = (get_peft_model(each, LORA) for each in (student, teaches))
+        student, teaches = with_weights(student, before), with_weights(teaches, average)
+        prompts = [encode_ids(trainer.processing_class, each) for each in seen]
+        ids = pseudo_random(prompts, step, True, trainer._tokenizer)
+        loss, _, gradients = by_hand(
+            student, teaches, trainer.processing_class, seen, ids, read=read, beta=0.5, top_k=k
+        )
+        assert logs[step]["loss"] == pytest.approx(loss, rel=1e-3)
+        moved = {name: after[name] - before[name] for name in gradients}
+        assert relative_difference({n: -0.3 * value for n, value in gradients.items()}, moved) <= 1e-3
+    assert max((average[n] - before[n]).abs().max() for n in before) > 1e-4
+
+
+BROKEN = {"no file": "missing.png", "no image": "broken.png"}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_medium_of_a_teacher(name, prefetch, tmp_path):
+    """Ends the run with its row and column, or is skipped, as a student's."""
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    image(28, 56)["image"].save(tmp_path / "crop.png")
+    files = [str(tmp_path / (BROKEN[name] if i == 1 else "crop.png")) for i in range(8)]
+    rows = image_rows().add_column("teacher_images", [[file] for file in files])
+    options = {"media_prefetch": prefetch, "remove_unused_columns": True, "max_steps": 3, "shuffle_dataset": False}
+    make = functools.partial(make_trainer, InjectedOurs, "qwen2_5_vl", rows, reward=None, **options)
+    objects = {"teacher_model": None}
+    with pytest.raises(MediaError, match=r"row 1, column 'teacher_images\[0\]'"):
+        make(tmp_path / "ends", objects=objects).train()
+    skips = make(tmp_path / "skips", objects=objects, on_media_error="skip", max_skipped_rows=1)
+    skips.train()
+    assert "teacher_images[0]" in (tmp_path / "skips" / "skipped_rows.jsonl").read_text()
+    assert skips._stream.skipped.keys() == {1}
 
 
 @pytest.mark.parametrize("weights", ["current", "base"])
@@ -227,11 +347,20 @@ def test_tools_work_as_in_trl():
     assert_equal(theirs, ours)
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 4, "gradient_accumulation_steps": 2}])
+SEVERAL = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}
+AVERAGE = {"self_teacher": "ema", "teacher_update_rate": 0.3}
+
+
+@pytest.mark.parametrize("options", [{}, SEVERAL, {**SEVERAL, **AVERAGE}])
 def test_resumed_run_is_the_run(tmp_path, options):
     """Bit for bit, with a view whose random numbers depend on the step, and in the middle of a generation batch."""
     objects = {"teacher_model": None}
-    options |= {"teacher_view": "mask_patches(ratio=0.5)", "shuffle_dataset": True, "per_device_train_batch_size": 4}
+    options = {
+        **options,
+        "teacher_view": "mask_patches(ratio=0.5)",
+        "shuffle_dataset": True,
+        "per_device_train_batch_size": 4,
+    }
     options |= {"objects": objects, "max_steps": 3, "optim": "adamw_torch", "reward": None, "media_prefetch": 1}
 
     def trainer(folder, **more):
@@ -246,6 +375,10 @@ def test_resumed_run_is_the_run(tmp_path, options):
         assert torch.equal(one, other), name
     logs = [[each["loss"] for each in run.state.log_history if "loss" in each] for run in (whole, resumed)]
     assert logs[0] == logs[1] and len(set(logs[0])) == 3
+    assert (whole.ema is None) == ("self_teacher" not in options)
+    if whole.ema is not None:
+        assert all(torch.equal(*each) for each in zip(whole.ema.values(), resumed.ema.values(), strict=True))
+        assert any(not torch.equal(*each) for each in zip(whole.ema.values(), whole.model.parameters(), strict=True))
 
 
 def test_table_and_card(tmp_path):
@@ -296,6 +429,10 @@ REFUSED = {
     "itself": ({"teacher_model": None}, {}, "would learn nothing"),
     "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "adapter, and it has"),
     "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
+    "average of a teacher": ({}, {"self_teacher": "ema"}, "but there is a teacher"),
+    "average of a server": ({"teacher_model": None}, {**SERVER, "self_teacher": "ema"}, "but there is a teacher"),
+    "rate": ({"teacher_model": None}, {"self_teacher": "ema", "teacher_update_rate": 0.0}, "above 0 and at most 1"),
+    "rate of no average": ({"teacher_model": None}, {"teacher_update_rate": 0.1}, "no effect without `self_teacher"),
     "settings of a model": ({}, {"teacher_model_init_kwargs": {"dtype": "float32"}}, "is a model already"),
     "no view": ({}, {"teacher_view": "blanc"}, "blank"),
     "top of one": ({}, {"loss_top_k": 1, "loss_add_tail": False}, "raise `loss_top_k`"),

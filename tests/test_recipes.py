@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import datasets
+import PIL.Image
 import pytest
 import soundfile
 import yaml
@@ -20,6 +21,7 @@ from helpers.trainer_utils import length_and_sum, load, saved
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import (
+    MultimodalDistillationTrainer,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
@@ -48,6 +50,7 @@ TRAINERS = {
     "rloo": MultimodalRLOOTrainer,
     "ppo": MultimodalPPOTrainer,
     "sft": MultimodalSFTTrainer,
+    "distillation": MultimodalDistillationTrainer,
 }
 REFRESH = runpy.run_path(str(ROOT / "docs" / "refresh_recipes.py"))
 # Kinds of media of prepared datasets, images if it isn't here
@@ -115,6 +118,16 @@ def sources(folder):
     for split in ("train", "test"):
         Dataset.from_list(rows, features).to_parquet(folder / "geometry3k" / f"{split}-00000-of-00001.parquet")
     save_grounding(folder)
+    (folder / "Vision-OPD-6K").mkdir()
+    for name, crop in (("images", None), ("teacher_images", (0, 0, 28, 56))):
+        (folder / "Vision-OPD-6K" / name).mkdir()
+        for i in range(4):
+            PIL.Image.open(folder / "media" / f"{i}.png").crop(crop).save(folder / "Vision-OPD-6K" / name / f"{i}.png")
+    asked = {"question": "What color is the cat?", "answer": "A"}
+    rows = [{name: [f"{name}/{i}.png"] for name in ("images", "teacher_images")} for i in range(4)]
+    rows = [{**row, "problem": f"<image>\n{asked['question']}", "answer": "A", "extra_info": asked} for row in rows]
+    lines = "".join(json.dumps({**row, "bbox": [1, 2, 3, 4]}) + "\n" for row in rows)
+    (folder / "Vision-OPD-6K" / "train.jsonl").write_text(lines)
 
 
 def save_grounding(folder):
@@ -166,7 +179,8 @@ def prepared(path, tmp_path):
     sources(tmp_path / "sources")
     lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
-    words[2] = str(tmp_path / "sources" / Path(words[2]).name)
+    place = Path(words[2]) if words[2].endswith("/train.jsonl") else Path(Path(words[2]).name)
+    words[2] = str(tmp_path / "sources" / place)
     words = [str(tmp_path / "sources" / "media") if words[i - 1] == "--media_dir" else w for i, w in enumerate(words)]
     name = words[words.index("--output_dir") + 1]
     words[words.index(name, words.index("--output_dir"))] = str(tmp_path / name)

@@ -193,6 +193,15 @@ def test_system_prompt_before_prompts(prompt, expected, kind):
 
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
+def test_system_prompt_before_what_a_teacher_reads(kind):
+    user, own = {"role": "user", "content": "It is a cat."}, {"role": "system", "content": "You know."}
+    dataset = Dataset.from_dict({"prompt": ["What?"] * 3, "teacher_prompt": [[user], [own, user], None]})
+    made = prompted(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system_prompt="Be brief.")
+    assert [row["teacher_prompt"] for row in read(made)] == [[SYSTEM, user], [own, user], None]
+    assert [row["prompt"][0] for row in read(made)] == [SYSTEM] * 3
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_prompts_that_cant_be_made(kind):
     with pytest.raises(ValueError, match=r"no column 'quest', .*\['audio', 'n', 'question'\]"):
         prompted(rows_of(kind), prompt="{quest}")

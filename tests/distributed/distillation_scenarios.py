@@ -5,7 +5,7 @@ import torch
 from helpers.chats import image
 from helpers.families import FAMILIES
 from peft import LoraConfig
-from training import GROUP, Injecting, row, train
+from training import ENGINE, GROUP, Injecting, row, train
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
 
@@ -31,12 +31,12 @@ def teacher():
     return model
 
 
-def distill(folder, teacher_model=None, **options):
+def distill(folder, teacher_model=None, dataset=None, **options):
     """Runs two updates on two prompts each."""
     return train(
         folder,
         "qwen2_5_vl",
-        rows(),
+        dataset or rows(),
         2 * GROUP,
         InjectingDistillation,
         reward_func=teacher_model,
@@ -63,3 +63,11 @@ def distill_view(folder):
 def distill_adapter(folder):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return distill(folder, student_view="blank", self_teacher="base", objects={"peft_config": adapter})
+
+
+def distill_average(folder):
+    """The teacher sees an image where the student has none. ZeRO-3 has no average of weights."""
+    crop = image(28, 56)["image"]
+    dataset = [{**each, "teacher_image": None if each["image"] else crop} for each in rows()]
+    average = {} if ENGINE == "zero3" else {"self_teacher": "ema", "teacher_update_rate": 0.5}
+    return distill(folder, dataset=dataset, **average)

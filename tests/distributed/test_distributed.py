@@ -534,6 +534,7 @@ def test_supervised_rows_train_as_in_one_process(engine, two, one):
 
 
 DISTILLATION = ["distill_teacher", "distill_parts", "distill_top_k", "distill_view", "distill_adapter"]
+DISTILLATION += ["distill_average"]
 
 
 @on(["ddp", "fsdp2", "zero2", "zero3"], *DISTILLATION)

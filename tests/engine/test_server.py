@@ -47,9 +47,25 @@ def make(server, omni, tmp_path, rows=None, **options):
     return engine_runs.make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, load_omni(omni), **options)
 
 
-@pytest.mark.parametrize("options", [{"beta": 0.5}, {"teacher_view": "blank", "num_generations": 1}])
+def rows_with_a_crop():
+    """Returns rows of which the teacher sees another image in the last one."""
+    crops = [None, None, None, [image(28, 56, 5)["image"]]]
+    rows = omni_rows()
+    transform = rows.format["format_kwargs"]["transform"]
+    return rows.with_transform(
+        lambda batch: {**transform(batch), "teacher_images": [crops[i] for i in batch["index"]]}
+    )
+
+
+ALONE = {"teacher_view": "blank", "num_generations": 1, "per_device_train_batch_size": 4}
+CROP = {"rows": rows_with_a_crop, "beta": 0.5}
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.5}, ALONE, CROP])
 def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
     """Distills from the served model and from the same one in this process, which say the same of each completion."""
+    options = dict(options)
+    make_rows = options.pop("rows", omni_rows)
     found = []
     for local in (True, False):
         objects = {**load_omni(omni), "reward_funcs": None}
@@ -60,7 +76,7 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
         given = {"loss_top_k": 4, "max_steps": 1, "learning_rate": 0.0, "use_vllm": False, "num_generations": 2}
         given |= {"vllm_engine_kwargs": None, "model_init_kwargs": None, "seed": 3, "self_check": False, **options}
         given |= {} if local else {"teacher_model_server_url": server}
-        classes, rows = (MultimodalDistillationTrainer, MultimodalDistillationConfig), omni_rows()
+        classes, rows = (MultimodalDistillationTrainer, MultimodalDistillationConfig), make_rows()
         trainer = engine_runs.make(*classes, OMNI, rows, tmp_path, objects, **given)
         trainer.train()
         found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])

@@ -50,10 +50,11 @@ def distill(trainer_class, family: str, dataset, objects=None, **options):
     return run(trainer_class, family, dataset, reward=None, objects=objects, **options)
 
 
-def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0):
+def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0, top_k=None):
     """
     Returns the mean divergence of the completions' tokens with its gradients, and the student's mean entropy, by the
     equations, from the models' own forwards of one completion after the other. `read` holds what the teacher reads.
+    With `top_k`, all but the teacher's most likely tokens count as one.
     """
     total, entropy, n_tokens = 0.0, 0.0, sum(map(len, completions))
     for content, own, ids in zip(contents, read or contents, completions, strict=True):
@@ -69,13 +70,22 @@ def by_hand(student, teacher, processor, contents, completions, *, beta, read=No
                         inputs[name] = torch.cat([value, more], dim=1)
                 logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
                 log_probs.append((logits / temperature).log_softmax(-1))
-        total = total + divergence(*log_probs, beta).sum()
         entropy -= (log_probs[0].exp() * log_probs[0]).sum().item()
+        if top_k is not None:
+            log_probs = with_rest(*log_probs, top_k)
+        total = total + divergence(*log_probs, beta).sum()
     loss = total / n_tokens
     student.zero_grad()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
     return loss.item(), entropy / n_tokens, gradients
+
+
+def with_rest(student, teacher, top_k):
+    """Returns log-probabilities of the teacher's most likely tokens, and that of all others together."""
+    ids = teacher.topk(top_k, dim=-1).indices
+    chosen = [each.exp().gather(-1, ids) for each in (student, teacher)]
+    return [torch.cat([each, 1 - each.sum(-1, keepdim=True)], dim=-1).log() for each in chosen]
 
 
 def divergence(student, teacher, beta):

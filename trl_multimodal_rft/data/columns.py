@@ -28,6 +28,10 @@ MEDIA_COLUMNS = {
     "videos": "video",
 }
 
+# Start of the names of columns that a teacher reads in place of those without it
+TEACHER = "teacher_"
+TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
+
 # Keys for media in other formats: OpenAI's in blocks, Ollama's next to the content of a message
 _MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
 
@@ -222,6 +226,7 @@ def rows_to_messages(
     ignored: Collection[str] = (),
     placeholders: Collection[str] = (),
     rules: MediaRules = DEFAULT_RULES,
+    prefix: str = "",
 ) -> list[dict[str, Any]]:
     """
     Moves the media of dataset rows into their prompts.
@@ -248,6 +253,9 @@ def rows_to_messages(
             The model's placeholder tokens. If `"<image>"` is one, plain-text prompts keep it as text.
         rules ([`~data.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
+        prefix (`str`, *optional*, defaults to `""`):
+            Where a row has columns whose names start with it, they take the place of the prompt, or of the columns of
+            their kind of media, such as `"teacher_images"` of `"image"`.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
@@ -259,18 +267,19 @@ def rows_to_messages(
             their row, if no user message can receive them, or if a message has unread media or an invalid option.
     """
     numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
-    for number, row in zip(numbers, rows, strict=True):
-        _check_prompt(row["prompt"], number)
+    names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
+    prompts = [row[name] for name, row in zip(names, rows, strict=True)]
+    for name, number, prompt in zip(names, numbers, prompts, strict=True):
+        _check_prompt(prompt, name, number)
     media = [
-        _column_media({key: value for key, value in row.items() if key not in ignored}, number)
+        _column_media({key: value for key, value in row.items() if key not in ignored}, number, prefix)
         for number, row in zip(numbers, rows, strict=True)
     ]
-    prompts = [row["prompt"] for row in rows]
     if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in placeholders)]
-            prompts[index] = _place(messages, media[index], numbers[index], tags)
+            prompts[index] = _place(messages, media[index], names[index], numbers[index], tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_ruled(_as_blocks(message), rules) for message in messages] for messages in prompts]
     return [
@@ -398,29 +407,32 @@ def _absent(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
-def _column_media(row: dict[str, Any], index: int) -> dict[str, list[MediaRef]]:
+def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str, list[MediaRef]]:
     """The media in the columns of a row, by kind."""
     media = {kind: [] for kind in MODALITIES}
-    for column, kind in MEDIA_COLUMNS.items():
+    replaced = {kind for name, kind in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None}
+    for name, kind in MEDIA_COLUMNS.items():
+        own = prefix if kind in replaced else ""
+        column, singular = f"{own}{name}", f"{own}{kind}"
         value = row.get(column)
         if value is None:
             continue
         whole = MediaRef(kind, value, {}, column, index)
         if _absent(value):
             raise whole.error(f"{sorted(value)} are all None; set one of them, or the whole column to None")
-        if column == kind:
+        if column == singular:
             if _holds_several(kind, value):
                 raise whole.error(f"holds a list; rename the column to '{column}s'")
             refs = [whole]
         else:
             if not isinstance(value, (list, tuple)):
-                raise whole.error(f"holds a {type(value).__name__}, not a list; rename the column to '{kind}'")
+                raise whole.error(f"holds a {type(value).__name__}, not a list; rename the column to '{singular}'")
             refs = [MediaRef(kind, item, {}, f"{column}[{i}]", index) for i, item in enumerate(value)]
             for ref in refs:
                 if _absent(ref.source):
                     raise ref.error("is None; leave it out of the list, or set the whole column to None")
         if refs and media[kind]:
-            raise whole.error(f"the row also has '{kind}'; set one of the two columns to None")
+            raise whole.error(f"the row also has '{singular}'; set one of the two columns to None")
         media[kind] += refs
     return media
 
@@ -459,25 +471,25 @@ def check_decoded(text: Any, column: str, row: int) -> None:
         return
 
 
-def _check_prompt(prompt: Any, row: int) -> None:
-    check_decoded(prompt, "prompt", row)
+def _check_prompt(prompt: Any, column: str, row: int) -> None:
+    check_decoded(prompt, column, row)
     is_text = isinstance(prompt, str)
     if not is_text and not (isinstance(prompt, list) and prompt):
         found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
         remedy = "give a text or a list of messages, or remove the row"
-        raise MediaError(f"row {row}, column 'prompt': is {found}; {remedy}")
+        raise MediaError(f"row {row}, column '{column}': is {found}; {remedy}")
 
 
 def _place(
-    messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], row: int, tags: list[str]
+    messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, row: int, tags: list[str]
 ) -> list[dict[str, Any]]:
-    """Copies messages and puts the media of the columns into them."""
-    messages = [_parse_message(message, f"prompt[{m}]", row) for m, message in enumerate(messages)]
+    """Copies messages of the column `name` and puts the media of other columns into them."""
+    messages = [_parse_message(message, f"{name}[{m}]", row) for m, message in enumerate(messages)]
     placeholders = _placeholders(messages)
     tags = [kind for kind in tags if media[kind] and not placeholders[kind]]
     if tags:
         for m, message in enumerate(messages):
-            _open_tags(message, tags, f"prompt[{m}].content", row)
+            _open_tags(message, tags, f"{name}[{m}].content", row)
         placeholders = _placeholders(messages)
 
     unplaced = []

@@ -16,7 +16,7 @@ from datasets import Audio, Dataset, Features, Image, List, Value, Video, concat
 from ..families import MODALITIES
 from .benchmarks import PROBLEM_TEMPLATE
 from .choices import without_letters
-from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, rows_to_messages, shortened
+from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages, shortened
 from .named import json_file, load_rows, read_json, required
 from .nested import is_media_feature
 from .rows import Row
@@ -448,7 +448,7 @@ def _convert(
     columns = {name: [row[name] for row in converted] for name in converted[0]}
     chat = next(iter(columns))
     if used is not None:
-        extras = {key: None for row in rows for key in row if key not in used | columns.keys() | MEDIA_COLUMNS.keys()}
+        extras = {key: None for row in rows for key in row if key not in used | columns.keys() and not _is_media(key)}
         columns |= {key: [row.get(key) for row in rows] for key in extras}
     blocks = [block for messages in columns[chat] for message in messages for block in message["content"]]
     options = sorted({key for block in blocks for key in block} - {"type", "text"})
@@ -489,12 +489,12 @@ def _read(
         numbers = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
         for count, number in zip(counts, pc.fill_null(numbers, 0).to_pylist(), strict=True):
             count[name] = number
-    for kind, feature in _FEATURES.items():
-        values = [_files(row, kind, number, folder) for number, row in enumerate(rows)]
+    for name, feature in [(f"{prefix}{kind}", each) for prefix in ("", TEACHER) for kind, each in _FEATURES.items()]:
+        values = [_files(row, name, number, folder) for number, row in enumerate(rows)]
         if any(values):
-            media.append(Dataset.from_dict({f"{kind}s": values}, Features({f"{kind}s": List(feature)})))
+            media.append(Dataset.from_dict({f"{name}s": values}, Features({f"{name}s": List(feature)})))
             for count, value in zip(counts, values, strict=True):
-                count[f"{kind}s"] = len(value)
+                count[f"{name}s"] = len(value)
     return rows, media, counts
 
 
@@ -509,9 +509,13 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
     return row
 
 
+def _is_media(column: str) -> bool:
+    return column.removeprefix(TEACHER) in MEDIA_COLUMNS
+
+
 def _stored(dataset: Dataset, name: str) -> Dataset | None:
     """A column of stored media with the feature of its kind, `None` for other columns and for paths."""
-    if name not in MEDIA_COLUMNS:
+    if not _is_media(name):
         return None
     column, feature = dataset.select_columns([name]), dataset.features[name]
     inner = feature.feature if isinstance(feature, List) else feature
@@ -519,14 +523,15 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
         return column
     if not (isinstance(inner, dict) and "bytes" in inner and inner.keys() <= {"bytes", "path"}):
         return None
-    of_kind = _FEATURES[MEDIA_COLUMNS[name]]
+    of_kind = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
     return column.cast_column(name, List(of_kind) if isinstance(feature, List) else of_kind)
 
 
-def _files(row: dict[str, Any], kind: str, number: int, folder: Path) -> list[Any]:
-    """The media of a kind in a row, with absolute paths."""
+def _files(row: dict[str, Any], name: str, number: int, folder: Path) -> list[Any]:
+    """The media of a kind in a row, the teacher's or others, with absolute paths."""
     found: list[Any] = []
-    for column in (kind, f"{kind}s"):
+    kind = name.removeprefix(TEACHER)
+    for column in (name, f"{name}s"):
         value = row.get(column)
         for item in value if isinstance(value, list) else [] if value is None else [value]:
             path = item.get("path") or item.get(kind) if isinstance(item, dict) else item

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from .columns import MEDIA_COLUMNS
+from .columns import MEDIA_COLUMNS, TEACHER
 from .features import undecoded
 
 
@@ -63,8 +63,8 @@ class EndlessRows:
 
 def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
     """Converts numeric lists, as which Arrow returns arrays, back to arrays, which copy faster."""
-    media = {key: _as_array(row[key]) for key in MEDIA_COLUMNS if key in row}
-    for column in ("prompt", "messages"):
+    media = {key: _as_array(value) for key, value in row.items() if key.removeprefix(TEACHER) in MEDIA_COLUMNS}
+    for column in ("prompt", "messages", f"{TEACHER}prompt"):
         if isinstance(row.get(column), list):
             media[column] = [
                 {**message, "content": [_as_array(block) for block in message["content"]]}

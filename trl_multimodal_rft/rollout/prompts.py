@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..data.columns import iter_refs, rows_to_messages
+from ..data.columns import TEACHER, TEACHER_COLUMNS, iter_refs, rows_to_messages
 from ..data.rows import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..data.unread import check_has_prompt
@@ -43,11 +43,14 @@ class PromptEncoder:
                     "frames by a rule of its own, so that completions would be scored against a different prompt."
                 )
 
-    def messages(self, rows: Sequence[Row]) -> list[Any]:
-        """The prompts of rows of a batch, with their media; `None` if environments make them."""
+    def messages(self, rows: Sequence[Row], prefix: str = "") -> list[Any]:
+        """
+        The prompts of rows of a batch, with their media; `None` if environments make them. Columns whose names start
+        with the prefix take the place of others.
+        """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
-        placed = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules)
+        placed = rows_to_messages(rows, self.ignored_media_columns, self._placeholders, self.media_rules, prefix)
         return [row["prompt"] for row in placed]
 
     def encode_row(self, row: Row, prompt: Any = None) -> EncodedPrompt | None:
@@ -62,6 +65,13 @@ class PromptEncoder:
             self.checked(prompt, row.number)
             return None
         return self.encode(prompt, row.number)
+
+    def encode_teachers(self, row: Row) -> EncodedPrompt | None:
+        """What a teacher reads of a row; `None` if that isn't another prompt than the student's, or has no media."""
+        if not reads_apart(row):
+            return None
+        (prompt,) = self.messages([row], TEACHER)
+        return self.encode_row(row, prompt)
 
     def encode(self, prompt: Any, row: int, view: View | None = None, **template_kwargs: Any) -> EncodedPrompt:
         """The prompt of a row's messages, with its media under a view if one is given."""
@@ -83,3 +93,8 @@ class PromptEncoder:
     def checked(self, prompt: Any, row: int) -> Any:
         """Messages whose control tokens are dealt with."""
         return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
+
+
+def reads_apart(row: Row) -> bool:
+    """Whether a teacher reads something else than a student of a row."""
+    return any(row.get(name) is not None for name in TEACHER_COLUMNS)

@@ -49,6 +49,7 @@ class EncodedRow:
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
     messages: Any = None
     prompt: EncodedPrompt | None = None  # `None` without media: text is tokenized as the other rows of its batch are
+    teachers: EncodedPrompt | None = None  # what a teacher reads instead, `None` without media
 
 
 class _Read(NamedTuple):
@@ -58,6 +59,8 @@ class _Read(NamedTuple):
     prompt: Any = None
     decoded: Any = ()  # media of the prompt
     messages: Any = None  # by themselves
+    teachers: Any = None  # the prompt of a teacher
+    teachers_decoded: Any = ()
 
 
 class RowStream:
@@ -65,7 +68,8 @@ class RowStream:
     Reads and encodes a trainer's rows. In training, it replaces rows that can't be read.
 
     `encode` encodes the prompt of one row; it is `None` where environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages, which `encode` gets, too. `columns` are those to keep, by default all.
+    converts the rows of a batch to messages, which `encode` gets, too. `encode_teachers` encodes what a teacher reads
+    of a row, if that is something else. `columns` are those to keep, by default all.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class RowStream:
         *,
         encode: Callable[..., Any] | None,
         messages: Callable[[list[Row]], list[Any]] | None = None,
+        encode_teachers: Callable[[Row], Any] | None = None,
         columns: Collection[str] | None = None,
         metrics: Any,
         state: Callable[[], TrainerState],
@@ -82,6 +87,7 @@ class RowStream:
         self.skipped: dict[int, str] = {}  # training rows that can't be read, and why
         self._args, self._accelerator, self._metrics, self._state = args, accelerator, metrics, state
         self._encode, self._messages, self._columns = encode, messages, columns
+        self._encode_teachers = encode_teachers
         self._rows: DatasetRows | None = None  # to train on; `None` for a stream
         self._batches: Any = None  # of these
         self._completions = 1
@@ -244,8 +250,9 @@ class RowStream:
             read = self._pool.take(key)
         else:
             read = self._encoded(key if rows is None else rows[key])
-        if read.decoded:
-            read.prompt.decoded = read.decoded  # which isn't pickled with it
+        for prompt, decoded in ((read.prompt, read.decoded), (read.teachers, read.teachers_decoded)):
+            if decoded:
+                prompt.decoded = decoded  # which isn't pickled with it
         if training:
             self._last_row = read.row
         return read
@@ -258,12 +265,14 @@ class RowStream:
         else:
             (messages,) = self._messages([row])
             prompt = self._encode(row, messages)
-        return _Read(row, prompt, getattr(prompt, "decoded", ()), messages)
+        teachers = None if self._encode_teachers is None else self._encode_teachers(row)
+        decoded = (getattr(each, "decoded", ()) for each in (prompt, teachers))
+        return _Read(row, prompt, next(decoded), messages, teachers, next(decoded))
 
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
         columns = restore_rows([each.row for each in read], self._args.media_rules)
         return [
-            EncodedRow(each.row.number, restored, each.row, placed, each.prompt)
+            EncodedRow(each.row.number, restored, each.row, placed, each.prompt, each.teachers)
             for each, restored, placed in zip(read, columns, self._placed(read), strict=True)
         ]
 

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from datasets import (
@@ -18,6 +19,11 @@ from datasets import (
     concatenate_datasets,
 )
 
+from ..data.columns import TEACHER
+
+
+# Columns that `--system_prompt` changes
+_PROMPTS = ("prompt", f"{TEACHER}prompt")
 
 # "{{word}}" or "{word}"
 _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -47,27 +53,31 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
 
 
 def with_system_message(dataset: Dataset | IterableDataset, text: str | None) -> Dataset | IterableDataset:
-    """Puts a system message before the prompts of a dataset."""
+    """Puts a system message before the prompts of a dataset, also those of a teacher that have none of their own."""
     if text is None:
         return dataset
-    columns, feature = dataset.column_names, (dataset.features or {}).get("prompt")
+    columns, features = dataset.column_names, dataset.features or {}
     if columns is not None and "prompt" not in columns:
         raise ValueError(
             f"The dataset has no column 'prompt' for `--system_prompt`, only {sorted(columns)}; make one with "
             "`--prompt`."
         )
-    if _holds_media(feature):
-        raise ValueError(
-            "The column 'prompt' has media among its messages, which `--system_prompt` doesn't support; write the "
-            "system message into the column."
-        )
-    if feature is None or isinstance(feature, Value):
-        feature = List({"role": Value("string"), "content": Value("string")})
+    made = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
+    for name, feature in made.items():
+        if _holds_media(feature):
+            raise ValueError(
+                f"The column {name!r} has media among its messages, which `--system_prompt` doesn't support; write "
+                "the system message into the column."
+            )
+        if feature is None or isinstance(feature, Value):
+            made[name] = List({"role": Value("string"), "content": Value("string")})
+
+    put = partial(_with_system, text)
 
     def after_system(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        return {"prompt": _with_system(row["prompt"], text, place)}
+        return {name: put(row[name], place, name) for name in _PROMPTS if name in row}
 
-    return _with_columns(dataset, ["prompt"], {"prompt": feature}, after_system)
+    return _with_columns(dataset, [*made], made, after_system)
 
 
 def _with_columns(
@@ -106,8 +116,10 @@ def _filled(template: str, row: Mapping[str, Any], place: int, option: str) -> s
     return _NAMES.sub(value, template)
 
 
-def _with_system(prompt: str | list[dict[str, Any]], text: str, place: int) -> list[dict[str, Any]]:
+def _with_system(text: str, prompt: Any, place: int, name: str) -> Any:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if name != "prompt" and (messages is None or messages[0]["role"] == "system"):
+        return messages
     if not messages or messages[0]["role"] == "system":
         raise ValueError(f"row {place}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     blocks = isinstance(messages[0]["content"], list)

@@ -185,6 +185,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else self.prompts.encode_row,
             messages=self.prompts.messages,
+            encode_teachers=self.prompts.encode_teachers if args.is_distillation else None,
             columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,

@@ -56,6 +56,8 @@ logger = get_logger(__name__)
 
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
+# File of a checkpoint with an average of the weights
+_AVERAGE = "ema.safetensors"
 
 
 class CheckpointMixin(Trainer):
@@ -78,6 +80,7 @@ class CheckpointMixin(Trainer):
     sampler: Any = None
     _stream: Any
     _kinds_seen: set[str]
+    ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _resumed_from: str | None = None  # a checkpoint
     _uploaded: Path | None = None  # the checkpoint of the last push from one
@@ -236,6 +239,14 @@ class CheckpointMixin(Trainer):
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
             load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
+        if self.ema is not None:
+            if not (folder / _AVERAGE).exists():
+                raise ValueError(
+                    f"{folder} has no average of the weights; resume without `{self.ema.option}`, or from a "
+                    "checkpoint that was saved with it and without `save_only_model`."
+                )
+            self.ema.follow(self.model)
+            self.ema.load(folder / _AVERAGE)
         # A rank that the previous run didn't have restores what all ranks share from rank 0
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
@@ -393,6 +404,8 @@ class CheckpointMixin(Trainer):
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
         if self._reference_moves:
             save_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+        if self.ema is not None:
+            self.ema.save(folder / _AVERAGE, self.args.should_save)
 
     # Publishing
 

@@ -38,7 +38,11 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             View under which the student samples and is trained; the teacher sees the media as they are.
         self_teacher (`str`, *optional*, defaults to `"current"`):
             Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
-            student at each update, without a gradient, `"base"` those without its adapter, which don't change.
+            student at each update, without a gradient, `"base"` those without its adapter, which don't change, and
+            `"ema"` an exponential moving average of the student's.
+        teacher_update_rate (`float`, *optional*, defaults to `0.05`):
+            With `self_teacher="ema"`, share of the student's weights in the average after each update, as in TRL's
+            SDFT and SDPO.
 
         teacher_model_server_url (`str`, *optional*):
             Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
@@ -69,7 +73,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     generation_batch_size: int | None = None
     teacher_view: str | None = None
     student_view: str | None = None
-    self_teacher: str = field(default="current", metadata={"choices": ["current", "base"]})
+    self_teacher: str = field(default="current", metadata={"choices": ["current", "base", "ema"]})
+    teacher_update_rate: float = 0.05
     teacher_model_server_url: str | None = None
     loss_top_k: int = 0
     loss_add_tail: bool = True
@@ -88,6 +93,10 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}; the default is 1.")
         super().__post_init__()
         check_choice(self, "self_teacher")
+        if not 0 < self.teacher_update_rate <= 1:
+            raise ValueError(f"`teacher_update_rate` must be above 0 and at most 1, got {self.teacher_update_rate}.")
+        if self.teacher_update_rate != type(self).teacher_update_rate and self.self_teacher != "ema":
+            raise ValueError("`teacher_update_rate` has no effect without `self_teacher='ema'`; set it too.")
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 as_view(getattr(self, name))  # which checks it

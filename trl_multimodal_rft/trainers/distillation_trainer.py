@@ -13,6 +13,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import scored_mean
+from ..data.columns import TEACHER_COLUMNS
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
@@ -21,6 +22,7 @@ from ..rollout.stream import EncodedRow
 from ..rollout.views import continued
 from .base import MultimodalTrainer
 from .distillation_config import MultimodalDistillationConfig
+from .ema import MovingAverage
 from .engine import check_engine
 from .offload import offloading
 from .rollout_logs import log_completions, log_contribution
@@ -88,13 +90,14 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         teacher_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Teacher, of the student's vocabulary, and for media of its family: it gets the student's prompts and
             features. By default the one that `teacher_model_name_or_path` names, or else the student itself, with
-            `teacher_view`, `student_view` or a column `teacher_prompt`.
+            `teacher_view`, `student_view` or columns of the teacher.
         args ([`MultimodalDistillationConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset with a `prompt` column and media, as for [`MultimodalGRPOTrainer`]. What a column `teacher_prompt`
-            has, such as the solution in addition to the question, the teacher reads in place of `prompt`, with the
-            same media.
+            has, such as the solution in addition to the question, the teacher reads in place of `prompt`, and what
+            `teacher_image`, `teacher_images` and so on have, such as a crop, it sees in place of the columns of that
+            kind.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
             Dataset to use for evaluation, with the same columns.
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -117,7 +120,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
-    _prompt_columns = ("prompt", "teacher_prompt")
+    _prompt_columns = ("prompt", *TEACHER_COLUMNS)
     teacher_model: Any
     reward_weights: Any
 
@@ -148,8 +151,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if tools and args.teacher_model_server_url is not None:
             raise ValueError("A teacher on a server scores completions of one turn; remove `tools`.")
-        if teacher is not None and args.self_teacher == "base":
-            raise ValueError("`self_teacher='base'` is about a student that teaches itself, but there is a teacher.")
+        if args.self_teacher != "current" and (teacher is not None or args.teacher_model_server_url is not None):
+            raise ValueError(
+                f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
+            )
         rule = None if teacher is None else rule_of(unwrapped(None, teacher), "teacher")
         super().__init__(
             model=model,
@@ -177,6 +182,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
                 "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
                 "`peft_config`, or as `teacher_model` the model that it starts from."
             )
+        if args.self_teacher == "ema":
+            self.ema = MovingAverage.of(self.model, 1 - args.teacher_update_rate, 'self_teacher="ema"')
+            self.add_callback(self.ema)
 
     # Rollout
 
@@ -242,11 +250,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
 
     def _teacher_in_words(self) -> str:
         args = self.args
-        who = "the model itself" + (", without its adapter" if args.self_teacher == "base" else "")
+        average = f", with an average of its weights, `teacher_update_rate={args.teacher_update_rate}`"
+        how = {"current": "", "base": ", without its adapter", "ema": average}
+        who = f"the model itself{how[args.self_teacher]}"
         if self.teacher_server is not None:
             who = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:
             who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
-        privileged = ["reading the column `teacher_prompt`"] if "teacher_prompt" in self._columns_seen else []
+        privileged = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self._columns_seen]
         return ", ".join([who, *views, *privileged])

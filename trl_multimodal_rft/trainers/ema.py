@@ -9,9 +9,11 @@ from accelerate.utils import extract_model_from_parallel
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 
 class MovingAverage(TrainerCallback):
@@ -21,9 +23,18 @@ class MovingAverage(TrainerCallback):
     Where processes hold weights in part, so do they hold the average.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float):
+    @classmethod
+    def of(cls, model: nn.Module, decay: float, option: str) -> "MovingAverage":
+        """The average of the weights of a model that train, which an option asks for."""
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(f"`{option}` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
+        return cls({name: p for name, p in model.named_parameters() if p.requires_grad}, decay, option)
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, option: str = "ema_decay"):
+        self.option = option
         self._move = get_ema_multi_avg_fn(decay)
         self._parameters = parameters
+        self._sharded: list[FSDPModule] = []
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -35,6 +46,8 @@ class MovingAverage(TrainerCallback):
         Takes the same weights of a model, where an engine has moved, replaced or sharded them. All processes have to
         call this.
         """
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
         parameters = fsdp2_canonicalize_names(dict(extract_model_from_parallel(model).named_parameters()))
         for name, average in self._average.items():
             self._parameters[name] = parameters[name]
@@ -53,7 +66,13 @@ class MovingAverage(TrainerCallback):
         try:
             yield
         finally:
+            self._reshard()
             self._write(saved)
+
+    def _reshard(self) -> None:
+        """Has the next forward gather weights, where FSDP2 keeps some of those of the last one."""
+        for module in self._sharded:
+            module.reshard()
 
     @torch.no_grad()
     def _write(self, values: dict[str, torch.Tensor]) -> None:

@@ -145,7 +145,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             }"""),
     }
     critic: Any = None  # a `Critic`, a `ValueHead` or none
-    ema: Any = None  # a `MovingAverage`
     _folders_of_model = (_CRITIC,)
     _critic_groups: tuple[bool, ...] = ()  # which parameter groups of the optimizer are the critic's
     _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # what an update may change
@@ -206,7 +205,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 "`gradient_checkpointing_kwargs={'use_reentrant': False}`, or, for an adapter under ZeRO-3, where TRL "
                 "sets it to True, `gradient_checkpointing=False`."
             )
-        policy = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if args.ema_decay is not None:
+            self.ema = MovingAverage.of(self.model, args.ema_decay, "ema_decay")
         if args.advantage_estimator == "gae":
             self.critic = self._make_critic(value_model)
             if args.disable_dropout:
@@ -221,10 +221,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             if args.gradient_checkpointing and is_peft_model(self.model) and not args.shared_trunk:
                 # PEFT switches it on in the model that it wraps, where the critic isn't
                 checkpoint_activations(self.critic.model, args.gradient_checkpointing_kwargs)
-        if args.ema_decay is not None:
-            if is_deepspeed_zero3_enabled():
-                raise ValueError("`ema_decay` averages whole weights, which ZeRO-3 doesn't keep; use ZeRO-2 or FSDP2.")
-            self.ema = MovingAverage(policy, args.ema_decay)
         self._ptx_dataset = ptx_dataset
         self._supervised = None if ptx_dataset is None else EndlessRows(ptx_dataset, args.seed)
         for callback in [each for each in self.callback_handler.callbacks if type(each) is SyncRefModelCallback]:
@@ -452,20 +448,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return
         if not (folder / _CRITIC).is_dir() or not self.critic.load(folder / _CRITIC):
             raise ValueError(f"{folder} has no critic; it is no checkpoint of PPO with one.")
-
-    def _save_state(self, folder: Path) -> None:
-        super()._save_state(folder)
-        if self.ema is not None:
-            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
-
-    def _load_state(self, folder: Path) -> None:
-        super()._load_state(folder)
-        if self.ema is not None:
-            path = folder / f"{_AVERAGE}.safetensors"
-            if not path.exists():
-                raise ValueError(f"{folder} has no average of the weights; resume without `ema_decay`.")
-            self.ema.follow(self.model)
-            self.ema.load(path)
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         found = []

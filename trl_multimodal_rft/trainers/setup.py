@@ -31,7 +31,7 @@ from trl.trainer.utils import (
 
 from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.metrics import PendingMetrics
-from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
@@ -189,14 +189,13 @@ def warn_of_unread(
 ) -> None:
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
-        reads = ("prompt", "completion", "messages") if supervised else ("prompt",)
+        reads = ("completion", "messages") if supervised else TEACHER_COLUMNS * args.is_distillation
         ignored = args.ignored_media_columns or ()
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
             if dataset is not None:
-                needs_prompt = not supervised
-                options: Any = {"reads": reads, "needs_prompt": needs_prompt, "extent": extent, "takes": takes}
-                warning = check_columns(dataset, name, ignored, **options)
+                options: Any = {"needs_prompt": not supervised, "extent": extent, "takes": takes}
+                warning = check_columns(dataset, name, ignored, reads=("prompt", *reads), **options)
                 if warning is not None:
                     logger.warning(warning)
 

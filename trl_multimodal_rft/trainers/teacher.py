@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from ..data.rows import Row
+from ..data.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
@@ -24,14 +24,12 @@ from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
 from ..models.wrapped import unwrapped
+from ..rollout.prompts import reads_apart
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.views import view_prompts
 from ..views import as_view
 
-
-# Of a dataset: messages that the teacher reads in place of those in `prompt`
-_COLUMN = "teacher_prompt"
 
 # Settings of processors that features of media depend on, besides their size
 _GEOMETRY = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
@@ -124,21 +122,23 @@ def rule_of(model: PreTrainedModel, who: str) -> HeadRule:
 
 def teacher_prompts(trainer: Any, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
-    The prompts of completions as the teacher reads them: those of the column `teacher_prompt`, with the media of the
-    row, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
+    The prompts of completions as the teacher reads them, with the columns of the row that are its own in place of the
+    student's, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
     """
-    if any(row.stored.get(_COLUMN) is not None for row in rows):
+    apart = [reads_apart(row.stored) for row in rows]
+    if any(apart):
         if trainer.tools:
             raise ValueError(
-                f"Results of tools would follow prompts of another length, so the column {_COLUMN!r} can't be used "
-                "with `tools`; remove one of them."
+                "Results of tools would follow prompts of another length, so columns of the teacher such as "
+                f"{_own_columns(rows[apart.index(True)].stored)[0]!r} can't be used with `tools`; remove one of them."
             )
-        given = [row.stored.get(_COLUMN) or row.stored["prompt"] for row in rows]
-        stored = [Row(row.number, {**row.stored, "prompt": each}) for row, each in zip(rows, given, strict=True)]
-        messages, encoded = trainer.prompts.messages(stored), {}
-        for prompt, own, number in zip(rollout.prompts, messages, rollout.numbers, strict=True):
-            if id(prompt) not in encoded:
-                encoded[id(prompt)] = trainer.prompts.encode(own, number)
+        placed, encoded = trainer.prompts.messages([row.stored for row in rows], TEACHER), {}
+        messages = [own if its else each for each, own, its in zip(rollout.messages, placed, apart, strict=True)]
+        for prompt, row, own, its in zip(rollout.prompts, rows, messages, apart, strict=True):
+            if not its or row.teachers is not None:
+                encoded[id(prompt)] = row.teachers if its else prompt
+            elif id(prompt) not in encoded:
+                encoded[id(prompt)] = trainer.prompts.encode(own, row.number)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, messages=messages)
     prompts = seen_under(trainer, rollout, trainer.args.teacher_view)
@@ -157,11 +157,16 @@ def seen_under(trainer: Any, rollout: Rollout, given: str | None) -> list[Encode
 def check_own_teacher(trainer: Any, row: Any) -> None:
     """Refuses a student that would be its own teacher of what it sees itself."""
     args = trainer.args
-    if args.teacher_view is None and args.student_view is None and _COLUMN not in row:
+    if args.teacher_view is None and args.student_view is None and not _own_columns(row):
         raise ValueError(
             "There is no teacher but the student itself, which sees the same, so that it would learn nothing; pass "
-            f"`teacher_model`, set `teacher_view` or `student_view`, or add a column {_COLUMN!r}."
+            "`teacher_model`, set `teacher_view` or `student_view`, or add a column such as 'teacher_prompt' or "
+            "'teacher_image'."
         )
+
+
+def _own_columns(row: Any) -> list[str]:
+    return [name for name in TEACHER_COLUMNS if name in row]
 
 
 def server_teacher(trainer: Any) -> ServerTeacher:
@@ -196,11 +201,14 @@ def _as_teacher(trainer: Any) -> Iterator[Any]:
         return
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     base = trainer.args.self_teacher == "base"
+    if trainer.ema is not None:
+        trainer.ema.follow(trainer.model)
     with (
         evaluation_mode(trainer.model),
         disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
         same_weights_trained(model) if base else nullcontext(),
         use_adapter(model, None) if base else nullcontext(),
+        nullcontext() if trainer.ema is None else trainer.ema.applied(),
     ):
         yield trainer.model
 
@@ -220,6 +228,8 @@ def local_target(trainer: Any, rollout: Rollout) -> Target:
             packed=rollout.packed,
         )
         head = head_of(unwrapped(trainer.accelerator, model), trainer.teacher_rule)
+        if trainer.ema is not None and not args.loss_top_k:  # the weights are the student's again when it is used
+            head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
         given: Any = {"hidden": states, "head": head}
         if args.loss_top_k:
             given = top_k_of(states, head, mask, args.loss_top_k, trainer.temperature)
