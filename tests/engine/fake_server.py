@@ -55,21 +55,22 @@ class FakeServer(ThreadingHTTPServer):
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/inference/v1/generate":
-            return self._sample(body)
+            return self.complete(body)
         self.posts.append((path, body))
         if path == "/collective_rpc":  # as tests/shims/vllm_cpu.py sends weights
             with safe_open(Path(body["kwargs"]["weights_path"], "model.safetensors"), "pt") as weights:
                 self.posts[-1] = (path, sum(weights.get_tensor(name).double().sum().item() for name in weights.keys()))
         return {"success": True}
 
-    def _sample(self, body: Any) -> Any:
+    def complete(self, body: Any) -> Any:
         params = body["sampling_params"]
         self.seeds.append(params.get("seed"))
         media = body["features"] and body["features"]["mm_hashes"]
         prompt = json.dumps([body["token_ids"], media], sort_keys=True)
         choices = []
+        first = 0 if params.get("temperature") == 0 else params.get("seed")
         for i in range(params["n"]):
-            seed = random.random() if params.get("seed") is None else params["seed"] + i
+            seed = random.random() if first is None else first + i
             drawn = hashlib.sha256(f"{prompt} {seed}".encode()).digest()[: min(LENGTH, params["max_tokens"])]
             content = [{"logprob": -1.0}] * len(drawn)
             choices.append({"token_ids": [50 + each % 100 for each in drawn], "logprobs": {"content": content}})

@@ -69,7 +69,7 @@ def counted(engine, name: str, counts: dict[str, list[int]]) -> None:
 
 def run(output: Path, model: Path, options: dict) -> dict:
     options = {"per_device_train_batch_size": 6, **options}
-    n_evaluated = options.pop("n_evaluated", 0)
+    n_evaluated, rows = options.pop("n_evaluated", 0), omni_rows().select([0, 1, 2, 3] * 2)
     args = MultimodalGRPOConfig(
         output_dir=str(output / "run"),
         use_cpu=True,
@@ -77,6 +77,8 @@ def run(output: Path, model: Path, options: dict) -> dict:
         num_generations=4,
         max_completion_length=6,
         max_steps=2,
+        learning_rate=1e-3,
+        vllm_importance_sampling_correction=False,  # servers say the same log-probability of all tokens
         report_to="none",
         save_strategy="no",
         gradient_checkpointing=False,
@@ -87,9 +89,7 @@ def run(output: Path, model: Path, options: dict) -> dict:
         **options,
     )
     try:
-        trainer = MultimodalGRPOTrainer(
-            reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model)
-        )
+        trainer = MultimodalGRPOTrainer(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(model))
         engine, counts, sampled = trainer.vllm_generation, {}, []
         for adapter in engine.vllm_client.session.adapters.values():
             adapter.max_retries.backoff_factor = 0
@@ -107,8 +107,8 @@ def run(output: Path, model: Path, options: dict) -> dict:
         trainer.train()
         evaluated = None
         if n_evaluated:
-            rows = omni_rows().select(range(n_evaluated))
-            found = evaluate_trainer(trainer, rows, args=EvaluationConfig(batch_size=1, max_completion_length=6))
+            few = rows.select(range(n_evaluated))
+            found = evaluate_trainer(trainer, few, args=EvaluationConfig(batch_size=1, max_completion_length=6))
             evaluated = [row["completions"] for row in found.rows]
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
