@@ -28,7 +28,6 @@ def joined(ranks, name="sampled"):
     return [[ids for part in parts for ids in part] for parts in zip(*(rank[name] for rank in ranks), strict=True)]
 
 
-@pytest.mark.slow
 def test_each_process_asks_its_own_server(omni, tmp_path):
     """
     Two and four processes, with one server and with two. Of three groups of four, some straddle processes; an
