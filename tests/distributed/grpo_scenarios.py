@@ -30,6 +30,7 @@ from training import (
     image_rows,
     reward,
     start,
+    synced,
     train,
     weights,
 )
@@ -110,7 +111,8 @@ REUSED = {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2, "m
 
 def whole_groups_checkpointed(folder):
     trainer, result = train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, gradient_checkpointing=True, **REUSED)
-    return {**result, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
+    found = synced(trainer) if result["sharded"] else {}
+    return {**result, **found, "tokens": [sum(map(len, ids)) for ids in trainer.completions]}
 
 
 def without_signal(folder):
@@ -617,7 +619,8 @@ def adapter(folder, family, rows, modules):
         yield AutoPeftModel.from_pretrained(place)
 
     folders = folder / "saved", folder / "output" / f"checkpoint-{REUSED['max_steps']}"
-    return {**result, "saved_otherwise": loaded(trainer, family, load, *folders)}
+    found = synced(trainer) if result["sharded"] else {}
+    return {**result, **found, "saved_otherwise": loaded(trainer, family, load, *folders)}
 
 
 def adapter_images(folder):

@@ -456,6 +456,12 @@ def test_what_ppo_can_not_do(two, engine):
         assert all(message.startswith(start) for message, start in zip(rank["messages"], expected, strict=True))
 
 
+@of({"fsdp2": [FOR_EACH_ENGINE, *ADAPTERS]})
+def test_shards_are_cast_before_an_engine_gets_the_weights(two):
+    for rank in two:
+        assert rank["cast_otherwise"] == [] and rank["gathered"] == 0.5
+
+
 # Frozen parts, and learning rates of parts
 
 TOWER = re.compile(r"(base_model\.model\.)?(critic\.model\.)?model\.visual\.(?!merger)")

@@ -18,7 +18,9 @@ from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES, SPECIAL
 from helpers.samplers import Remembers, Wrapped
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multimodal_rft import (
     MultimodalDistillationConfig,
@@ -30,6 +32,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
 )
+from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
 
 ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
@@ -221,6 +224,43 @@ def averages(trainer):
     """Returns copies of the averages of the policy's parameters."""
     average = getattr(trainer, "ema", None)
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that FSDP2 gathers."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if "all_gather_into_tensor" in func.name():
+            self.n_bytes += found.nbytes
+        return found
+
+
+def synced(trainer):
+    """
+    Returns the weights that differ between what vLLM gets in bfloat16 and what TRL's loop over parameters gives, cast
+    afterwards, and how many bytes are gathered for the former relative to the latter.
+    """
+
+    class Engine(MultimodalVLLMGeneration):
+        dtype = torch.bfloat16
+
+        def _init_vllm(self):
+            pass
+
+    given, counts = [], []
+    engine = Engine(model=trainer.model, accelerator=trainer.accelerator, processing_class=None)
+    for loop in (Engine._iter_fsdp2_params, VLLMGeneration._iter_fsdp2_params):
+        Engine._iter_fsdp2_params = loop
+        with Gathered() as gathered:
+            given.append({name: weight.clone() for name, weight in engine._iter_named_params()})
+        counts.append(gathered.n_bytes)
+    ours, trl = given
+    assert {weight.dtype for weight in trl.values()} == {torch.float32}
+    differ = [name for name in ours | trl if not torch.equal(ours[name], trl[name].bfloat16())]
+    return {"cast_otherwise": differ, "gathered": counts[0] / counts[1]}
 
 
 def compared(straight, resumed):

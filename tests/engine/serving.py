@@ -54,11 +54,11 @@ def _wait(address: str, process: subprocess.Popen, log: Path, seconds: int = PAT
 
 
 def train(
-    model: Path, folder: Path, processes: int, runs: dict[str, dict], **environment: str
+    model: Path, folder: Path, processes: int, runs: dict[str, dict], worker: str = "worker.py", **environment: str
 ) -> dict[str, list[dict]]:
-    """Returns the results of each process of `worker.py` by the name of the run, from each run's options."""
+    """Returns the results of each process of a script by the name of the run, from each run's options."""
     log = folder / "worker.txt"
-    script = [Path(__file__).with_name("worker.py"), folder, model, json.dumps(runs)]
+    script = [Path(__file__).with_name(worker), folder, model, json.dumps(runs)]
     with log.open("w") as output:
         process = subprocess.Popen(
             python_command(script, processes),

@@ -29,14 +29,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
-from trl_multimodal_rft.generation.vllm_server import (
-    ServerRequest,
-    check_server,
-    forget_media,
-    joined,
-    server_features,
-    server_renderer,
-)
+from trl_multimodal_rft.generation.vllm_server import ServerGroup, check_server, server_features, server_renderer
 
 
 def make(server, omni, tmp_path, rows=None, **options):
@@ -88,13 +81,18 @@ def client(server):
     return VLLMClient(base_url=server)
 
 
-def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path):
-    """After updates of all weights, for a sound, text alone, several media in one prompt, and an image."""
-    trainer = make(server, omni, tmp_path, per_device_train_batch_size=16)
+@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank", "rollout_view_fraction": 0.5}])
+def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
+    """
+    After updates of all weights, for a sound, text alone, several media in one prompt, and an image; also where a half
+    of each group sees blank media.
+    """
+    trainer = make(server, omni, tmp_path, per_device_train_batch_size=16, **options)
     encoded = [len(prompt) for prompt, _, _ in trainer_draw(trainer)]
     assert len(set(encoded)) == 4 and len(encoded) == 16
     trainer.train()
     assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
+    assert ("view/reward" in trainer.state.log_history[0]) == bool(options)
 
 
 def test_tools_show_media(server, omni, tmp_path):
@@ -137,10 +135,11 @@ def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
     assert max(trainer.differences) < 1e-5
 
 
-def test_server_that_does_not_forget(client):
-    client.base_url += "/nowhere"
-    with pytest.raises(RuntimeError, match=r"failed to reset its encoder cache.* \(404 .*`VLLM_SERVER_DEV_MODE=1`"):
-        forget_media(client)
+def test_server_that_does_not_forget(server):
+    group = ServerGroup([server], 1234, 1.0)
+    group.clients[0].base_url += "/nowhere"
+    with pytest.raises(RuntimeError, match=rf"server at {server}/nowhere didn't answer /reset_encoder_cache \(404 "):
+        group.reset_encoder_caches()
 
 
 def test_processor_that_makes_other_tokens(server, omni, tmp_path):
@@ -248,17 +247,3 @@ def test_tokens_around_a_medium_are_left_out():
     place = PlaceholderRange(offset=3, length=4, is_embed=inside)
     rendered = {"mm_kwargs": {"audio": []}, "mm_hashes": {"audio": ["a"]}, "mm_placeholders": {"audio": [place]}}
     assert server_features(rendered)["mm_placeholders"] == {"audio": [{"offset": 4, "length": 2}]}
-
-
-def test_requests_of_a_group_are_one():
-    def request(ids, media, count):
-        return ServerRequest(ids, media and {"mm_hashes": {"audio": [media]}}, count, 8, None)
-
-    asked = [
-        request([1], "a", 4),
-        request([2], "b", 2),
-        request([2], "b", 2),
-        request([2], "c", 1),
-        request([2], None, 1),
-    ]
-    assert [(each.ids, each.count) for each in joined(asked)] == [([1], 4), ([2], 4), ([2], 1), ([2], 1)]

@@ -33,6 +33,7 @@ def test_adapter_by_a_server(server, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: None)
     assert difference(trainer) > 1e-3
     monkeypatch.undo()
-    client.base_url += "/other"
+    client.clients[0].base_url += "/other"
+    monkeypatch.setattr(client, "reset_encoder_caches", lambda: None)
     with pytest.raises(RuntimeError, match="404.*--enable-lora --max-lora-rank 8 --max-loras 1 --enable-tower"):
         trainer.vllm_generation.sync_weights()

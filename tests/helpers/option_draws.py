@@ -140,6 +140,7 @@ NOT_DRAWN = {
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
+    "vllm_server_base_urls",
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }

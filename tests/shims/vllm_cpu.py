@@ -53,6 +53,9 @@ from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa:
 # which adapters they have.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.3, "skip_mm_profiling": True}
 
+# How TRL sends weights, by NCCL, which needs GPUs
+BY_NCCL = {name: getattr(VLLMClient, name) for name in ("init_communicator", "update_named_params")}
+
 
 @contextmanager
 def _writable(engine):
@@ -74,7 +77,6 @@ def install() -> None:
         return
     for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
         setattr(engine, name, _in_a_reload(getattr(engine, name)))
-    # NCCL, which sends weights to a server, needs GPUs
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
 

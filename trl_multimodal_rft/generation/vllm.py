@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import GenerationConfig
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..encoding.prompts import EncodedPrompt
@@ -21,16 +22,16 @@ from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_server import (
+    ServerGroup,
     ServerRequest,
     check_server,
-    forget_media,
-    joined,
+    on_all_ranks,
     server_completions,
     server_features,
     server_renderer,
 )
 from .vllm_versions import engine_obstacle
-from .vllm_weights import checkpoint_weights, load_and_find_unread
+from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_unread
 
 
 logger = get_logger(__name__)
@@ -42,9 +43,6 @@ if engine_obstacle() is None:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
-
-# Frames per second that processors assume of videos without metadata
-_ASSUMED_FPS = 24
 
 
 class Completion(NamedTuple):
@@ -91,12 +89,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter: EngineAdapter | None = None,
         adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
+        server_base_urls: Sequence[str] | None = None,
         **kwargs,
     ):
+        self._server_base_urls = server_base_urls
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
         self._while_sampling = while_sampling  # entered when the engine has the weights
+        self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
         self._takes_all_weights = False  # known after the first sync
         super().__init__(**kwargs)
@@ -112,7 +113,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         try:
             with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), processors_unchecked():
-                super()._init_vllm()
+                info = self._connect() if self.mode == "server" else super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
                 raise ValueError(
@@ -120,17 +121,38 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 ) from error
             raise
         if self.mode == "server":
-            found: list[Any] = [None]
-            if self.accelerator.is_main_process:
-                found = [self.vllm_client.get_server_info()]
-                check_server(self.vllm_client, found[0], self.model.config, self._engine_kwargs["dtype"])
-            broadcast_object_list(found, from_process=0)
             renderer = server_renderer(
-                found[0], self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
+                info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
         else:
             renderer = self.llm.renderer
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
+
+    def _connect(self) -> dict[str, Any]:
+        """Connects each rank with its server, and process 0 with all of them. Returns the settings of the former."""
+        rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
+        urls = self._server_base_urls or [self.server_base_url or f"http://{self.server_host}:{self.server_port}"]
+        if len(urls) > n_ranks:
+            raise ValueError(
+                f"`vllm_server_base_urls` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
+                "leave out the rest."
+            )
+
+        def connect() -> tuple[VLLMClient, dict[str, Any]]:
+            if rank == 0:
+                client = ServerGroup(urls, self.group_port, timeout)
+            else:
+                client = VLLMClient(base_url=urls[rank % len(urls)], connection_timeout=timeout)
+            info = client.get_server_info()
+            check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
+            return client, info
+
+        self.vllm_client, info = on_all_ranks(self.accelerator, connect)
+        self._by_main(lambda: self.vllm_client.init_communicator(self.accelerator.device))
+        return info
+
+    def _by_main(self, work: Callable[[], None]) -> None:
+        on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,7 +177,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     ) -> tuple:
         """Samples a completion of each prompt."""
         options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
-        seed = None if sampling is None else options.pop("seed", None)
+        seed = options.pop("seed", None)
+        if sampling is None and seed is not None:
+            seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
         most = options["max_tokens"]
         requests = self._requests(prompts, images, seed, [min(n, most) for n in room or [most] * len(prompts)])
         if any(len(request.ids) + request.most > self.max_length for request in requests):
@@ -242,22 +266,20 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return [outputs[i] for i in range(len(requests))]
 
     def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
-        local = [
-            ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
-            for each in requests
-        ]
-        gathered = gather_object(local)
-        counts = gather_object([sum(each.count for each in requests)])
-        payload: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            with profiler:
-                payload = [server_completions(self.vllm_client, joined(gathered), options)]
-        broadcast_object_list(payload, from_process=0)
-        rank = self.accelerator.process_index
-        first = sum(counts[:rank])
-        return [Completion(*each) for each in payload[0][first : first + counts[rank]]]
+        def ask() -> list[Completion]:
+            asked = [
+                ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
+                for each in requests
+            ]
+            return [Completion(*each) for each in server_completions(self.vllm_client, asked, options)]
+
+        with profiler:
+            return on_all_ranks(self.accelerator, ask)
 
     # Weights
+
+    def _iter_fsdp2_params(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return gathered_weights(module, self.dtype, self.accelerator.device)
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = super()._iter_named_params() if self._adapter is None else self._adapter.weights()
@@ -278,12 +300,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_first = self._adapter_request is None
         gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
+            # First, so that no rank waits in a collective for a server that is gone
+            self._by_main(lambda: self.vllm_client.reset_encoder_caches())
             if gives_weights:
-                super().sync_weights()
+                on_all_ranks(self.accelerator, super().sync_weights)
             if adapter is not None:
-                self._load_adapter_by_server(adapter)
-            if self.accelerator.is_main_process:
-                forget_media(self.vllm_client)
+                self._load_adapter_by_servers(adapter)
             return
         if self.enable_sleep_mode:
             empty_cache()
@@ -337,17 +359,18 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _runner(self) -> Any:
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
-    def _load_adapter_by_server(self, adapter: EngineAdapter) -> None:
-        # Unique, as other runs may use the server
-        name = f"policy-{uuid.uuid4().hex}"
+    def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
+        # Unique, as other runs may use the servers
+        [name] = broadcast_object_list([f"policy-{uuid.uuid4().hex}"])
         folder = Path(self._adapter_folder or "", name).absolute()
         is_main = self.accelerator.is_main_process
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
         last, self._adapter_request = self._adapter_request, LoRARequest(name, 1, str(folder))
-        if is_main:
-            adapter.replace_on_server(self.vllm_client, folder, last and Path(last.lora_path))
+        before = last and Path(last.lora_path)
+        self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
+        self.vllm_client.model = name
 
 
 def _of_unused_towers(model) -> Callable[[str], bool]:

@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,23 +129,24 @@ class EngineAdapter:
         Path(folder, "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
-    def replace_on_server(self, client: Any, folder: Path, last: Path | None) -> None:
-        """Loads the adapter into a server, in place of the last one."""
-        adapter = {"lora_name": folder.name, "lora_path": str(folder)}
-        loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
-        if not loaded.ok:
-            flags = [
-                f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                for name, value in self.engine_kwargs.items()
-                if value is not None
-            ]
-            raise RuntimeError(
-                f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
-                f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
-                f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
-            )
-        client.model = folder.name
+    def replace_on_servers(self, clients: Sequence[Any], folder: Path, last: Path | None) -> None:
+        """Loads the adapter into servers, in place of the last one."""
+        for client in clients:
+            adapter = {"lora_name": folder.name, "lora_path": str(folder)}
+            loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
+            if not loaded.ok:
+                flags = [
+                    f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                    for name, value in self.engine_kwargs.items()
+                    if value is not None
+                ]
+                raise RuntimeError(
+                    f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
+                    f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
+                    f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
+                )
+            if last is not None:
+                before = {"lora_name": last.name}
+                requests.post(f"{client.base_url}/v1/unload_lora_adapter", json=before).raise_for_status()
         if last is not None:
-            before = {"lora_name": last.name}
-            requests.post(f"{client.base_url}/v1/unload_lora_adapter", json=before).raise_for_status()
             shutil.rmtree(last)

@@ -1,15 +1,20 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-vLLM's server: how it must be started, how prompts with media reach it, and how its caches are reset.
+vLLM's servers: how they must be started, how prompts with media reach them, and how their caches are reset.
 
-It takes token ids and processed media, which the trainer makes by vLLM's renderer with the server's settings. Media
+They take token ids and processed media, which the trainer makes by vLLM's renderer with the server's settings. Media
 themselves never travel: HTTP would encode them again, and has no place for the options of processors.
 """
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
+import requests
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
@@ -24,6 +29,8 @@ if engine_obstacle() is None:
     from vllm.sampling_params import RequestOutputKind
 
     from .vllm_versions import mm_serde
+
+T = TypeVar("T")
 
 # Settings of a server that processed media depend on, in the two parts of its configuration
 _OF_MODEL = ("tokenizer_mode", "config_format", "hf_overrides", "model_impl", "max_model_len")
@@ -49,6 +56,75 @@ class ServerRequest(NamedTuple):
     count: int  # completions
     most: int  # tokens of a completion
     seed: int | None
+
+
+class ServerGroup(VLLMClient):
+    """
+    TRL's client of several servers, which get the weights from one broadcast. It samples from the first one.
+
+    Args:
+        urls (`Sequence[str]`):
+            Addresses of the servers.
+        group_port (`int`):
+            Port of this process at which the servers join the broadcast.
+        timeout (`float`):
+            Seconds to wait for each server.
+
+    Raises:
+        `ValueError`: If servers have the same seed.
+    """
+
+    def __init__(self, urls: Sequence[str], group_port: int, timeout: float):
+        super().__init__(base_url=urls[0], group_port=group_port, connection_timeout=timeout)
+        self.clients = [VLLMClient(base_url=url, connection_timeout=timeout) for url in urls]
+        seeds = [each.get_server_info()["model_config"]["seed"] for each in self.clients]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(
+                f"The vLLM servers {', '.join(urls)} draw the same random numbers, by the seeds {seeds}; start each "
+                "with a `--seed` of its own."
+            )
+
+    def get_world_size(self) -> int:
+        """Number of workers of all servers."""
+        return sum(each.get_world_size() for each in self.clients)
+
+    def reset_prefix_cache(self) -> None:
+        """Resets the prefix caches of all servers."""
+        for each in self.clients:
+            _answer(each, "/reset_prefix_cache")
+
+    def reset_encoder_caches(self) -> None:
+        """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
+        for each in self.clients:
+            _answer(each, "/reset_encoder_cache")
+
+    def _post(self, url: str, **given) -> dict[str, Any]:
+        """Posts to all servers at once, which wait for each other; returns the first answer."""
+        path = url.removeprefix(self.base_url)
+        bodies = [given.get("json")] * len(self.clients)
+        if path == "/init_weight_transfer_engine":
+            firsts = accumulate((each.get_world_size() for each in self.clients[:-1]), initial=1)
+            bodies = [{"init_info": {**given["json"]["init_info"], "rank_offset": first}} for first in firsts]
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            return [*pool.map(_answer, self.clients, [path] * len(bodies), bodies)][0].json()
+
+
+def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """The result of work on this rank. All ranks must call this, and get the error of one on which the work failed."""
+    if accelerator.num_processes == 1:
+        return work()
+    result: Any = None
+    error = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=accelerator.device)
+    if accelerator.reduce(failed).item():
+        own = (isinstance(error, ValueError), f"Process {accelerator.process_index}: {error}")
+        is_refusal, line = gather_object([] if error is None else [own])[0]
+        raise (ValueError if is_refusal else RuntimeError)(line) from error
+    return result
 
 
 def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
@@ -147,16 +223,6 @@ def _range(place, kind: str) -> dict[str, int]:
     return {"offset": offset, "length": length}
 
 
-def joined(requests: list[ServerRequest]) -> list[ServerRequest]:
-    """Merges consecutive requests with the same prompt, since ranks may share a group."""
-
-    def prompt(request: ServerRequest) -> tuple:
-        return request.ids, request.most, request.features and request.features["mm_hashes"]
-
-    groups = (list(group) for _, group in groupby(requests, prompt))
-    return [group[0]._replace(count=sum(each.count for each in group)) for group in groups]
-
-
 def server_completions(
     client: VLLMClient, requests: list[ServerRequest], options: dict[str, Any]
 ) -> list[tuple[list[int], list[float | None]]]:
@@ -193,33 +259,28 @@ def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> 
 def _generated(client: VLLMClient, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
     """The answer of a server to a request with these sampling parameters."""
     # TRL's client doesn't read the answers of vLLM from 0.32 on
-    response = client.session.post(
-        f"{client.base_url}{_GENERATE}",
-        json={
-            "model": client.model,
-            "token_ids": request.ids,
-            "features": request.features,
-            # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
-            "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
-        },
-    )
-    if response.status_code != 200:
-        raise RuntimeError(
-            f"The vLLM server at {client.base_url} didn't answer ({response.status_code} {response.text})."
-        )
-    return response.json()
+    asked = {
+        "model": client.model,
+        "token_ids": request.ids,
+        "features": request.features,
+        # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
+        "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
+    }
+    return _answer(client, _GENERATE, asked).json()
+
+
+def _answer(client: VLLMClient, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+    problem: Any = None
+    try:
+        response = client.session.post(f"{client.base_url}{path}", json=body)
+        if response.status_code == 200:
+            return response
+        problem = f"{response.status_code} {response.text}"
+    except requests.RequestException as error:
+        problem = error
+    raise RuntimeError(f"The vLLM server at {client.base_url} didn't answer {path} ({problem}).")
 
 
 def _known(logp: float) -> float | None:
     """Servers send a large negative number instead of NaN."""
     return logp if logp > -9999 else None
-
-
-def forget_media(client: VLLMClient) -> None:
-    """Resets a server's encoder cache, whose keys don't depend on the weights (huggingface/trl#7198)."""
-    response = client.session.post(f"{client.base_url}/reset_encoder_cache")
-    if response.status_code != 200:
-        raise RuntimeError(
-            f"The vLLM server at {client.base_url} failed to reset its encoder cache, which holds features from the "
-            f"previous weights ({response.status_code} {response.text}); set `VLLM_SERVER_DEV_MODE=1` where it starts."
-        )

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.utils import is_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -46,6 +47,21 @@ def checkpoint_weights(
                 yield from _revert(model, groups.pop(target)).items()
     for group in groups.values():
         yield from _revert(model, group).items()
+
+
+def gathered_weights(module: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Weights of a model that FSDP2 has sharded, cast as for a forward: before they are gathered. All ranks must call it.
+    """
+    for name, parameter in module.named_parameters():
+        for part in _WRAPPERS:
+            name = name.replace(part, "")
+        # Adapters are merged, and beside a layer of `modules_to_save` is the one that it replaces
+        if is_peft_model(module) and (module.prefix in name or "original_module" in name):
+            continue
+        shard = parameter.detach()
+        shard = shard.to(dtype) if shard.is_floating_point() else shard
+        yield name.removeprefix("base_model.model."), shard.to(device).full_tensor()
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:

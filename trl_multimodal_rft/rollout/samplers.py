@@ -143,7 +143,7 @@ class VLLMSampler:
 
     @property
     def is_collective(self) -> bool:
-        """Where requests of several ranks are gathered."""
+        """Where ranks share an engine, or the error of a server."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
     def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:

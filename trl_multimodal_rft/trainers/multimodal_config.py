@@ -252,6 +252,9 @@ class SamplingArguments(MediaArguments):
         vllm_engine_kwargs (`dict[str, Any]` or `str`, *optional*):
             Extra arguments for `vllm.LLM`, which override TRL's; JSON on a command line. A server is configured
             separately. `max_model_len` and `vllm_max_model_length` exclude each other.
+        vllm_server_base_urls (`list[str]`, *optional*):
+            Addresses of several servers with `vllm_mode="server"`, instead of `vllm_server_base_url`. Each process
+            asks one of them, in turn, and all get the weights.
         vllm_sync_adapter (`bool`, *optional*):
             Whether vLLM gets only the LoRA adapter at each sync, rather than all weights with the adapter merged
             into them. `None` does so for weights of 4 bits. In both cases, vLLM holds the dequantized weights, and
@@ -289,6 +292,7 @@ class SamplingArguments(MediaArguments):
     disable_dropout: bool | None = None
     offload_during_generation: bool = False
     vllm_engine_kwargs: dict | str | None = None
+    vllm_server_base_urls: list[str] | None = None
     vllm_sync_adapter: bool | None = None
     max_logged_media: int | None = 8
     max_logged_megabytes: float = 32.0
@@ -323,6 +327,14 @@ class SamplingArguments(MediaArguments):
             raise ValueError(
                 f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
                 "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+            )
+        if self.vllm_server_base_urls and not (self.use_vllm and self.vllm_mode == "server"):
+            raise ValueError(
+                "`vllm_server_base_urls` has no effect without `use_vllm=True` and `vllm_mode='server'`; set both."
+            )
+        if self.vllm_server_base_urls and self.vllm_server_base_url:
+            raise ValueError(
+                "`vllm_server_base_urls` and `vllm_server_base_url` both say where vLLM runs; remove one of them."
             )
         if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
             raise ValueError(

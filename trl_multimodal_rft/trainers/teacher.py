@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Teachers of a distillation: how they are loaded, which fit a student, and what they say of its completions."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ..families import MODALITIES
 from ..forward.divergence import Head, Target, head_of, top_k_tokens
 from ..forward.head import HeadRule, head_rule
 from ..forward.trees import share_media
-from ..generation.vllm_server import ServerRequest
+from ..generation.vllm_server import ServerRequest, on_all_ranks
 from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
@@ -189,7 +190,8 @@ def server_teacher(trainer: Any) -> ServerTeacher:
 def score_on_server(trainer: Any, rollout: Rollout, read: list[ServerRequest]) -> None:
     """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
     width, device = rollout.completion_ids.size(1), trainer.accelerator.device
-    found = trainer.teacher_server.top_k(read, rollout.ids, width, trainer.args.loss_top_k)
+    top_k = functools.partial(trainer.teacher_server.top_k, read, rollout.ids, width, trainer.args.loss_top_k)
+    found = on_all_ranks(trainer.accelerator, top_k)
     rollout.teacher_ids, rollout.teacher_logps = (each.to(device) for each in found)
 
 

@@ -1,0 +1,125 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Trains with servers, and writes what each process sampled and moved: `servers_worker.py OUTPUT MODEL RUNS`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
+
+import requests  # noqa: E402
+import torch  # noqa: E402
+import vllm_cpu  # noqa: E402
+from helpers.trainer_utils import length_and_sum  # noqa: E402
+from omni import load_omni, omni_rows  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer  # noqa: E402
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer  # noqa: E402
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of collectives, inputs and outputs."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            self.n_bytes += sum(each.nbytes for each in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class Sent:
+    """Counts the bytes of requests and answers."""
+
+    def __init__(self):
+        self.n_bytes, self._send = 0, requests.Session.send
+
+    def __enter__(self):
+        def send(session, request, **options):
+            response = self._send(session, request, **options)
+            self.n_bytes += len(request.body or b"") + len(response.content)
+            return response
+
+        requests.Session.send = send
+        return self
+
+    def __exit__(self, *error):
+        requests.Session.send = self._send
+
+
+def counted(engine, name: str, counts: dict[str, list[int]]) -> None:
+    """Counts the bytes of each call of an engine's method."""
+    method = getattr(engine, name)
+
+    def call(*args, **kwargs):
+        with Moved() as moved, Sent() as sent:
+            result = method(*args, **kwargs)
+        counts.setdefault(name, []).append([moved.n_bytes, sent.n_bytes])
+        return result
+
+    setattr(engine, name, call)
+
+
+def run(output: Path, model: Path, options: dict) -> dict:
+    options = {"per_device_train_batch_size": 6, **options}
+    n_evaluated, rows = options.pop("n_evaluated", 0), omni_rows().select([0, 1, 2, 3] * 2)
+    args = MultimodalGRPOConfig(
+        output_dir=str(output / "run"),
+        use_cpu=True,
+        bf16=False,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=1e-3,
+        vllm_importance_sampling_correction=False,  # servers say the same log-probability of all tokens
+        report_to="none",
+        save_strategy="no",
+        gradient_checkpointing=False,
+        self_check=False,
+        shuffle_dataset=False,
+        use_vllm=True,
+        vllm_mode="server",
+        **options,
+    )
+    try:
+        trainer = MultimodalGRPOTrainer(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(model))
+        engine, counts, sampled = trainer.vllm_generation, {}, []
+        for adapter in engine.vllm_client.session.adapters.values():
+            adapter.max_retries.backoff_factor = 0
+        sample = trainer.sampler
+
+        class Kept(type(sample)):
+            def __call__(self, *args, **kwargs):
+                ids, logps = super().__call__(*args, **kwargs)
+                sampled.append(ids)
+                return ids, logps
+
+        trainer.sampler = Kept(sample.engine, sample.profile, sample.explain)
+        counted(engine, "generate", counts)
+        counted(engine, "sync_weights", counts)
+        trainer.train()
+        evaluated = None
+        if n_evaluated:
+            few = rows.select(range(n_evaluated))
+            found = evaluate_trainer(trainer, few, args=EvaluationConfig(batch_size=1, max_completion_length=6))
+            evaluated = [row["completions"] for row in found.rows]
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    steps = [{k: v for k, v in each.items() if "view" in k or "contrast" in k} for each in trainer.state.log_history]
+    return {"sampled": sampled, "moved": counts, "evaluated": evaluated, "views": steps}
+
+
+if __name__ == "__main__":
+    vllm_cpu.install()
+    output, model = map(Path, sys.argv[1:3])
+    for name, options in json.loads(sys.argv[3]).items():
+        result = run(output, model, options)
+        rank = torch.distributed.get_rank()
+        (output / f"{name}-{rank}.json").write_text(json.dumps(result))
