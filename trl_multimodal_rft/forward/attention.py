@@ -131,12 +131,21 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    own = key, value
+    if layout.n_known and layout.states is not None:
+        key, value = (torch.cat(each, dim=2) for each in zip(layout.states[module], own, strict=True))
+    elif layout.states is not None:
+        layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, **kwargs)
     branches = None
     if takes_varlen and layout.has_sequences(with_prompts):
-        sequences = layout.sequences(window, with_prompts)
-        branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+        shared = layout.shared_sequences(with_prompts) if _merges(query, value, window, **kwargs) else None
+        if shared is None:
+            sequences = layout.sequences(window, with_prompts)
+            branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+        else:
+            branches = _merged_attention(query, *own, key, value, *shared, **kwargs)
         if with_prompts:
             return branches[None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
@@ -206,6 +215,26 @@ def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=N
     if base == "eager" or dropout != 0.0 or position_bias is not None or not kernels.has_varlen_kernel(query):
         return False
     return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
+
+
+def _merges(query, value, window, softcap=None, **kwargs) -> bool:
+    """Whether torch's kernel, whose log-sum-exp merges attention to a prompt and to a completion, takes the layer."""
+    return window is None and softcap is None and max(query.size(-1), value.size(-1)) <= 256
+
+
+def _merged_attention(
+    query, own_key, own_value, key, value, rows, own: Sequences, index, shared_index, shared: Sequences, **kwargs
+) -> torch.Tensor:
+    """As [`_varlen_attention`], with keys that are shared in a call of their own, without copies for completions."""
+    query, own_key, own_value, key, value = (
+        states.squeeze(0).transpose(0, 1) for states in (query, own_key, own_value, key, value)
+    )
+    if rows is not None:
+        query, own_key, own_value = (states.index_select(0, rows) for states in (query, own_key, own_value))
+    key, value = gather_copies(key, shared_index), gather_copies(value, shared_index)
+    return kernels.merged_attention(
+        query, own_key, own_value, key, value, index, own, shared, scaling=kwargs.get("scaling")
+    )
 
 
 def _varlen_attention(

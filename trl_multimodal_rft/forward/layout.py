@@ -2,12 +2,13 @@
 """The packed row: every prompt once, followed by its completions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
@@ -15,6 +16,9 @@ from .trees import Node, leaf, prompt_trees, walk
 
 
 T = TypeVar("T")
+
+# Keys and values of a prompt in each attention layer, both `(1, heads, P, head_dim)`
+States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
 # Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest of each
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
@@ -25,6 +29,10 @@ _LENGTH_TOLERANCE = 1.25
 # Prompts of unequal length in one call need a mask per branch. Beyond so many entries (1 MiB in float32), each prompt
 # gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
+
+# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
+# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
+_COPIED_KEYS = 2**16
 
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
@@ -100,12 +108,15 @@ class PrefixLayout:
     # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
     # whether the prompts are, too
     windows: dict[str | None, tuple[int | None, bool]]
+    # What the forward of a lone prompt fills, or that of its completions in a row without it reads
+    states: States | None = None
+    n_known: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are known
 
     @cached_property
     def places(self) -> torch.Tensor:
         """Place of each row position in its own sequence, `(1, T)`."""
         _, lengths, _, shared = torch.tensor(self.segments).T
-        return to_device(_ranges(shared, lengths)[None], self.restore_index.device)
+        return to_device(_ranges(shared, lengths)[None, self.n_known :], self.restore_index.device)
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
@@ -136,11 +147,56 @@ class PrefixLayout:
             keys = torch.cat([piece for pair in pieces for piece in pair])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
             device = self.restore_index.device
-            queries = None if with_prompts else to_device(_ranges(starts, lengths), device)
+            queries = None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device)
             sequences = [to_device(each, device) for each in bounds]
             longest = int(lengths.max()), int((seen + lengths).max())
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
+
+    def shared_sequences(
+        self, with_prompts: bool
+    ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
+        """
+        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
+        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
+
+        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
+        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
+        the row, known ones included, `(K,)`; and the arguments for them.
+        """
+        key = ("shared", with_prompts)
+        if key not in self._masks:
+            self._masks[key] = self._shared_sequences(with_prompts)
+        return self._masks[key]
+
+    def _shared_sequences(self, with_prompts: bool):
+        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
+        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
+        taken = 0
+        for _, length, parent, n in segments:
+            if n:
+                behind[parent].append(torch.arange(taken, taken + length))
+            taken += length
+        if sum(len(shared[parent]) * (len(each) - 1) for parent, each in behind.items()) < _COPIED_KEYS:
+            return None
+        starts, lengths, _, _ = torch.tensor(segments).T
+        rows = [torch.cat(each) for each in behind.values()]
+        index, device = torch.cat(rows), self.restore_index.device
+
+        def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
+
+        own, longest = bounds(lengths)
+        queries, most = bounds(torch.tensor([len(each) for each in rows]))
+        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
+        return (
+            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
+            (own, own, longest, longest),
+            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
+            to_device(torch.cat([*shared.values()]), device),
+            (queries, keys, most, farthest),
+        )
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
@@ -454,7 +510,12 @@ def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> i
 def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
-    """Splits completions into parts of at most so many tokens, by first-fit decreasing, keeping groups together."""
+    """
+    Splits completions into parts of at most so many tokens, by first-fit decreasing.
+
+    Groups stay together. One that is larger is split into chunks, which come last, one group after the other; its
+    prompt counts in each, and a chunk has at least one completion with tokens.
+    """
 
     def size(part: list[list[int]]) -> int:
         members = sum(part, [])
@@ -462,7 +523,15 @@ def split_by_tokens(
             return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
         return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
 
-    return [sum(part, []) for part in first_fit(list(group_by_prompt(prompts).values()), size, max_tokens)]
+    groups, chunks = [], []
+    for members in group_by_prompt(prompts).values():
+        scored = [[i] for i in members if lengths[i]]
+        if len(scored) < 2 or size([members]) <= max_tokens:
+            groups.append(members)
+            continue
+        own = [sum(chunk, []) for chunk in first_fit(scored, size, max_tokens)]
+        chunks += [own[0] + [i for i in members if not lengths[i]], *own[1:]]
+    return [sum(part, []) for part in first_fit(groups, size, max_tokens)] + chunks
 
 
 def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
@@ -552,6 +621,32 @@ def pack(
         layout=_layout(segments, {start: of_prompt[node.prompt] for node, start in starts.items()}, device),
         label_index=to_device((labels != -100).nonzero()[:, 0], device),
         score_index=to_device(score_index, device),
+    )
+
+
+def behind_prompt(row: PackedRow, states: States) -> PackedRow:
+    """The completions of a row with one prompt, as a row that continues the states of that prompt."""
+    [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
+    layout = replace(
+        row.layout,
+        blocks=[
+            replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
+        ],
+        restore_index=row.layout.restore_index[size:] - size,
+        windows={kind: (window, False) for kind, (window, _) in row.layout.windows.items()},
+        states=states,
+        n_known=size,
+    )
+    return replace(
+        row,
+        input_ids=row.input_ids[:, size:],
+        shift_labels=row.shift_labels[:, size:],
+        position_ids=row.position_ids[..., size:],
+        token_fields={name: value[:, size:] for name, value in row.token_fields.items()},
+        parts=row.parts[1:],
+        layout=layout,
+        label_index=row.label_index - size,
+        score_index=(row.score_index - size).clamp(min=0),
     )
 
 
