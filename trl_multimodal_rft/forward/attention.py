@@ -131,9 +131,9 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    own = key, value
-    if layout.n_known and layout.states is not None:
-        key, value = (torch.cat(each, dim=2) for each in zip(layout.states[module], own, strict=True))
+    own = shared_states = key, value
+    if layout.states is not None and layout.n_known:
+        shared_states = layout.states[module]
     elif layout.states is not None:
         layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
@@ -142,15 +142,19 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     if takes_varlen and layout.has_sequences(with_prompts):
         shared = layout.shared_sequences(with_prompts) if _merges(query, value, window, **kwargs) else None
         if shared is None:
-            sequences = layout.sequences(window, with_prompts)
-            branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+            states = _joined(shared_states, own)
+            branches = _varlen_attention(
+                base, query, *states, *layout.sequences(window, with_prompts), window, **kwargs
+            )
         else:
-            branches = _merged_attention(query, *own, key, value, *shared, **kwargs)
+            branches = _merged_attention(query, *own, *shared_states, *shared, **kwargs)
         if with_prompts:
             return branches[None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    if not takes_varlen:
+        key, value = _joined(shared_states, own)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
     folds = base != "eager" and kwargs.get("position_bias") is None
@@ -215,6 +219,11 @@ def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=N
     if base == "eager" or dropout != 0.0 or position_bias is not None or not kernels.has_varlen_kernel(query):
         return False
     return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
+
+
+def _joined(known, own) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row behind known ones, if these are others."""
+    return own if known is own else tuple(torch.cat(each, dim=2) for each in zip(known, own, strict=True))
 
 
 def _merges(query, value, window, softcap=None, **kwargs) -> bool:

@@ -178,7 +178,9 @@ class PrefixLayout:
             if n:
                 behind[parent].append(torch.arange(taken, taken + length))
             taken += length
-        if sum(len(shared[parent]) * (len(each) - 1) for parent, each in behind.items()) < _COPIED_KEYS:
+        free = 0 if self.n_known else 1  # known keys are copied to stand before others
+        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
+        if not n_copied or n_copied < _COPIED_KEYS:
             return None
         starts, lengths, _, _ = torch.tensor(segments).T
         rows = [torch.cat(each) for each in behind.values()]

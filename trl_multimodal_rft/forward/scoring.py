@@ -205,8 +205,10 @@ def prompt_states(model: PreTrainedModel, prompt: EncodedPrompt, device: torch.d
     batch.injected["prefix_layout"].states = states
     encode_once(model, batch.parts, device)
     with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
-        run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-    return states
+        _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
+    # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
+    layer, (key, value) = next(iter(states.items()))
+    return {**states, layer: (key + last[..., :0].sum().to(key), value)}
 
 
 def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
