@@ -244,7 +244,7 @@ class PolicyForward:
 
     def _states(self, models: Sequence[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
         with self._autocast():
-            return {layer: each for model in models for layer, each in prompt_states(model, prompt, device).items()}
+            return prompt_states(models, prompt, device)
 
     def values(
         self,

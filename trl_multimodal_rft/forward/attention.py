@@ -2,7 +2,7 @@
 """Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -142,10 +142,9 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     if takes_varlen and layout.has_sequences(with_prompts):
         shared = layout.shared_sequences(with_prompts) if _merges(query, value, window, **kwargs) else None
         if shared is None:
-            states = _joined(shared_states, own)
-            branches = _varlen_attention(
-                base, query, *states, *layout.sequences(window, with_prompts), window, **kwargs
-            )
+            key, value = _joined(shared_states, own)
+            sequences = layout.sequences(window, with_prompts)
+            branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
         else:
             branches = _merged_attention(query, *own, *shared_states, *shared, **kwargs)
         if with_prompts:
@@ -221,9 +220,9 @@ def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=N
     return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
 
 
-def _joined(known, own) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(known, own) -> Sequence[torch.Tensor]:
     """Keys and values of a row behind known ones, if these are others."""
-    return own if known is own else tuple(torch.cat(each, dim=2) for each in zip(known, own, strict=True))
+    return own if known is own else [torch.cat(each, dim=2) for each in zip(known, own, strict=True)]
 
 
 def _merges(query, value, window, softcap=None, **kwargs) -> bool:

@@ -112,7 +112,7 @@ def completion_scores(
         target ([`~forward.divergence.Target`], *optional*):
             Distributions to compare the tokens' with, for `divergences` and entropies.
         states (`dict`, *optional*):
-            [`prompt_states`] of the prompt, of which there is one, so that completions alone are forwarded.
+            [`prompt_states`] of the prompt, of which there is one, behind which completions alone are forwarded.
 
     Returns:
         [`~forward.scores.Scores`]: what was requested, such as `logps` and, if the head computes them, `entropies`,
@@ -198,17 +198,19 @@ def completion_values(
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
 
 
-def prompt_states(model: PreTrainedModel, prompt: EncodedPrompt, device: torch.device) -> States:
-    """Keys and values of a prompt in each attention layer of an unwrapped model that runs packed rows."""
-    nothing = torch.zeros(1, 0, dtype=torch.long, device=device)
-    batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
-    batch.injected["prefix_layout"].states = states
-    encode_once(model, batch.parts, device)
-    with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
-        _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
-    # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
-    layer, (key, value) = next(iter(states.items()))
-    return {**states, layer: (key + last[..., :0].sum().to(key), value)}
+def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
+    """Keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
+    nothing, found = torch.zeros(1, 0, dtype=torch.long, device=device), {}
+    for model in models:
+        batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
+        batch.injected["prefix_layout"].states = states
+        encode_once(model, batch.parts, device)
+        with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
+            _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
+        # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
+        layer, (key, value) = next(iter(states.items()))
+        found |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
+    return found
 
 
 def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
