@@ -32,7 +32,7 @@ MASK_ENTRIES = 2**18
 
 # From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
 # With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
-_COPIED_KEYS = 2**16
+_COPIED_KEYS = 2**14
 
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
