@@ -20,8 +20,9 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.divergence import Target
-from .forward.layout import States, packed_length, split_by_tokens, split_samples
+from .forward.layout import States, split_samples
 from .forward.masks import trees_of
+from .forward.parts import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
 from .forward.scoring import completion_scores, completion_values, encode_once, prompt_states
@@ -257,26 +258,15 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """Values of the states before each completion token, `(B, C)`; `model` holds the `critic`."""
-        policy = self.unwrapped(model)
+        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
 
-        def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = [prompts[i] for i in rows], completion_ids[rows], completion_mask[rows]
-            completions = self._with_dummies(model, completions)
-            options = self._forwards(completions, packed, self.fallbacks, states)
-
-            def values(call) -> torch.Tensor:
-                if isinstance(critic, ValueHead):
-                    return completion_scores(call, policy, *completions, value_head=critic, **options).values
-                return completion_values(critic, critic.model, *completions, **options)
-
-            with self._autocast():
-                return Scores(values=self._as_one_forward(model, values)[: len(rows)])
+        def values(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
+            if isinstance(critic, ValueHead):
+                return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
+            return {"values": completion_values(critic, critic.model, *completions, **options)}
 
         models = [critic.model if isinstance(critic, Critic) else policy]
-        lengths = completion_mask.sum(1).tolist()
-        return self._in_parts(
-            part, model, models, prompts, lengths, completion_ids.device, packed, keeps=packed
-        ).values
+        return self._without_loss(values, model, models, given, packed).values
 
     def states(
         self,
@@ -288,23 +278,26 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
-        policy = self.unwrapped(model)
+        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
 
-        def part(index: int, rows: list[int], known: States | None) -> Scores:
-            completions = [prompts[i] for i in rows], completion_ids[rows], completion_mask[rows]
-            completions = self._with_dummies(model, completions)
-            options = self._forwards(completions, packed, self.fallbacks, known)
+        def states(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
+            scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
+            return {"hidden": scores.hidden}
 
-            def states(call) -> torch.Tensor:
-                return completion_scores(call, policy, *completions, hidden=True, logps=False, **options).hidden
+        return self._without_loss(states, model, [policy], given, packed).hidden
 
+    def _without_loss(self, function: Callable, model, models, given: Completions, packed: bool) -> Scores:
+        """What a function of a model's forward, of completions and of options returns, in parts."""
+        prompts, ids, mask = given
+
+        def part(index: int, rows: list[int], states: States | None) -> Scores:
+            completions = self._with_dummies(model, ([prompts[i] for i in rows], ids[rows], mask[rows]))
+            options = self._forwards(completions, packed, self.fallbacks, states)
             with self._autocast():
-                return Scores(hidden=self._as_one_forward(model, states)[: len(rows)])
+                tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
+            return Scores(**tensors).rows(slice(len(rows)))
 
-        lengths = completion_mask.sum(1).tolist()
-        return self._in_parts(
-            part, model, [policy], prompts, lengths, completion_ids.device, packed, keeps=packed
-        ).hidden
+        return self._in_parts(part, model, models, prompts, mask.sum(1).tolist(), ids.device, packed, keeps=packed)
 
     def _score_part(
         self,

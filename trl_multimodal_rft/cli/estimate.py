@@ -14,8 +14,9 @@ from ..data.columns import MediaError
 from ..data.loading import require_module
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
-from ..forward.layout import group_by_prompt, split_by_tokens
+from ..forward.layout import group_by_prompt
 from ..forward.masks import sharing_obstacle
+from ..forward.parts import split_by_tokens
 from ..forward.scoring import completion_scores, completion_values, prompt_states
 from ..forward.split_groups import chunk_places, keeps_states
 from ..models.critic import Critic, ValueHead

@@ -25,9 +25,10 @@ from .divergence import Target, divergences, head_of
 from .encoders import remember_on_host
 from .features import encode_frozen, frozen_features
 from .head import run_backbone, scores_of_logits
-from .layout import States, behind_prompt, group_by_prompt, pack, same_rank, split_samples, to_device
+from .layout import States, group_by_prompt, pack, same_rank, split_samples, to_device
 from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
+from .split_groups import behind_prompt
 
 
 @contextmanager
@@ -92,11 +93,9 @@ def completion_scores(
             Right-padded completions, and 1 on their tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             Whether each prompt is forwarded once for all its completions.
-        isolate (`str`, *optional*):
-            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all. By
-            default all prompts share one.
-        min_forwards (`int`, *optional*, defaults to `1`):
-            Number of forwards with `isolate` at least. Surplus ones weigh nothing.
+        isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
+            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all, in
+            so many forwards at least, of which surplus ones weigh nothing. By default all prompts share one.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
@@ -126,13 +125,10 @@ def completion_scores(
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
 
     def part(prompts, ids, mask, rows):
-        batch = _batch(
-            unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits, states=states
-        )
+        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, output_router_logits, states)
         inputs = {**batch.inputs, **outside}
         is_fused = logits_temperature is None
-        if not whole:  # whole sequences are forwarded once
-            encode_once(unwrapped_model, batch.parts, ids.device)
+        encode_once(unwrapped_model, [] if whole else batch.parts, ids.device)  # whole sequences are forwarded once
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),

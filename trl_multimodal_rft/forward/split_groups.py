@@ -3,12 +3,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from ..encoding.prompts import EncodedPrompt
-from .layout import States
+from .layout import PackedRow, States
 from .states import has_states
 
 
@@ -68,6 +69,32 @@ def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple
     state = state.view_as(state)
     state.register_hook(lambda gradient: (gradient + sums.pop(place)).to(gradient.dtype) if place in sums else None)
     return state
+
+
+def behind_prompt(row: PackedRow, states: States) -> PackedRow:
+    """The completions of a row with one prompt, as a row that continues the states of that prompt."""
+    [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
+    layout = replace(
+        row.layout,
+        blocks=[
+            replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
+        ],
+        restore_index=row.layout.restore_index[size:] - size,
+        windows={kind: (window, False) for kind, (window, _) in row.layout.windows.items()},
+        states=states,
+        n_known=size,
+    )
+    return replace(
+        row,
+        input_ids=row.input_ids[:, size:],
+        shift_labels=row.shift_labels[:, size:],
+        position_ids=row.position_ids[..., size:],
+        token_fields={name: value[:, size:] for name, value in row.token_fields.items()},
+        parts=row.parts[1:],
+        layout=layout,
+        label_index=row.label_index - size,
+        score_index=(row.score_index - size).clamp(min=0),
+    )
 
 
 def chunk_places(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
