@@ -184,9 +184,9 @@ class PolicyForward:
             options["hidden"] = hidden
             scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
             return scores.spread(rows, len(prompts))
-        lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()
+        lengths = completion_mask.sum(1) * (not whole)
         if compute_aux_loss and packed:  # rows then have the last tokens, too
-            lengths = [length + 1 if length else 0 for length in lengths]
+            lengths = lengths + (lengths > 0)
 
         def score(index: int, part: list[int], states: States | None) -> Scores:
             completions = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
@@ -196,7 +196,7 @@ class PolicyForward:
 
         models = [self.unwrapped(model), *([critic.model] if isinstance(critic, Critic) else [])]
         keeps = packed and not compute_aux_loss  # whose statistics include the prompt
-        scores = self._in_parts(score, model, models, prompts, lengths, completion_ids.device, packed, keeps)
+        scores = self._in_parts(score, model, models, prompts, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
         return scores
@@ -207,8 +207,7 @@ class PolicyForward:
         model: nn.Module,
         models: Sequence[PreTrainedModel],
         prompts: Sequence[EncodedPrompt],
-        lengths: Sequence[int],
-        device: torch.device,
+        lengths: torch.Tensor,
         packed: bool,
         keeps: bool,
     ) -> Scores:
@@ -216,10 +215,12 @@ class PolicyForward:
         Scores of completions in parts of at most `max_tokens`. `score` takes the number of a part, its rows, and, if
         the part `keeps` its prompt, the states of this in the unwrapped `models`.
         """
-        every = list(range(len(prompts)))
-        parts = [every] if self.max_tokens is None else split_by_tokens(prompts, lengths, self.max_tokens, packed)
+        every, device = list(range(len(prompts))), lengths.device
+        if self.max_tokens is None:
+            return score(0, every, None)
+        parts = split_by_tokens(prompts, lengths.tolist(), self.max_tokens, packed)
         places, n_parts = chunk_places(prompts, parts), len(parts)
-        if self.max_tokens is not None and self.accelerator is not None:
+        if self.accelerator is not None:
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):  # else there are no collectives
                 n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
         if n_parts == 1:
@@ -297,7 +298,7 @@ class PolicyForward:
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
             return Scores(**tensors).rows(slice(len(rows)))
 
-        return self._in_parts(part, model, models, prompts, mask.sum(1).tolist(), ids.device, packed, keeps=packed)
+        return self._in_parts(part, model, models, prompts, mask.sum(1), packed, keeps=packed)
 
     def _score_part(
         self,

@@ -55,7 +55,7 @@ def varlen_attention(
 
         options = {"scale": scaling, "window_size": window_size, **_gqa_option(varlen_attn)}
         output = varlen_attn(query, key, value, *sequences, **options)
-    return output[..., :size]
+    return output if output.size(-1) == size else output[..., :size]
 
 
 def _of_one_size(*states: torch.Tensor) -> list[torch.Tensor]:
