@@ -10,6 +10,7 @@ python benchmarks/token_budget.py --threads 1 --checkpointing
 The model has Qwen2.5-VL's architecture and seeded random weights. The data are prompts with images of unequal size and
 seeded completions of 20 to 64 tokens. The benchmark compares the gradients and measures
 
+- **tokens**: what the text decoder forwards for the gradient; a group that is split forwards its prompt once,
 - **held**: bytes of activations at the start of a backward pass, for the part of the micro-batch that holds the most,
 - **peak**: peak memory of the update without weights and gradients,
 - **time**: CPU time of the update, the minimum over repetitions, in which the budgets alternate.
@@ -28,6 +29,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import policy_update
+import torch
 from datasets import concatenate_datasets
 from measuring import MIB, Sampling, command_line, conditions, markdown, parse_options, report
 
@@ -46,8 +48,8 @@ class Watched(MultimodalGRPOTrainer):
     A trainer that uses fixed completions of 20 to 64 tokens instead of sampling, and records each micro-batch.
 
     `watch` selects what to measure, `"memory"` or `"time"`, since measuring memory takes time. `moments` holds the
-    results: the `batch`, the bytes of activations `held` at the start of a backward pass, the `peak` in bytes, and the
-    `seconds` of CPU time.
+    results: the `batch`, the `tokens` that are forwarded with a gradient, the bytes of activations `held` at the start
+    of a backward pass, the `peak` in bytes, and the `seconds` of CPU time.
     """
 
     watch = "memory"
@@ -66,7 +68,7 @@ class Watched(MultimodalGRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
         self._live = Watch()
-        self._held, self._start = 0, time.process_time()
+        self._held, self._tokens, self._start = 0, 0, time.process_time()
         if self.watch == "memory":
             self._watching.enter_context(self._live)
         self._watched = inputs
@@ -79,16 +81,24 @@ class Watched(MultimodalGRPOTrainer):
             self._held = max(self._held, self._live.now)
             return backward(*inputs, **options)
 
+        def count(decoder, args, kwargs):
+            if torch.is_grad_enabled():
+                self._tokens += kwargs["inputs_embeds"].shape[:2].numel()
+
         self.accelerator.backward = watched
+        decoder = self.accelerator.unwrap_model(self.model).get_decoder()
+        counting = decoder.register_forward_pre_hook(count, with_kwargs=True)
         try:
             with ExitStack() as self._watching:
                 loss = super().training_step(*args, **kwargs)
                 seconds = time.process_time() - self._start
         finally:
             self.accelerator.backward = backward
+            counting.remove()
         self.moments.append(
             SimpleNamespace(
                 batch=self._watched,
+                tokens=self._tokens,
                 held=self._held,
                 peak=self._live.peak,
                 seconds=seconds,
@@ -150,7 +160,7 @@ class Contestant:
         rows = next(iter(self.trainer.get_train_dataloader()))
         self.trainer.training_step(self.trainer.model, rows, None)
         moment = self.trainer.moments[-1]
-        return {"held_bytes": moment.held, "peak_bytes": moment.peak, "cpu_s": moment.seconds}
+        return {"tokens": moment.tokens, "held_bytes": moment.held, "peak_bytes": moment.peak, "cpu_s": moment.seconds}
 
     def parts(self) -> int:
         """Number of parts of the latest update."""
@@ -199,20 +209,23 @@ def table(result: dict) -> str:
             [
                 "none" if each["budget"] is None else str(each["budget"]),
                 str(each["parts"]),
+                str(each["tokens"]),
                 f"{each['held_bytes'] / MIB:.0f} MiB, **{each['held_ratio']:.2f}x**",
                 f"{each['peak_bytes'] / MIB:.0f} MiB, **{each['peak_ratio']:.2f}x**",
                 f"{each['cpu_s']:.2f} s, **{each['cpu_ratio']:.2f}x**",
                 f"{each['gradient_difference']:.0e}",
             ]
         )
-    header = ("budget", "parts", "held", "peak", "CPU time", "gradient difference")
+    header = ("budget", "parts", "tokens", "held", "peak", "CPU time", "gradient difference")
     return f"{line}\n\n{markdown(header, rows)}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the options of the benchmark."""
     parser = command_line(__doc__)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1600, 1200, 800], help="tokens, one run for each")
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[1600, 1200, 800, 500], help="tokens, one run for each"
+    )
     parser.add_argument("--prompts", type=int, default=4, help="prompts per micro-batch")
     parser.add_argument("--group", type=int, default=8, help="completions per prompt")
     parser.add_argument("--preset", choices=("tiny", "12m"), default="12m", help="size of the model")

@@ -247,6 +247,35 @@ def test_budget_and_batch(folder):
     assert budget.held < 0.6 * whole.held and budget.operations > 1.2 * whole.operations
 
 
+def test_a_split_group(folder):
+    """Memory is that of the prompt and a chunk, operations count the prompt once; engines repeat it."""
+    many = [*TINY, "--per_device_train_batch_size", "8", "--num_generations", "8", "--no-bf16"]
+    split = ["--max_tokens_per_microbatch", 60 + 2 * 24]
+
+    def measured(*words):
+        return estimate.measure(parse("--model_name_or_path", folder, *many, *words))
+
+    whole, chunks, engine = measured(), measured(*split), measured(*split, "--strategy", "fsdp2")
+    alone = measured("--per_device_train_batch_size", "2")
+    assert (whole.parts, chunks.parts, chunks.tokens) == (1, 4, 60 + 2 * 24)
+    assert chunks.peak <= 1.1 * alone.peak < 0.7 * whole.peak
+    assert whole.operations < chunks.operations < 1.45 * whole.operations < engine.operations
+    assert chunks.operations < 0.8 * 4 * alone.operations
+
+
+@pytest.mark.slow
+def test_a_split_group_of_half_a_million_tokens():
+    """64 completions of 8,192 tokens to a prompt of 32,768, at 3B: activations of a prompt and one completion."""
+    words = ["--model_name_or_path", CONFIGS / "qwen2_5_vl_3b.json", "--images", 0, "--dtype", "bfloat16"]
+    words += ["--prompt_tokens", 32_768, "--completion_tokens", 8_192, "--num_generations", 64]
+    split = [*words, "--per_device_train_batch_size", 64, "--max_tokens_per_microbatch", 40_960]
+    group, alone = (estimate.measure(parse(*each)) for each in (split, [*words, "--per_device_train_batch_size", 1]))
+    assert (group.parts, group.tokens) == (64, 40_960)
+    # Keys and values of the prompt, 2 heads of 128 in 36 layers, their gradients, and the sums of these in float32
+    kept = 2 * 36 * 32_768 * 2 * 128 * (2 + 2 + 4)
+    assert group.peak <= 1.2 * (alone.peak + kept) < 24 * 2**30
+
+
 def test_a_view_is_another_prompt(folder):
     few = [*TINY, "--per_device_train_batch_size", "4", "--num_generations", "4", "--no-bf16"]
     plain = estimate.measure(parse("--model_name_or_path", folder, *few))

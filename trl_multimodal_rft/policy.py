@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """How prompts and completions go through a policy, its reference and its critic."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,11 +20,13 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.divergence import Target
-from .forward.layout import packed_length, split_by_tokens, split_samples
+from .forward.layout import States, split_samples
 from .forward.masks import trees_of
+from .forward.parts import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
-from .forward.scoring import completion_scores, completion_values, encode_once
+from .forward.scoring import completion_scores, completion_values, encode_once, prompt_states
+from .forward.split_groups import KeptPrompt, chunk_places, keeps_states
 from .forward.token_budget import DeferredParts
 from .forward.trees import count_tokens
 from .generation.transformers import Branches, generate_in_parts
@@ -87,7 +90,7 @@ class PolicyForward:
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # of the models; several processes need it
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     temperature: float = 1.0  # of the fused head, for models without one
-    max_tokens: int | None = None  # in one forward with a gradient; larger batches are scored in parts
+    max_tokens: int | None = None  # in one forward; larger batches are scored in parts
 
     def __post_init__(self):
         self.processes = Processes(self.accelerator, self.processor)
@@ -122,6 +125,9 @@ class PolicyForward:
         bins = [range(len(prompts))]
         if self.max_tokens is not None:
             bins = split_by_tokens(prompts, lengths, self.max_tokens)
+        if self._keeps_prompts(model):  # which chunks of a group have in common
+            places = chunk_places(prompts, bins)
+            bins = [own for i, own in enumerate(bins) if places.get(i, (True, True))[0]]
         parts = [
             [own[i] for i in part]
             for own in bins
@@ -161,8 +167,10 @@ class PolicyForward:
         `(B, C, H)`, all in the same forward of the wrapper. With a `target`, the scores are divergences from it and
         entropies instead, and no log-probabilities. With `whole`, `prompts` are whole sequences, see
         [`~forward.scoring.completion_scores`]. With more tokens than `max_tokens`, gradients come from
-        [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores. Where only some `rows` matter,
-        the others aren't forwarded, and their scores are 0; dummy prompts take the place of their media.
+        [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
+        group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
+        isn't possible, each chunk with its prompt. Where only some `rows` matter, the others aren't forwarded, and
+        their scores are 0; dummy prompts take the place of their media.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
@@ -176,29 +184,69 @@ class PolicyForward:
             options["hidden"] = hidden
             scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
             return scores.spread(rows, len(prompts))
-        parts, n_parts = [], 1
-        if self.max_tokens is not None and torch.is_grad_enabled():
-            lengths = [0] * len(prompts) if whole else completion_mask.sum(1).tolist()
-            if compute_aux_loss and packed:  # rows then have the last tokens, too
-                lengths = [length + 1 if length else 0 for length in lengths]
-            parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
-            n_parts = len(parts)
-            if self.accelerator is not None:
-                n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=completion_ids.device)).max())
+        lengths = completion_mask.sum(1) * (not whole)
+        if compute_aux_loss and packed:  # rows then have the last tokens, too
+            lengths = lengths + (lengths > 0)
 
-        def score(index: int, part: list[int]) -> Scores:
+        def score(index: int, part: list[int], states: States | None) -> Scores:
             completions = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
             options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss, "hidden": hidden}
             others, own = supervised if index == 0 else None, None if target is None else target.rows(part)
-            return self._score_part(model, completions, fallbacks, critic, others, logit_bias, own, **options)
+            return self._score_part(model, completions, fallbacks, critic, others, logit_bias, own, states, **options)
 
-        if n_parts == 1:
-            scores = score(0, list(range(len(prompts))))  # in their order, which a part may change
-        else:
-            scores = DeferredParts(score, parts, n_parts, completion_ids.device).joined()
+        models = [self.unwrapped(model), *([critic.model] if isinstance(critic, Critic) else [])]
+        keeps = packed and not compute_aux_loss  # whose statistics include the prompt
+        scores = self._in_parts(score, model, models, prompts, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
         return scores
+
+    def _in_parts(
+        self,
+        score: Callable[[int, list[int], States | None], Scores],
+        model: nn.Module,
+        models: Sequence[PreTrainedModel],
+        prompts: Sequence[EncodedPrompt],
+        lengths: torch.Tensor,
+        packed: bool,
+        keeps: bool,
+    ) -> Scores:
+        """
+        Scores of completions in parts of at most `max_tokens`. `score` takes the number of a part, its rows, and, if
+        the part `keeps` its prompt, the states of this in the unwrapped `models`.
+        """
+        every, device = list(range(len(prompts))), lengths.device
+        if self.max_tokens is None:
+            return score(0, every, None)
+        parts = split_by_tokens(prompts, lengths.tolist(), self.max_tokens, packed)
+        places, n_parts = chunk_places(prompts, parts), len(parts)
+        if self.accelerator is not None:
+            if torch.is_grad_enabled() or not is_unsharded(self.accelerator):  # else there are no collectives
+                n_parts = int(self.accelerator.gather(torch.tensor([n_parts], device=device)).max())
+        if n_parts == 1:
+            return score(0, every, None)  # in their order, which a part may change
+        kept: dict[EncodedPrompt, KeptPrompt] = {}
+        for index in places if keeps and all(map(self._keeps_prompts, models)) else ():
+            prompt = prompts[parts[index][0]].shared
+            if prompt not in kept and not self.processes.dummies(model, [prompt]):
+                kept[prompt] = KeptPrompt(functools.partial(self._states, models, prompt, device))
+
+        def part_score(index: int, part: list[int]) -> Scores:
+            own = kept.get(prompts[part[0]].shared) if index in places else None
+            return score(index, part, None if own is None else own.states(*places[index]))
+
+        if torch.is_grad_enabled():
+            return DeferredParts(part_score, parts, n_parts, device).joined()
+        scores = [part_score(i, part) for i, part in enumerate(parts + parts[-1:] * (n_parts - len(parts)))]
+        return Scores.join(scores[: len(parts)], parts)
+
+    def _keeps_prompts(self, model: PreTrainedModel) -> bool:
+        """Whether a group that is split has its prompt forwarded once. Engines count forwards, so theirs repeat it."""
+        return keeps_states(model) and (self.accelerator is None or is_unsharded(self.accelerator))
+
+    def _states(self, models: Sequence[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
+        with self._autocast():
+            return prompt_states(models, prompt, device)
 
     def values(
         self,
@@ -211,18 +259,15 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """Values of the states before each completion token, `(B, C)`; `model` holds the `critic`."""
-        n = len(prompts)
-        completions = self._with_dummies(model, (prompts, completion_ids, completion_mask))
-        options = self._forwards(completions, packed, self.fallbacks)
-        policy = self.unwrapped(model)
+        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
 
-        def values(call) -> torch.Tensor:
+        def values(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
             if isinstance(critic, ValueHead):
-                return completion_scores(call, policy, *completions, value_head=critic, **options).values
-            return completion_values(critic, critic.model, *completions, **options)
+                return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
+            return {"values": completion_values(critic, critic.model, *completions, **options)}
 
-        with self._autocast():
-            return self._as_one_forward(model, values)[:n]
+        models = [critic.model if isinstance(critic, Critic) else policy]
+        return self._without_loss(values, model, models, given, packed).values
 
     def states(
         self,
@@ -234,15 +279,26 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
-        n, policy = len(prompts), self.unwrapped(model)
-        completions = self._with_dummies(model, (prompts, completion_ids, completion_mask))
-        options = self._forwards(completions, packed, self.fallbacks)
+        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
 
-        def states(call) -> torch.Tensor:
-            return completion_scores(call, policy, *completions, hidden=True, logps=False, **options).hidden
+        def states(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
+            scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
+            return {"hidden": scores.hidden}
 
-        with self._autocast():
-            return self._as_one_forward(model, states)[:n]
+        return self._without_loss(states, model, [policy], given, packed).hidden
+
+    def _without_loss(self, function: Callable, model, models, given: Completions, packed: bool) -> Scores:
+        """What a function of a model's forward, of completions and of options returns, in parts."""
+        prompts, ids, mask = given
+
+        def part(index: int, rows: list[int], states: States | None) -> Scores:
+            completions = self._with_dummies(model, ([prompts[i] for i in rows], ids[rows], mask[rows]))
+            options = self._forwards(completions, packed, self.fallbacks, states)
+            with self._autocast():
+                tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
+            return Scores(**tensors).rows(slice(len(rows)))
+
+        return self._in_parts(part, model, models, prompts, mask.sum(1), packed, keeps=packed)
 
     def _score_part(
         self,
@@ -253,6 +309,7 @@ class PolicyForward:
         supervised: Completions | None,
         logit_bias: dict[int, float] | None,
         target: Target | None,
+        states: States | None,
         *,
         packed: bool,
         whole: bool,
@@ -262,7 +319,7 @@ class PolicyForward:
         """Scores of what fits into the token budget."""
         n, policy = len(completions[0]), self.unwrapped(model)
         completions = self._with_dummies(model, completions)
-        options = self._forwards(completions, packed, fallbacks)
+        options = self._forwards(completions, packed, fallbacks, states)
         logits_from_model = fallbacks.logits_from_model or logit_bias is not None
         head = {"logits_temperature": self.temperature if logits_from_model else None, "logit_bias": logit_bias}
         value_head, critic = (critic, None) if isinstance(critic, ValueHead) else (None, critic)
@@ -298,15 +355,19 @@ class PolicyForward:
             several = critic is not None or supervised is not None or (fallbacks.isolate is not None and is_ddp)
             several = several or hidden or target is not None  # which engines must find among the outputs
             tensors = self._as_one_forward(model, score) if several else score(model)
-        if is_ddp and torch.is_grad_enabled() and not model.find_unused_parameters:
+        # Chunks of a group, but for the last, don't reach what is before the language model
+        reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
+        if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
             name = "logps" if target is None else "divergences"
             tensors[name] = tensors[name] + self._touch_unreached(model, list(tensors.values()))
         return Scores(**tensors).rows(slice(n))  # without dummy prompts
 
-    def _forwards(self, completions: Completions, packed: bool, fallbacks: Fallbacks) -> dict:
-        """How completions are split over forwards."""
+    def _forwards(
+        self, completions: Completions, packed: bool, fallbacks: Fallbacks, states: States | None = None
+    ) -> dict:
+        """How completions are split over forwards, and the states of their prompt if it isn't forwarded with them."""
         n_forwards = self.processes.n_forwards(completions[0], fallbacks.isolate)
-        return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards}
+        return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards, "states": states}
 
     def _with_dummies(self, model, completions: Completions, with_others: bool = False) -> Completions:
         """Adds dummy prompts without a completion, which don't affect the others, see [`Processes.dummies`]."""

@@ -204,16 +204,21 @@ class PartsRLOO(RemembersParts, InjectingRLOO):
     pass
 
 
-def token_budget(folder, trainer_class=PartsTrainer, **others):
+def token_budget(folder, trainer_class=PartsTrainer, budget=110, **others):
     """
     Each of two micro-batches holds two groups. One process forwards a micro-batch whole. Of two ranks, the second has
     the longer prompts and can't forward two at once.
     """
     options = {**REUSED, "gradient_checkpointing": True, **others}
     if PartialState().num_processes > 1:
-        options["max_tokens_per_microbatch"] = 110
+        options["max_tokens_per_microbatch"] = budget
     trainer, result = train(folder, "qwen2_5_vl", SHORT_AND_LONG, 4 * GROUP, trainer_class, **options)
     return {**result, "parts": trainer.parts}
+
+
+def split_groups(folder):
+    """Groups of the second rank don't fit, and with DDP, their prompts are forwarded once."""
+    return token_budget(folder, budget=60)
 
 
 def papo_token_budget(folder):

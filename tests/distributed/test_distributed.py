@@ -18,6 +18,7 @@ ALGORITHMS += ["own_estimator"]
 LOSSES = ["grpo_loss", "cispo_loss", "vespo_loss", "luspo_loss"]
 ADAPTERS = ["adapter_images", "adapter_audio"]
 TOKEN_BUDGET = ["token_budget", "rloo_token_budget"]
+SPLIT = ["split_groups"]
 GREEDY = ["greedy_images", "greedy_audio"]
 VIEWS = ["papo", "vppo", "mapo"]
 VIEWS_IN_PARTS = ["papo_token_budget"]
@@ -29,10 +30,10 @@ IN_DEFAULT_RUN = {
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
-DDP += [*TOKEN_BUDGET, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]
+DDP += [*TOKEN_BUDGET, *SPLIT, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
-ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *ADAPTERS]
+ENGINE_MATTERS = [FOR_EACH_ENGINE, "straddling_groups", "hybrid", "clips", "rloo", *TOKEN_BUDGET, *SPLIT, *ADAPTERS]
 ENGINE_MATTERS += [
     *VIEWS,
     *VIEWS_IN_PARTS,
@@ -221,6 +222,13 @@ def test_processes_have_different_numbers_of_tokens(two):
 def test_processes_run_as_many_parts_as_the_one_that_needs_most(two, scenario):
     n = 4 if scenario == "ppo_parts" else 8  # micro-batches
     assert [rank["parts"] for rank in two] == [[[1, 2]] * n, [[2, 2]] * n]
+
+
+@on(["ddp", *PARTS], *SPLIT)
+def test_groups_of_one_process_are_split(two):
+    parts = [torch.tensor(rank["parts"]) for rank in two]
+    assert (parts[0][:, 0] == 2).all() and (parts[1][:, 0] > 2).all()
+    assert (parts[0][:, 1] == parts[1][:, 0]).all() and (parts[1][:, 1] == parts[1][:, 0]).all()
 
 
 @on(["ddp", *PARTS], "clips")

@@ -81,6 +81,67 @@ def _attend(query, key, value, query_starts, key_starts, scale, window):
     return torch.cat(outputs)
 
 
+def flash_forward(query, key, value, sequences, is_causal, scaling):
+    """A stand-in for `kernels.flash_forward`, that asserts what the kernel on CUDA wants."""
+    with uncounted():
+        _check(query, key, value, sequences)
+        output, lse = torch.empty_like(query), query.new_empty(query.size(1), len(query), dtype=_wide(query).dtype)
+        for a, b, q, k, v in _sequences(query, key, value, sequences):
+            scores = _scores(q, k, is_causal, scaling)
+            output[a:b] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
+            lse[:, a:b] = scores.logsumexp(-1)
+        return output, lse
+
+
+def flash_backward(gradient, query, key, value, output, lse, sequences, is_causal, scaling):
+    """A stand-in for `kernels.flash_backward`: of attention to these keys, with the log-sum-exp over all."""
+    with uncounted():
+        _check(query, key, value, sequences)
+        assert gradient.shape == output.shape == query.shape and lse.is_contiguous()
+        assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype
+        of_query, of_key, of_value = (torch.zeros_like(_wide(each)) for each in (query, key, value))
+        starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
+        for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
+            d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
+            p = (_scores(q, k, is_causal, scaling) - lse[:, a:b, None]).exp()
+            d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
+            of_query[a:b] = (d_scores @ k).transpose(0, 1)
+            for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
+                total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+        return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
+
+
+def _check(query, key, value, sequences):
+    assert all(states.dim() == 3 and states.stride(-1) == 1 for states in (query, key, value))
+    assert query.size(-1) == key.size(-1) == value.size(-1) <= 256 and query.size(-1) % 8 == 0
+    assert query.size(1) % key.size(1) == 0 and key.shape == value.shape
+    for starts, longest, states in zip(sequences[:2], sequences[2:], (query, key), strict=True):
+        assert starts.dtype == torch.int32 and starts.is_contiguous() and type(longest) is int
+        assert starts[0] == 0 and starts[-1] == len(states) and starts.diff().max() == longest
+        assert starts.diff().min() > 0
+
+
+def _wide(states):
+    return states if states.dtype == torch.float64 else states.float()
+
+
+def _sequences(query, key, value, sequences):
+    """Of each sequence the place of its queries, and its states `(heads of queries, n, head_dim)`."""
+    groups = query.size(1) // key.size(1)
+    bounds = (itertools.pairwise(each.tolist()) for each in sequences[:2])
+    for (a, b), (c, d) in zip(*bounds, strict=True):
+        own = (_wide(each[c:d]).transpose(0, 1).repeat_interleave(groups, 0) for each in (key, value))
+        yield a, b, _wide(query[a:b]).transpose(0, 1), *own
+
+
+def _scores(query, key, is_causal, scaling):
+    scores = query @ key.mT * scaling
+    if not is_causal:
+        return scores
+    n, m = scores.shape[1:]
+    return scores.masked_fill(~torch.ones(n, m, dtype=torch.bool).tril(m - n), -torch.inf)
+
+
 class VarlenKernel:
     """
     A stand-in for `torch.nn.attention.varlen.varlen_attn` that asserts what the kernel on CUDA wants.
@@ -149,11 +210,14 @@ def cuda_path(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "has_varlen_kernel", lambda query: True)
         patch.setattr(varlen, "varlen_attn", kernel)
+        patch.setattr(kernels, "flash_forward", flash_forward)
+        patch.setattr(kernels, "flash_backward", flash_backward)
         patch.setattr(head, "_has_kernel", lambda device: True)
         # A kernel each, and what computes on the host and is then copied
         of_host = [(scoring, name) for name in ("pack", "media_inputs", "linear_masks")]
         of_host += [(encoders, "_precomputed")]
-        of_host += [(PrefixLayout, name) for name in ("sequences", "places", "continued", "restore_sequences")]
+        of_host += [(PrefixLayout, name) for name in ("sequences", "shared_sequences", "places", "continued")]
+        of_host += [(PrefixLayout, "restore_sequences")]
         for holder, name in [(chunked_logprob, "_forward_tile"), (chunked_logprob, "_backward_tile"), *of_host]:
             patch.setattr(holder, name, _uncounted_call(getattr(holder, name)))
         yield kernel

@@ -14,9 +14,11 @@ from ..data.columns import MediaError
 from ..data.loading import require_module
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
-from ..forward.layout import group_by_prompt, split_by_tokens
+from ..forward.layout import group_by_prompt
 from ..forward.masks import sharing_obstacle
-from ..forward.scoring import completion_scores, completion_values
+from ..forward.parts import split_by_tokens
+from ..forward.scoring import completion_scores, completion_values, prompt_states
+from ..forward.split_groups import chunk_places, keeps_states
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
@@ -138,10 +140,15 @@ def measure(args: argparse.Namespace) -> Measured:
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)
-    largest = [prompts[i] for i in max(parts, key=len)]
+    part = max(range(len(parts)), key=lambda i: len(parts[i]))
+    largest = [prompts[i] for i in parts[part]]
+    keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_places(prompts, parts)
     modules = [each for each in (model, critic, head) if each is not None]
-    held, peak, forward, update = _watch(args, mode, modules, base, largest, packed, logits_from_model, encoders)
-    scale = len(prompts) / len(largest)
+    held, peak, forward, update, of_prompt = _watch(
+        args, mode, modules, base, largest, packed, logits_from_model, encoders, keeps
+    )
+    # Of a group in chunks, the prompt counts once
+    scale = of_prompt / forward * len(unique) + (1 - of_prompt / forward) * len(prompts) / len(largest)
     again = (len(parts) > 1) + (args.beta > 0)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Measured(
@@ -179,9 +186,12 @@ def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
 
 
 def _watch(
-    args, mode, modules, base, prompts, packed, logits_from_model, encoders: EncoderInputs
-) -> tuple[int, int, int, int]:
-    """Bytes held and at the peak; operations of the forward, and of forward and backward."""
+    args, mode, modules, base, prompts, packed, logits_from_model, encoders: EncoderInputs, keeps: bool
+) -> tuple[int, int, int, int, int]:
+    """
+    Bytes held and at the peak; operations of the forward, of forward and backward, and of the forward of a prompt that
+    it `keeps` for a chunk of completions.
+    """
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
     model, rest = modules[0], modules[1:]
@@ -199,6 +209,13 @@ def _watch(
             known += [*module.parameters(), *module.buffers()]
         with Watch(known) as watch:
             with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                states, sums = None, []
+                if keeps:
+                    models = [base] if critic is None else [base, critic.model]
+                    states = prompt_states(models, prompts[0], ids.device)
+                    # Of gradients of earlier chunks
+                    sums = [torch.empty_like(each, dtype=torch.float32) for pair in states.values() for each in pair]
+                of_prompt = watch.operations
                 scores = completion_scores(
                     model,
                     base,
@@ -208,15 +225,18 @@ def _watch(
                     packed=packed,
                     value_head=head,
                     logits_temperature=1.0 if logits_from_model else None,
+                    states=states,
                 )
                 loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
                 if critic is not None:
-                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, packed=packed).mean()
+                    values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, states=states)
+                    loss = loss + values.mean()
                 if head is not None:
                     loss = loss + scores.values.mean()
             held, forward = watch.now, watch.operations
             loss.backward()
-        return held, watch.peak, forward, watch.operations
+            del sums
+        return held, watch.peak, forward, watch.operations, of_prompt
 
 
 def _cache_bytes(args, mode, model, length: int, probe: int = 16) -> float:
@@ -345,6 +365,10 @@ def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]
         if args.per_device_train_batch_size > args.num_generations and measured.parts == 1:
             group = measured.prompt_tokens + args.num_generations * args.completion_tokens
             return f"`--max_tokens_per_microbatch {group}`"
+        n_together = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
+        if args.packing == "prefix" and n_together > 1:
+            part = measured.prompt_tokens + n_together // 2 * args.completion_tokens
+            return f"`--max_tokens_per_microbatch {part}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
     elif parts["vLLM"] and not args.vllm_enable_sleep_mode:
         return "`--vllm_enable_sleep_mode`"

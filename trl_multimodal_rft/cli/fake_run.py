@@ -94,9 +94,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.operations = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        # Torch counts GPU operators alone
+        # Torch counts GPU operators alone, and registers some when they are first used
         self._counters = {
-            **flop_registry,
             _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
             _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_operations,
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
@@ -106,7 +105,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         taken = {_key(tensor) for tensor in _tensors((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        count = self._counters.get(func._overloadpacket)
+        count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
         for tensor in _tensors((result,)):

@@ -2,7 +2,7 @@
 """Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -131,17 +131,29 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    own = shared_states = key, value
+    if layout.states is not None and layout.n_known:
+        shared_states = layout.states[module]
+    elif layout.states is not None:
+        layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, **kwargs)
     branches = None
     if takes_varlen and layout.has_sequences(with_prompts):
-        sequences = layout.sequences(window, with_prompts)
-        branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+        shared = layout.shared_sequences(with_prompts) if _merges(query, value, window, **kwargs) else None
+        if shared is None:
+            key, value = _joined(shared_states, own)
+            sequences = layout.sequences(window, with_prompts)
+            branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+        else:
+            branches = _merged_attention(query, *own, *shared_states, *shared, **kwargs)
         if with_prompts:
             return branches[None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
+    if not takes_varlen:
+        key, value = _joined(shared_states, own)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
     folds = base != "eager" and kwargs.get("position_bias") is None
@@ -206,6 +218,31 @@ def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=N
     if base == "eager" or dropout != 0.0 or position_bias is not None or not kernels.has_varlen_kernel(query):
         return False
     return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
+
+
+def _joined(known, own) -> Sequence[torch.Tensor]:
+    """Keys and values of a row behind known ones, if these are others."""
+    return own if known is own else [torch.cat(each, dim=2) for each in zip(known, own, strict=True)]
+
+
+def _merges(query, value, window, softcap=None, **kwargs) -> bool:
+    """Whether torch's kernel, whose log-sum-exp merges attention to a prompt and to a completion, takes the layer."""
+    return window is None and softcap is None and max(query.size(-1), value.size(-1)) <= 256
+
+
+def _merged_attention(
+    query, own_key, own_value, key, value, rows, own: Sequences, index, shared_index, shared: Sequences, **kwargs
+) -> torch.Tensor:
+    """As [`_varlen_attention`], with keys that are shared in a call of their own, without copies for completions."""
+    query, own_key, own_value, key, value = (
+        states.squeeze(0).transpose(0, 1) for states in (query, own_key, own_value, key, value)
+    )
+    if rows is not None:
+        query, own_key, own_value = (states.index_select(0, rows) for states in (query, own_key, own_value))
+    key, value = gather_copies(key, shared_index), gather_copies(value, shared_index)
+    return kernels.merged_attention(
+        query, own_key, own_value, key, value, index, own, shared, scaling=kwargs.get("scaling")
+    )
 
 
 def _varlen_attention(

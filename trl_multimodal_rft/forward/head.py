@@ -131,7 +131,7 @@ def add_fused_head(
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
-        output, states = _run_backbone(self, forward, args, {**kwargs, "use_cache": False})
+        output, states = run_backbone(self, forward, args, {**kwargs, "use_cache": False})
         if labels is None and shift_labels is None:
             return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
@@ -232,7 +232,7 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     return decoder if decoder in found else next(iter(found), None)
 
 
-def _run_backbone(model: PreTrainedModel, forward: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor]:
+def run_backbone(model: PreTrainedModel, forward: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor]:
     """Outputs and last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
     if model.base_model is not model:
         output = model.base_model(*args, **kwargs)

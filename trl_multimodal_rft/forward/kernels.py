@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .layout import Sequences
+
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
     """Whether device and dtype have a variable-length kernel: from Ampere on, in half precision."""
@@ -40,12 +42,7 @@ def varlen_attention(
     """
     sequences = query_starts, key_starts, longest_query, longest_key
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
-    # Kernels want one size of heads, a multiple of 8; those of latent attention have 192 and 128
-    width = -(-max(query.size(-1), size) // 8) * 8
-    query, key, value = (
-        states if states.size(-1) == width else F.pad(states, (0, width - states.size(-1)))
-        for states in (query, key, value)
-    )
+    query, key, value = _of_one_size(query, key, value)
     options: dict[str, Any]
     output: Any
     if library:
@@ -58,7 +55,84 @@ def varlen_attention(
 
         options = {"scale": scaling, "window_size": window_size, **_gqa_option(varlen_attn)}
         output = varlen_attn(query, key, value, *sequences, **options)
-    return output if size == width else output[..., :size]
+    return output if output.size(-1) == size else output[..., :size]
+
+
+def _of_one_size(*states: torch.Tensor) -> list[torch.Tensor]:
+    """Pads heads: kernels want one size, a multiple of 8, while those of latent attention have 192 and 128."""
+    width = -(-max(each.size(-1) for each in states) // 8) * 8
+    return [each if each.size(-1) == width else F.pad(each, (0, width - each.size(-1))) for each in states]
+
+
+def merged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shared_key: torch.Tensor,
+    shared_value: torch.Tensor,
+    index: torch.Tensor | None,
+    own: Sequences,
+    shared: Sequences,
+    *,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """
+    Causal attention within sequences of a row, of which the queries at `index` (`None`: all) also attend to all shared
+    keys of theirs: two calls of torch's kernel, merged by log-sum-exp as in
+    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes as in [`varlen_attention`].
+    """
+    scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
+    states = _of_one_size(query, key, value, shared_key, shared_value)
+    return _Merged.apply(*states, index, own, shared, scaling)[..., :size]
+
+
+class _Merged(torch.autograd.Function):
+    """The gradient of `varlen_attn` would leave out that of the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, shared_key, shared_value, index, own, shared, scaling):
+        output, lse = flash_forward(query, key, value, own, True, scaling)
+        others, others_lse = flash_forward(_rows(query, index), shared_key, shared_value, shared, False, scaling)
+        before, both = _rows(output, index), torch.logaddexp(_rows(lse.T, index).T, others_lse)
+        weight = (others_lse - both).exp().T[..., None]
+        merged = torch.lerp(before.to(weight.dtype), others.to(weight.dtype), weight).to(output.dtype)
+        if index is None:
+            output, lse = merged, both
+        else:
+            output, lse = output.index_copy(0, index, merged), lse.index_copy(1, index, both)
+        ctx.save_for_backward(query, key, value, shared_key, shared_value, index, output, lse)
+        ctx.settings = own, shared, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
+        own, shared, scaling = ctx.settings
+        # With the output and the log-sum-exp of both calls, each gives its share of the gradient
+        of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, own, True, scaling)
+        rows = (_rows(each, index) for each in (gradient, query))
+        others = _rows(output, index), _rows(lse.T, index).T.contiguous()
+        more, *of_shared = flash_backward(*rows, shared_key, shared_value, *others, shared, False, scaling)
+        of_query = of_query + more if index is None else of_query.index_add(0, index, more)
+        return of_query, *of_own, *of_shared, None, None, None, None
+
+
+def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return values if index is None else values.index_select(0, index)
+
+
+def flash_forward(query, key, value, sequences: Sequences, is_causal: bool, scaling: float):
+    """The output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(query, key, value, *sequences, 0.0, is_causal, False, scale=scaling)[:2]
+
+
+def flash_backward(gradient, query, key, value, output, lse, sequences: Sequences, is_causal: bool, scaling: float):
+    """Gradients of queries, keys and values, from the output and the log-sum-exp over all keys, these or others."""
+    # Of dropout, which there is none of
+    random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
+    backward = torch.ops.aten._flash_attention_backward
+    return backward(gradient, query, key, value, output, lse, *sequences, 0.0, is_causal, *random, scale=scaling)
 
 
 @functools.cache

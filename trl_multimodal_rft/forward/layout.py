@@ -1,20 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The packed row: every prompt once, followed by its completions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
-from .trees import Node, leaf, prompt_trees, walk
+from .trees import Node, leaf, walk
 
 
-T = TypeVar("T")
+# Keys and values of a prompt in each attention layer, both `(1, heads, P, head_dim)`
+States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
 # Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest of each
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
@@ -25,6 +27,10 @@ _LENGTH_TOLERANCE = 1.25
 # Prompts of unequal length in one call need a mask per branch. Beyond so many entries (1 MiB in float32), each prompt
 # gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
+
+# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
+# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
+_COPIED_KEYS = 2**14
 
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
@@ -100,12 +106,15 @@ class PrefixLayout:
     # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
     # whether the prompts are, too
     windows: dict[str | None, tuple[int | None, bool]]
+    # What the forward of a lone prompt fills, or that of its completions in a row without it reads
+    states: States | None = None
+    n_known: int = 0  # tokens at the start of the row that aren't forwarded with it, as their states are known
 
     @cached_property
     def places(self) -> torch.Tensor:
         """Place of each row position in its own sequence, `(1, T)`."""
         _, lengths, _, shared = torch.tensor(self.segments).T
-        return to_device(_ranges(shared, lengths)[None], self.restore_index.device)
+        return to_device(_ranges(shared, lengths)[None, self.n_known :], self.restore_index.device)
 
     @cached_property
     def before(self) -> dict[int, torch.Tensor]:
@@ -136,11 +145,58 @@ class PrefixLayout:
             keys = torch.cat([piece for pair in pieces for piece in pair])
             bounds = [F.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (lengths, seen + lengths)]
             device = self.restore_index.device
-            queries = None if with_prompts else to_device(_ranges(starts, lengths), device)
+            queries = None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device)
             sequences = [to_device(each, device) for each in bounds]
             longest = int(lengths.max()), int((seen + lengths).max())
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
+
+    def shared_sequences(
+        self, with_prompts: bool
+    ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
+        """
+        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
+        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
+
+        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
+        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
+        the row, known ones included, `(K,)`; and the arguments for them.
+        """
+        key = ("shared", with_prompts)
+        if key not in self._masks:
+            self._masks[key] = self._shared_sequences(with_prompts)
+        return self._masks[key]
+
+    def _shared_sequences(self, with_prompts: bool):
+        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
+        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
+        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
+        taken = 0
+        for _, length, parent, n in segments:
+            if n:
+                behind[parent].append(torch.arange(taken, taken + length))
+            taken += length
+        free = 0 if self.n_known else 1  # known keys are copied to stand before others
+        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
+        if not n_copied or n_copied < _COPIED_KEYS:
+            return None
+        starts, lengths, _, _ = torch.tensor(segments).T
+        rows = [torch.cat(each) for each in behind.values()]
+        index, device = torch.cat(rows), self.restore_index.device
+
+        def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
+
+        own, longest = bounds(lengths)
+        queries, most = bounds(torch.tensor([len(each) for each in rows]))
+        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
+        return (
+            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
+            (own, own, longest, longest),
+            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
+            to_device(torch.cat([*shared.values()]), device),
+            (queries, keys, most, farthest),
+        )
 
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
@@ -410,71 +466,6 @@ def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "p
         has_masks = any(values.dim() > 1 for prompt in prompts for values in prompt.token_fields.values())
         split = [*split, text_only] if has_masks or not split else [split[0] + text_only, *split[1:]]
     return [sorted(part) for part in split]
-
-
-def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
-    """
-    An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over
-    equally large micro-batches, which come in random order. A group that fits into none is split over as few as
-    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows.
-    """
-    size = len(prompts) // n_batches
-    groups = group_by_prompt(prompts)
-    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
-    bundles: list[tuple[int, list[int]]] = []
-    for tree in prompt_trees(behind, groups):
-        shared = tree.stop if tree.children else 0
-        load, members = shared, []
-        for prompt in tree.leaves:
-            if members and len(members) + len(groups[prompt]) > size:
-                bundles.append((load, members))
-                load, members = shared, []
-            load += len(prompt) - shared + sum(lengths[i] for i in groups[prompt])
-            members = members + groups[prompt]
-        bundles.append((load, members))
-    batches: list[list[int]] = [[] for _ in range(n_batches)]
-    loads = [0] * n_batches
-    for load, members in sorted(bundles, key=lambda bundle: -bundle[0]):
-        while members:
-            room = [size - len(batch) for batch in batches]
-            fitting = [b for b in range(n_batches) if room[b] >= len(members)]
-            # The lightest that takes the whole bundle, else the one that takes most of it
-            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
-            taken, members = members[: room[b]], members[room[b] :]
-            batches[b] += taken
-            loads[b] += load
-    return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
-
-
-def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
-    """Tokens of the packed row that holds these completions."""
-    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
-
-
-def split_by_tokens(
-    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
-) -> list[list[int]]:
-    """Splits completions into parts of at most so many tokens, by first-fit decreasing, keeping groups together."""
-
-    def size(part: list[list[int]]) -> int:
-        members = sum(part, [])
-        if packed:
-            return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
-        return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
-
-    return [sum(part, []) for part in first_fit(list(group_by_prompt(prompts).values()), size, max_tokens)]
-
-
-def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
-    """Fills bins by first-fit decreasing."""
-    bins: list[list[T]] = []
-    for item in sorted(items, key=lambda item: -size([item])):
-        fitting = next((each for each in bins if size([*each, item]) <= capacity), None)
-        if fitting is None:
-            bins.append([item])
-        else:
-            fitting.append(item)
-    return bins
 
 
 def pack(

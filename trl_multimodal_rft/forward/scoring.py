@@ -24,10 +24,11 @@ from .attention import without_masks
 from .divergence import Target, divergences, head_of
 from .encoders import remember_on_host
 from .features import encode_frozen, frozen_features
-from .head import scores_of_logits
-from .layout import group_by_prompt, pack, same_rank, split_samples, to_device
+from .head import run_backbone, scores_of_logits
+from .layout import States, group_by_prompt, pack, same_rank, split_samples, to_device
 from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
+from .split_groups import behind_prompt
 
 
 @contextmanager
@@ -77,6 +78,7 @@ def completion_scores(
     hidden: bool = False,
     logps: bool = True,
     target: Target | None = None,
+    states: States | None = None,
 ) -> Scores:
     """
     Log-probabilities and entropies of completions, packed or padded.
@@ -91,11 +93,9 @@ def completion_scores(
             Right-padded completions, and 1 on their tokens, shape `(B, C)`.
         packed (`bool`, *optional*, defaults to `True`):
             Whether each prompt is forwarded once for all its completions.
-        isolate (`str`, *optional*):
-            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all. By
-            default all prompts share one.
-        min_forwards (`int`, *optional*, defaults to `1`):
-            Number of forwards with `isolate` at least. Surplus ones weigh nothing.
+        isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
+            Which prompts get a separate forward: `"media"` those whose media don't join exactly, `"prompt"` all, in
+            so many forwards at least, of which surplus ones weigh nothing. By default all prompts share one.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute router statistics of a mixture of experts, in which prompts count per completion.
         value_head (`torch.nn.Module`, *optional*):
@@ -110,6 +110,8 @@ def completion_scores(
             Whether to return the states that the LM head gets for each token, and log-probabilities and entropies.
         target ([`~forward.divergence.Target`], *optional*):
             Distributions to compare the tokens' with, for `divergences` and entropies.
+        states (`dict`, *optional*):
+            [`prompt_states`] of the prompt, of which there is one, behind which completions alone are forwarded.
 
     Returns:
         [`~forward.scores.Scores`]: what was requested, such as `logps` and, if the head computes them, `entropies`,
@@ -123,16 +125,15 @@ def completion_scores(
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
 
     def part(prompts, ids, mask, rows):
-        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, with_last=output_router_logits)
+        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, output_router_logits, states)
         inputs = {**batch.inputs, **outside}
         is_fused = logits_temperature is None
-        if not whole:  # whole sequences are forwarded once
-            encode_once(unwrapped_model, batch.parts, ids.device)
+        encode_once(unwrapped_model, [] if whole else batch.parts, ids.device)  # whole sequences are forwarded once
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
             _outputs_of(decoder) as decoded,
-            hidden_states(unwrapped_model, instead_of_logits=is_fused) as states,
+            hidden_states(unwrapped_model, instead_of_logits=is_fused) as outputs_of_text,
         ):
             if not logps:
                 model(**inputs, fused_lm_head=True)
@@ -147,14 +148,14 @@ def completion_scores(
         scores = Scores(
             logps=batch.placed(outputs.log_probs),
             entropies=batch.placed(outputs.entropy),
-            values=None if value_head is None else batch.placed(value_head(states[0])),
+            values=None if value_head is None else batch.placed(value_head(outputs_of_text[0])),
             top1=None if outputs.is_top1 is None else batch.placed(outputs.is_top1.float()),
-            hidden=batch.placed(states[0]) if hidden else None,
+            hidden=batch.placed(outputs_of_text[0]) if hidden else None,
             router=_router(unwrapped_model, decoded[0], batch) if output_router_logits else None,
         )
         if target is not None:
             head, given = head_of(unwrapped_model, target.student_rule), target.rows(rows)
-            scores.divergences, entropies = divergences(batch.placed(states[0]), head, given)
+            scores.divergences, entropies = divergences(batch.placed(outputs_of_text[0]), head, given)
             scores.entropies = scores.entropies if logps else entropies
         return scores
 
@@ -171,6 +172,7 @@ def completion_values(
     packed: bool = True,
     isolate: Literal["media", "prompt"] | None = None,
     min_forwards: int = 1,
+    states: States | None = None,
 ) -> torch.Tensor:
     """
     Values of the states before each completion token, `(B, C)`, 0 where the mask is 0.
@@ -180,7 +182,7 @@ def completion_values(
     """
 
     def part(prompts, completion_ids, mask, rows):
-        batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed)
+        batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed, states=states)
         encode_once(unwrapped_model, batch.parts, completion_ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
@@ -190,6 +192,21 @@ def completion_values(
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
     return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
+
+
+def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
+    """Keys and values of a prompt in each attention layer of unwrapped models that run packed rows."""
+    nothing, found = torch.zeros(1, 0, dtype=torch.long, device=device), {}
+    for model in models:
+        batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
+        batch.injected["prefix_layout"].states = states
+        encode_once(model, batch.parts, device)
+        with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
+            _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
+        # What only the last states of a prompt depend on gets a gradient of 0, as in a row with completions
+        layer, (key, value) = next(iter(states.items()))
+        found |= {**states, layer: (key + last[..., :0].sum().to(key), value)}
+    return found
 
 
 def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
@@ -271,9 +288,16 @@ class _Batch:
 
 
 def _batch(
-    model, prompts, completion_ids, completion_mask, packed: bool, whole: bool = False, with_last: bool = False
+    model,
+    prompts,
+    completion_ids,
+    completion_mask,
+    packed: bool,
+    whole: bool = False,
+    with_last: bool = False,
+    states: States | None = None,
 ) -> _Batch:
-    make = functools.partial(_packed_batch, with_last=with_last) if packed else _padded_batch
+    make = functools.partial(_packed_batch, with_last=with_last, states=states) if packed else _padded_batch
     if not whole:
         return make(model, prompts, completion_ids, completion_mask)
     batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
@@ -301,7 +325,9 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
     )
 
 
-def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bool = False) -> _Batch:
+def _packed_batch(
+    model, prompts, completion_ids, completion_mask, with_last: bool = False, states: States | None = None
+) -> _Batch:
     """
     One row that holds each prompt, and its media, once, and so what several prompts start with. It is exact: every
     token attends to what it would in a row of its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had
@@ -314,6 +340,7 @@ def _packed_batch(model, prompts, completion_ids, completion_mask, with_last: bo
     # Without completions, tokens of prompts are scored, and each prompt has labels of its own
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
     row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last, trees=trees)
+    row = row if states is None else behind_prompt(row, states)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),

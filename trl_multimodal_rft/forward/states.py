@@ -129,6 +129,11 @@ def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | N
     return outputs.index_select(0, layout.restore_index)[None]
 
 
+def has_states(model: PreTrainedModel) -> bool:
+    """Whether layers of a model carry a state from token to token."""
+    return bool(_mixers(model))
+
+
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.get_decoder().modules() if _STATES & names_in_code(type(module))[0]]
 

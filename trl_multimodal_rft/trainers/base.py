@@ -23,7 +23,7 @@ from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ..forward.layout import micro_batch_order
+from ..forward.parts import micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches

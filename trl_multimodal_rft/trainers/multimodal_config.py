@@ -39,9 +39,10 @@ class MediaArguments(KnownKeywords):
 
         max_tokens_per_microbatch (`int`, *optional*):
             Tokens that are forwarded with their activations at once, at most: a micro-batch with more is forwarded and
-            differentiated in parts of whole groups, with the loss and gradient of the whole. Memory then doesn't
-            depend on the longest prompts. Costs one more forward without activations where there are several parts;
-            its seconds are logged as `token_budget/extra_time`.
+            differentiated in parts of whole groups, with the loss and gradient of the whole. A group with more
+            forwards its prompt once, and its completions in chunks that attend to it, at least one at a time. Costs
+            one more forward without activations where there are several parts; its seconds are logged as
+            `token_budget/extra_time`.
 
         > Parameters that control what is trained
 

@@ -1,0 +1,92 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Which completions are forwarded together: in a micro-batch, and in a part of it within a token budget."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..encoding.prompts import EncodedPrompt
+from .layout import group_by_prompt
+from .trees import prompt_trees
+
+
+T = TypeVar("T")
+
+
+def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
+    """
+    An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over
+    equally large micro-batches, which come in random order. A group that fits into none is split over as few as
+    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows.
+    """
+    size = len(prompts) // n_batches
+    groups = group_by_prompt(prompts)
+    behind = {prompt: sum(lengths[i] for i in members) for prompt, members in groups.items()}
+    bundles: list[tuple[int, list[int]]] = []
+    for tree in prompt_trees(behind, groups):
+        shared = tree.stop if tree.children else 0
+        load, members = shared, []
+        for prompt in tree.leaves:
+            if members and len(members) + len(groups[prompt]) > size:
+                bundles.append((load, members))
+                load, members = shared, []
+            load += len(prompt) - shared + sum(lengths[i] for i in groups[prompt])
+            members = members + groups[prompt]
+        bundles.append((load, members))
+    batches: list[list[int]] = [[] for _ in range(n_batches)]
+    loads = [0] * n_batches
+    for load, members in sorted(bundles, key=lambda bundle: -bundle[0]):
+        while members:
+            room = [size - len(batch) for batch in batches]
+            fitting = [b for b in range(n_batches) if room[b] >= len(members)]
+            # The lightest that takes the whole bundle, else the one that takes most of it
+            b = min(fitting, key=lambda b: loads[b]) if fitting else max(range(n_batches), key=lambda b: room[b])
+            taken, members = members[: room[b]], members[room[b] :]
+            batches[b] += taken
+            loads[b] += load
+    return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
+
+
+def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:
+    """Tokens of the packed row that holds these completions."""
+    return sum(len(prompt) for prompt in group_by_prompt(prompts)) + sum(lengths)
+
+
+def split_by_tokens(
+    prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
+) -> list[list[int]]:
+    """
+    Splits completions into parts of at most so many tokens, by first-fit decreasing.
+
+    Groups stay together. One that is larger is split into chunks, which come last, one group after the other; its
+    prompt counts in each, and a chunk has at least one completion with tokens.
+    """
+
+    def size(part: list[list[int]]) -> int:
+        members = sum(part, [])
+        if packed:
+            return packed_length([prompts[i] for i in members], [lengths[i] for i in members])
+        return len(members) * (max(len(prompts[i]) for i in members) + max(lengths[i] for i in members))
+
+    groups, chunks = [], []
+    for members in group_by_prompt(prompts).values():
+        scored = [[i] for i in members if lengths[i]]
+        if len(scored) < 2 or size([members]) <= max_tokens:
+            groups.append(members)
+            continue
+        own = [sum(chunk, []) for chunk in first_fit(scored, size, max_tokens)]
+        chunks += [own[0] + [i for i in members if not lengths[i]], *own[1:]]
+    return [sum(part, []) for part in first_fit(groups, size, max_tokens)] + chunks
+
+
+def first_fit(items: Sequence[T], size: Callable[[list[T]], int], capacity: int) -> list[list[T]]:
+    """Fills bins by first-fit decreasing."""
+    bins: list[list[T]] = []
+    for item in sorted(items, key=lambda item: -size([item])):
+        fitting = next((each for each in bins if size([*each, item]) <= capacity), None)
+        if fitting is None:
+            bins.append([item])
+        else:
+            fitting.append(item)
+    return bins

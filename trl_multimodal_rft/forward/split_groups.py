@@ -1,0 +1,123 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""A group that doesn't fit: its prompt is forwarded once, and its completions behind it in chunks."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..encoding.prompts import EncodedPrompt
+from .layout import PackedRow, States
+from .states import has_states
+
+
+class KeptPrompt:
+    """
+    Keys and values of a prompt for chunks of its completions.
+
+    With gradients, chunks attend to copies without a graph, and the gradients of these are summed in float32. The last
+    chunk attends to what the prompt's forward returned, so that its backward pass, which takes the sums along, is that
+    of the prompt.
+
+    Args:
+        forward (`Callable`):
+            Returns the [`~forward.layout.States`] of the prompt.
+    """
+
+    def __init__(self, forward: Callable[[], States]):
+        self._forward = forward
+        self._states: States = {}
+        self._sums: dict[tuple, torch.Tensor] = {}
+
+    def states(self, is_first: bool, is_last: bool) -> States:
+        """The states for a chunk; the first of a pass over all chunks has the prompt forwarded, the last frees it."""
+        if is_first:
+            self._states, self._sums = self._forward(), {}
+        given, sums = self._states, self._sums
+        if is_last:
+            self._states, self._sums = {}, {}
+        if not torch.is_grad_enabled():
+            return given
+        attend = _with_sum if is_last else _summed
+        return {
+            layer: (attend(key, sums, (layer, 0)), attend(value, sums, (layer, 1)))
+            for layer, (key, value) in given.items()
+        }
+
+
+def _summed(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple) -> torch.Tensor:
+    """A copy without a graph, whose gradient is added to a sum."""
+
+    def add(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:
+            wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
+            sums[place] = wide if place not in sums else sums[place].add_(wide)
+
+    leaf = state.detach()
+    if state.requires_grad:
+        leaf.requires_grad_().register_post_accumulate_grad_hook(add)
+    return leaf
+
+
+def _with_sum(state: torch.Tensor, sums: dict[tuple, torch.Tensor], place: tuple) -> torch.Tensor:
+    """The state, whose gradient is that of its chunk and the sum of those before."""
+    if not state.requires_grad:
+        return state
+    state = state.view_as(state)
+    state.register_hook(lambda gradient: (gradient + sums.pop(place)).to(gradient.dtype) if place in sums else None)
+    return state
+
+
+def behind_prompt(row: PackedRow, states: States) -> PackedRow:
+    """The completions of a row with one prompt, as a row that continues the states of that prompt."""
+    [block], (_, size, *_) = row.layout.blocks, row.layout.segments[0]
+    layout = replace(
+        row.layout,
+        blocks=[
+            replace(block, prompt_index=block.prompt_index[:0, :0], branch_index=block.branch_index - size, starts=[])
+        ],
+        restore_index=row.layout.restore_index[size:] - size,
+        windows={kind: (window, False) for kind, (window, _) in row.layout.windows.items()},
+        states=states,
+        n_known=size,
+    )
+    return replace(
+        row,
+        input_ids=row.input_ids[:, size:],
+        shift_labels=row.shift_labels[:, size:],
+        position_ids=row.position_ids[..., size:],
+        token_fields={name: value[:, size:] for name, value in row.token_fields.items()},
+        parts=row.parts[1:],
+        layout=layout,
+        label_index=row.label_index - size,
+        score_index=(row.score_index - size).clamp(min=0),
+    )
+
+
+def chunk_places(prompts: Sequence[EncodedPrompt], parts: Sequence[Sequence[int]]) -> dict[int, tuple[bool, bool]]:
+    """The parts of completions that are chunks of a group, and whether each is the first and the last of it."""
+    owners = [{prompts[i].shared for i in part} for part in parts]
+    counts, seen = Counter(prompt for each in owners for prompt in each), Counter()
+    places = {}
+    for index, each in enumerate(owners):
+        for prompt in [prompt for prompt in each if counts[prompt] > 1]:  # alone in its part
+            seen[prompt] += 1
+            places[index] = seen[prompt] == 1, seen[prompt] == counts[prompt]
+    return places
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """
+    Whether completions can be forwarded behind a prompt that is kept: not where layers carry a state from token to
+    token, and not where reentrant checkpointing hides the prompt's graph.
+    """
+    if has_states(model):
+        return False
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
+            return False
+    return True
