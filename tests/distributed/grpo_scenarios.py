@@ -9,6 +9,7 @@ import shutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import merge_fsdp_weights
 from datasets import Dataset
 from helpers.chats import image
 from helpers.checks import released
@@ -486,6 +487,24 @@ def resumed_by_more(folder):
     return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
 
 
+class InjectedTrainer(RecordingTrainer):
+    """Never samples."""
+
+    n_given = 4
+
+
+def sharded(folder, checkpoint=None):
+    """The optimizer has a state of each weight."""
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "adam_epsilon": 1e-3, "max_steps": 4}
+    options |= {"save_strategy": "steps", "save_steps": 2, "checkpoint": checkpoint}
+    return train(folder, "qwen2_5_vl", image_rows(), 4 * GROUP, InjectedTrainer, **options)[1]
+
+
+def resharded(folder):
+    """Resumes from what other processes wrote in `sharded`."""
+    return sharded(folder, folder.parent.parent / "two" / "sharded" / "output" / "checkpoint-2")
+
+
 class InjectingMaker(NaiveExperienceMaker):
     """Returns responses that depend only on the prompt. Later prompts get longer ones."""
 
@@ -570,6 +589,13 @@ def loaded(trainer, family, load, *folders):
     return otherwise
 
 
+def merged(checkpoint):
+    """Returns a checkpoint with whole weights, which accelerate makes of its shards if it has any."""
+    if ENGINE == "fsdp2" and PartialState().num_processes > 1:
+        merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(checkpoint))
+    return checkpoint
+
+
 def greedy(folder, family, rows, batch=2 * GROUP):
     """Trains two steps on given completions and one on sampled ones of different lengths, then saves."""
     trainer, result = train(
@@ -588,7 +614,8 @@ def greedy(folder, family, rows, batch=2 * GROUP):
     def load(model_class, place):
         yield model_class.from_pretrained(place)
 
-    otherwise = loaded(trainer, family, load, folder / "saved", folder / "output" / "checkpoint-3")
+    PartialState().wait_for_everyone()
+    otherwise = loaded(trainer, family, load, folder / "saved", merged(folder / "output" / "checkpoint-3"))
     return {**result, "saved_otherwise": otherwise, "completions": trainer.completions[-1]}
 
 
@@ -606,11 +633,15 @@ def greedy_isolated(folder):
 
 
 def adapter(folder, family, rows, modules):
-    """LoRA in the encoder and in the language model; the base model is the reference."""
+    """LoRA in the encoder and in the language model; the base model is the reference. FSDP2 also resumes."""
     objects = {"peft_config": LoraConfig(r=4, target_modules=modules)}
-    saving = {"save_strategy": "steps", "save_steps": REUSED["max_steps"]}
-    trainer, result = train(folder, family, rows, 2 * GROUP, objects=objects, **REUSED, **saving)
+    options = {**REUSED, "objects": objects, "save_strategy": "steps", "save_steps": REUSED["max_steps"] // 2}
+    trainer, result = train(folder, family, rows, 2 * GROUP, **options)
     trainer.save_model(folder / "saved")
+    if ENGINE == "fsdp2" and PartialState().num_processes > 1:
+        PartialState().wait_for_everyone()
+        again = train(folder / "again", family, rows, 2 * GROUP, checkpoint=folder / "output/checkpoint-2", **options)
+        result = compared(result, again[1])
 
     def load(model_class, place):
         yield PeftModel.from_pretrained(model_class.from_pretrained(folder / "model"), place)

@@ -98,7 +98,7 @@ def runs(request, tmp_path_factory):
     """Runs the scenarios that the selected tests need."""
     scenarios = {}
     for item in request.session.items:
-        if item.module is request.module:
+        if item.module is request.module and "runs" in item.fixturenames:
             given = item.callspec.params
             for fixture, name in {"two": given["engine"], "one": "one", "ddp": "ddp"}.items():
                 if fixture in item.fixturenames:
@@ -378,6 +378,22 @@ def test_reference_that_follows_the_policy_is_restored(two):
         assert rank["otherwise"] == []
         assert rank["moved"] and rank["kl"][-1] > 1e-6
         assert "has no folder 'ref_model' with a reference that follows the policy" in rank["message"]
+
+
+@on(["fsdp2"], "adapter_images")
+def test_adapters_in_shards_resume(two):
+    assert all(rank["otherwise"] == [] and rank["logs"][0] == rank["logs"][1] for rank in two)
+
+
+@pytest.mark.slow
+def test_shards_are_resumed_by_another_number_of_processes(tmp_path):
+    (two,) = Run("fsdp2", 2, ["sharded"], tmp_path / "two").results().values()
+    (four,) = Run("fsdp2", 4, ["resharded"], tmp_path / "four").results().values()
+    for rank in four:
+        assert rank["sharded"] and [step["reward"] for step in rank["steps"]] == pytest.approx(
+            [step["reward"] for step in two[0]["steps"]]
+        )
+        assert_same_update(rank["update"], two[0]["update"], tolerance=1e-4)
 
 
 @on(["ddp"], "resumed_by_more")

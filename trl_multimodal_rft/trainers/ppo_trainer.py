@@ -49,6 +49,7 @@ from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
+from .shards import load_shards, save_shards, writes_shards
 
 
 if TYPE_CHECKING:
@@ -455,17 +456,23 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _save_state(self, folder: Path) -> None:
         super()._save_state(folder)
-        if self.ema is not None:
+        if self.ema is not None and writes_shards(self.accelerator):
+            save_shards(self.ema.state_dict(), folder / _AVERAGE)
+        elif self.ema is not None:
             self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
 
     def _load_state(self, folder: Path) -> None:
         super()._load_state(folder)
         if self.ema is not None:
-            path = folder / f"{_AVERAGE}.safetensors"
+            shards = writes_shards(self.accelerator)
+            path = folder / (_AVERAGE if shards else f"{_AVERAGE}.safetensors")
             if not path.exists():
                 raise ValueError(f"{folder} has no average of the weights; resume without `ema_decay`.")
             self.ema.follow(self.model)
-            self.ema.load(path)
+            if shards:
+                load_shards(self.ema.state_dict(), path)
+            else:
+                self.ema.load(path)
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         found = []
