@@ -170,7 +170,7 @@ def test_config_refuses_groups_across_processes(name, monkeypatch):
     monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
     batch = {"per_device_train_batch_size": 12, "num_generations": 8}
     config(**batch)
-    with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups on each process.*\(12\).*\(8\)"):
+    with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups of each process.*\(12\).*\(8\)"):
         config(**batch, **{name: 1})
 
 

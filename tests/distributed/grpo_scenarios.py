@@ -7,6 +7,7 @@ import hashlib
 import shutil
 
 import torch
+import training
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
@@ -215,6 +216,25 @@ def token_budget(folder, trainer_class=PartsTrainer, **others):
     return {**result, "parts": trainer.parts}
 
 
+# Together, the last four prompts are more than twice as long
+UNEVEN = [{**row, **training.row("What is in the image? " * (1 + 9 * (i > 3)))} for i, row in enumerate(image_rows())]
+
+
+def balanced(folder, run=None, **options):
+    """Two ranks have two micro-batches of two groups each, which they keep, then exchange, before two updates."""
+    run = run or functools.partial(train, family="qwen2_5_vl", rows=UNEVEN, trainer_class=InjectedTrainer)
+    options = {"batch": 4 * GROUP, **REUSED, **PAPO, **options}
+    kept, moved = (run(folder / str(on), balance_ranks=on, **options) for on in (False, True))
+    updates = [result["update"] for _, result in (kept, moved)]
+    norms = [
+        torch.cat([each.flatten() for each in values]).norm()
+        for values in (updates[0].values(), [updates[1][name] - value for name, value in updates[0].items()])
+    ]
+    prompts = {id(prompt): prompt for part in moved[0]._buffered_inputs for prompt in part.prompts}
+    media = [sum(value.nbytes for value in prompt.media.values()) for prompt in prompts.values()]
+    return {**moved[1], "kept": kept[1]["steps"], "difference": float(norms[1] / norms[0]), "media": media}
+
+
 def papo_token_budget(folder):
     return token_budget(folder, **PAPO)
 
@@ -413,6 +433,7 @@ def resumed(folder):
     """Runs two updates of two micro-batches each per generation batch, and stops between them."""
     options = {
         **EXCHANGED,
+        "balance_ranks": True,
         "gradient_accumulation_steps": 2,
         "num_iterations": 2,
         "max_steps": 6,

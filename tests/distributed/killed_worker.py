@@ -237,7 +237,8 @@ def is_duration(key) -> bool:
 
 
 def read(file: Path):
-    if file.name in ("training_args.bin", "manifest.json"):  # one holds the folder's name, the other its checksum
+    # They hold the folder's name, or a checksum of what does
+    if file.name in ("training_args.bin", ".metadata", "manifest.json"):
         return None
     if file.suffix in (".pt", ".pth", ".bin"):
         return torch.load(file, weights_only=False)

@@ -344,6 +344,23 @@ def test_processes_exchange_their_groups(two):
     assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
 
 
+@on(["ddp", "fsdp2"], "balanced", "balanced_ppo")
+def test_ranks_exchange_groups_for_equal_work(two):
+    """The global batch is the same, so that gradients differ by rounding alone."""
+    assert_same_ranks(two)
+    for rank in two:
+        assert rank["difference"] < 1e-5
+        for kept, moved in zip(rank["kept"], rank["steps"], strict=True):
+            for name in ("loss", "grad_norm", "reward", "kl"):
+                assert moved[name] == pytest.approx(kept[name], rel=1e-5, abs=1e-6), name
+        before, after = ([step for step in steps if "packing/rank_imbalance" in step] for steps in (rank["kept"], rank["steps"]))
+        for kept, moved in zip(before, after, strict=True):
+            assert kept["packing/rank_imbalance"] > 1.3 > 1.03 > moved["packing/rank_imbalance"] >= 1
+            # Two of each rank's four groups: their media, and some kB of tokens
+            sizes = sorted(two[0]["media"] + two[1]["media"])
+            assert sum(sizes[:4]) < moved["packing/moved_mb"] * 1e6 < sum(sizes[4:]) + 4 * 30_000
+
+
 @on(["ddp"], "refused")
 def test_groups_that_straddle_processes_are_not_exchanged(two):
     for rank in two:

@@ -170,15 +170,14 @@ def save_without_weights(
     """
     policy = policy_alone(accelerator.unwrap_model(model))
     if is_peft_model(policy):
-        state = whole_state_dict(
-            accelerator, policy, writes, lambda name: any(f".{n}" in name for n in policy.peft_config)
-        )
-    if writes:
-        if is_peft_model(policy):
+        adapters = tuple(f".{name}" for name in policy.peft_config)
+        state = whole_state_dict(accelerator, policy, writes, lambda name: any(each in name for each in adapters))
+        if writes:
             policy.save_pretrained(folder, state_dict=state)
-        else:
-            policy.config.save_pretrained(folder)
-            policy.generation_config.save_pretrained(folder)
+    elif writes:
+        policy.config.save_pretrained(folder)
+        policy.generation_config.save_pretrained(folder)
+    if writes:
         processing_class.save_pretrained(folder)
 
 
