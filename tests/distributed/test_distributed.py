@@ -351,14 +351,15 @@ def test_ranks_exchange_groups_for_equal_work(two):
     for rank in two:
         assert rank["difference"] < 1e-5
         for kept, moved in zip(rank["kept"], rank["steps"], strict=True):
-            for name in ("loss", "grad_norm", "reward", "kl"):
-                assert moved[name] == pytest.approx(kept[name], rel=1e-5, abs=1e-6), name
-        before, after = ([step for step in steps if "packing/rank_imbalance" in step] for steps in (rank["kept"], rank["steps"]))
-        for kept, moved in zip(before, after, strict=True):
-            assert kept["packing/rank_imbalance"] > 1.3 > 1.03 > moved["packing/rank_imbalance"] >= 1
-            # Two of each rank's four groups: their media, and some kB of tokens
-            sizes = sorted(two[0]["media"] + two[1]["media"])
-            assert sum(sizes[:4]) < moved["packing/moved_mb"] * 1e6 < sum(sizes[4:]) + 4 * 30_000
+            names = {"loss", "grad_norm", "reward", "kl", "explained_variance"} & kept.keys()
+            assert {name: moved[name] for name in names} == pytest.approx(
+                {name: kept[name] for name in names}, rel=1e-5, abs=1e-6
+            )
+            if "packing/rank_imbalance" in kept:
+                assert kept["packing/rank_imbalance"] > 1.2 > 1.05 > moved["packing/rank_imbalance"] >= 1
+                # Two of each rank's four groups: their media, and some kB of tokens
+                sizes = sorted(two[0]["media"] + two[1]["media"])
+                assert sum(sizes[:4]) < moved["packing/moved_mb"] * 1e6 < sum(sizes[4:]) + 4 * 30_000
 
 
 @on(["ddp"], "refused")
@@ -385,7 +386,8 @@ def test_resumed_run_is_the_uninterrupted_run(two):
     for rank in two:
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1]
-    assert any(step.get("replay/frac", 0) > 0 for step in two[0]["logs"][0][3:])
+    for name in ("replay/frac", "packing/moved_mb"):
+        assert any(step.get(name, 0) > 0 for step in two[0]["logs"][0][3:]), name
 
 
 @on(["ddp", *PARTS], "resumed_reference")

@@ -116,7 +116,7 @@ def _moved(
     """The groups that this rank gets from others, and the bytes that all ranks send."""
     rank, device = accelerator.process_index, accelerator.device
     moves = [(group, group // n, to) for to, held in enumerate(places) for group in held if group // n != to]
-    sent = {group: _packed(owned[group]) for group, source, _ in moves if source == rank}
+    sent = {group: packed_group(owned[group]) for group, source, _ in moves if source == rank}
     sizes = torch.zeros(n * len(places), dtype=torch.long, device=device)
     for group, data in sent.items():
         sizes[group] = len(data)
@@ -142,7 +142,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _packed(group: Rollout) -> torch.Tensor:
+def packed_group(group: Rollout) -> torch.Tensor:
     """A group as bytes, without what is on devices or made again."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(group.with_copied_prompts(on_device=False).to("cpu"))

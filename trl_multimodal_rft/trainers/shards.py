@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import StateDictType
 
+from ..encoding.model_folders import SHARDS
 
-# Folder of a checkpoint with the shards of the weights
-SHARDS = f"{FSDP_MODEL_NAME}_0"
+
 _METADATA = ".metadata"  # says which shard holds what
 
 
