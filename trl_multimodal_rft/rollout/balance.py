@@ -23,38 +23,33 @@ def arranged(
     rollout: Rollout, args: Any, accelerator: Accelerator, may_move: bool = True
 ) -> tuple[Rollout, dict[str, float]]:
     """
-    A rollout in the order of its micro-batches, whole groups together, and metrics of the exchange of groups. All
-    ranks have to call this.
+    A rollout in the order of its micro-batches, whole groups together, and metrics. With `balance_ranks`, ranks
+    exchange groups before, if they may. All ranks have to call this.
     """
     steps, metrics, generator = args.steps_per_generation, {}, None
     if args.balance_ranks and accelerator.num_processes > 1:
         # The same order on all ranks, so that their longest micro-batches coincide
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
         if may_move:
-            rollout, n_bytes = exchange_groups(rollout, args.num_generations, accelerator)
-            metrics = {"packing/moved_mb": n_bytes / 1e6}
+            rollout, metrics["packing/moved_mb"] = _exchanged(rollout, args.num_generations, accelerator)
     if steps > 1:
         lengths = rollout.completion_mask.sum(1).tolist()
         rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps, generator))
     return rollout, metrics
 
 
-def exchange_groups(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, int]:
-    """
-    A rollout whose packed length is close to the mean of all ranks', with as many groups as before, and the bytes that
-    all ranks have sent. All ranks have to call this.
-    """
-    groups = rollout.groups(group_size)
-    loads = torch.tensor([[forwarded_length(group) for group in groups], _free(groups)])
-    gathered = accelerator.gather(loads[None].to(accelerator.device)).tolist()
-    places = balanced([load for load, _ in gathered], [free for _, free in gathered])
-    n, rank = len(groups), accelerator.process_index
-    owned = dict(enumerate(groups, start=rank * n))
-    received, n_bytes = _moved(owned, places, n, accelerator)
-    if n_bytes == 0:
-        return rollout, 0
-    joined = join_rollouts([{**owned, **received}[place] for place in places[rank]], accelerator.device)
-    return replace(joined, packed=rollout.packed, step=rollout.step), n_bytes
+def _exchanged(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
+    """The rollout after the exchange, with as many groups as before, and the megabytes that all ranks have sent."""
+    groups, rank = rollout.groups(group_size), accelerator.process_index
+    loads = torch.tensor([[forwarded_length(group) for group in groups], _free(groups)], device=accelerator.device)
+    loads, free = accelerator.gather(loads[None]).transpose(0, 1).tolist()
+    places = balanced(loads, free)
+    held = dict(enumerate(groups, start=rank * len(groups)))
+    received, n_bytes = _moved(held, places, accelerator)
+    if n_bytes > 0:
+        joined = join_rollouts([{**held, **received}[place] for place in places[rank]], accelerator.device)
+        rollout = replace(joined, packed=rollout.packed, step=rollout.step)
+    return rollout, n_bytes / 1e6
 
 
 def forwarded_length(rollout: Rollout) -> int:
@@ -111,16 +106,14 @@ def _free(groups: Sequence[Rollout]) -> list[int]:
 
 
 def _moved(
-    owned: dict[int, Rollout], places: Sequence[Sequence[int]], n: int, accelerator: Accelerator
+    held: dict[int, Rollout], places: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> tuple[dict[int, Rollout], int]:
     """The groups that this rank gets from others, and the bytes that all ranks send."""
-    rank, device = accelerator.process_index, accelerator.device
-    moves = [(group, group // n, to) for to, held in enumerate(places) for group in held if group // n != to]
-    sent = {group: packed_group(owned[group]) for group, source, _ in moves if source == rank}
-    sizes = torch.zeros(n * len(places), dtype=torch.long, device=device)
-    for group, data in sent.items():
-        sizes[group] = len(data)
-    sizes = accelerator.reduce(sizes).tolist() if moves else [0]
+    rank, device, n = accelerator.process_index, accelerator.device, len(held)
+    moves = [(group, group // n, to) for to, own in enumerate(places) for group in own if group // n != to]
+    sent = {group: packed_group(held[group]) for group, source, _ in moves if source == rank}
+    sizes = torch.tensor([len(sent.get(group, ())) for group in range(n * len(places))], device=device)
+    sizes = accelerator.reduce(sizes).tolist() if moves else []
     transfers, buffers = [], {}
     for group, source, to in moves:  # in the same order on both sides
         if source == rank:

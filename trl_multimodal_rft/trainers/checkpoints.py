@@ -44,14 +44,7 @@ from .finite import refuse_broken_weights
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
 from .run_lock import holding
-from .shards import (
-    gathering,
-    load_model_shards,
-    refuse_missing_shards,
-    refuse_other_layout,
-    save_shards,
-    writes_shards,
-)
+from .shards import gathering, load_shards, refuse_missing_shards, refuse_other_layout, save_shards, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -246,7 +239,7 @@ class CheckpointMixin(Trainer):
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
             if writes_shards(self.accelerator):
-                load_model_shards(self.ref_model, folder / _REFERENCE)
+                self.ref_model.load_state_dict(load_shards(self.ref_model.state_dict(), folder / _REFERENCE))
             else:
                 load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
         # A rank that the previous run didn't have restores what all ranks share from rank 0

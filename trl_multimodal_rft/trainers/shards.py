@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils.constants import FSDP_MODEL_NAME
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import StateDictType
 
@@ -44,25 +43,14 @@ def save_shards(state: dict[str, Any], folder: Path) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
-def load_shards(state: dict[str, Any], folder: Path) -> None:
+def load_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Reads what [`save_shards`] wrote into tensors, sharded by any number of processes. All have to call this."""
     dcp.load(state, checkpoint_id=folder)
-
-
-def load_model_shards(model: nn.Module, folder: Path) -> None:
-    """Gives a model the weights that [`save_shards`] wrote. All processes have to call this."""
-    state = model.state_dict()
-    load_shards(state, folder)
-    model.load_state_dict(state)
+    return state
 
 
 def refuse_missing_shards(checkpoint: Path) -> None:
-    """
-    Raises where this process doesn't see what the others have written.
-
-    Raises:
-        `FileNotFoundError`: If a shard isn't there.
-    """
+    """Raises `FileNotFoundError` where this process doesn't see what others have written."""
     for metadata in checkpoint.rglob(_METADATA):
         stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
         for name in sorted({info.relative_path for info in stored.values()}):
@@ -74,12 +62,7 @@ def refuse_missing_shards(checkpoint: Path) -> None:
 
 
 def refuse_other_layout(accelerator: Accelerator, checkpoint: Path) -> None:
-    """
-    Raises where FSDP couldn't read how a checkpoint holds the weights.
-
-    Raises:
-        `ValueError`: If they are in shards and this run's are whole, or the reverse.
-    """
+    """Raises `ValueError` where a checkpoint is in shards and those of this run of FSDP are whole, or the reverse."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     found = {"SHARDED": (checkpoint / SHARDS).is_dir(), "FULL": (checkpoint / f"{FSDP_MODEL_NAME}.bin").is_file()}
     own, other = ("SHARDED", "FULL") if writes_shards(accelerator) else ("FULL", "SHARDED")
