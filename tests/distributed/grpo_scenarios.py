@@ -445,10 +445,10 @@ def resumed(folder):
         "kl_horizon": 100,
         "self_check": True,
     }
-    _, straight = train(folder / "straight", "qwen2_5_vl", image_rows(), 2 * GROUP, **options)
+    _, straight = train(folder / "straight", "qwen2_5_vl", UNEVEN, 2 * GROUP, **options)
     PartialState().wait_for_everyone()
     checkpoint = folder / "straight" / "output" / "checkpoint-3"
-    _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    _, result = train(folder / "again", "qwen2_5_vl", UNEVEN, 2 * GROUP, checkpoint=checkpoint, **options)
     return compared(straight, result)
 
 
