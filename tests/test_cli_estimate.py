@@ -26,7 +26,7 @@ from trl_multimodal_rft.scripts.grpo import ARGUMENTS
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 # Parameters of the published models, see https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct
-PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336}
+PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
 TINY = ["--images", "1", "--image_size", "56", "--prompt_tokens", "60", "--completion_tokens", "24"]
 TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
 

@@ -2,12 +2,16 @@
 """Groups of completions that outlive their batch, and the choice of groups that fill a batch."""
 
 import io
+import pickle
+import random
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
+from trl_multimodal_rft.forward.parts import micro_batch_order
+from trl_multimodal_rft.rollout.balance import balanced, packed_group
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.rollout import Rollout, join_rollouts
 
@@ -147,3 +151,58 @@ def test_replay_fills_what_a_group_left_over_leaves():
     used, is_stale, metrics = run.step(1)
     assert used[0] == 3 and used[1] in (1, 2) and is_stale
     assert metrics["replay/frac"] == 0.5
+
+
+# Groups that ranks exchange, see also `distributed/test_distributed.py`
+
+
+def longest_first(loads: list[list[int]]) -> int:
+    """Returns the longest rank where each takes the next longest group as long as it has room."""
+    totals, held = [0] * len(loads), [0] * len(loads)
+    for load in sorted(sum(loads, []), reverse=True):
+        rank = min((r for r in range(len(loads)) if held[r] < len(loads[0])), key=totals.__getitem__)
+        totals[rank], held[rank] = totals[rank] + load, held[rank] + 1
+    return max(totals)
+
+
+@pytest.mark.parametrize("ranks, n", [(2, 4), (8, 2), (8, 8), (32, 16)])
+def test_swaps_balance_about_as_well_as_a_new_distribution(ranks, n):
+    generator = random.Random(0)
+    for _ in range(20):
+        loads = [[int(generator.lognormvariate(8, 0.7)) for _ in range(n)] for _ in range(ranks)]
+        places, load = balanced(loads, [[1] * n] * ranks), sum(loads, [])
+        assert sorted(sum(places, [])) == [*range(ranks * n)] and {*map(len, places)} == {n}
+        longest = max(sum(load[group] for group in held) for held in places)
+        assert longest <= 1.2 * longest_first(loads) and longest <= max(map(sum, loads))
+        assert sum(group // n != rank for rank, held in enumerate(places) for group in held) <= ranks * n / 2
+
+
+def test_what_is_balanced_or_not_free_stays():
+    assert balanced([[5, 5], [6, 4]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
+    assert balanced([[9, 1], [1, 1]], [[1, 1]] * 2) == [[0, 1], [2, 3]]  # no swap helps
+    assert balanced([[9, 9], [1, 1]], [[1, 1]] * 2) == [[2, 1], [0, 3]]
+    assert balanced([[9, 9], [1, 1]], [[0, 1], [0, 1]]) == [[0, 3], [2, 1]]
+    assert balanced([[9, 9], [1, 1]], [[0, 0], [1, 1]]) == [[0, 1], [2, 3]]
+    assert balanced([[0, 0], [0, 0]], [[1, 1]] * 2) == [[0, 1], [2, 3]]
+
+
+def test_longest_micro_batches_of_ranks_coincide():
+    lengths = torch.tensor([[1, 9, 5, 3], [30, 10, 90, 50]]).repeat_interleave(2, 1)
+    prompts = [group(0).prompts[0] for _ in range(4) for _ in range(2)]
+    prompts = [prompts[i // 2 * 2] for i in range(8)]
+    orders = [micro_batch_order(prompts, own.tolist(), 4, torch.Generator().manual_seed(3)) for own in lengths]
+    ranked = [own[order][::2].argsort().tolist() for own, order in zip(lengths, orders, strict=True)]
+    assert ranked[0] == ranked[1] != [*range(4)]
+
+
+def test_a_group_travels_without_its_neighbours():
+    """Tensors of prompts may be parts of a batch's."""
+    own, batch = group(1), torch.rand(1000, 3)
+    own.prompts[0].media["pixel_values"] = batch[5:6]
+    own.prompts[0].on_device["pixel_values"] = batch
+    data = packed_group(own)
+    assert len(data) < 8000 < batch.nbytes
+    found = pickle.loads(data.numpy().tobytes())
+    assert torch.equal(found.prompts[0].media["pixel_values"], batch[5:6])
+    assert found.prompts[0] is found.prompts[1] and not found.prompts[0].on_device and not found.prompts[0].decoded
+    assert torch.equal(found.completion_ids, own.completion_ids)

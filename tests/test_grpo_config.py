@@ -157,6 +157,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
         ({"difficulty_sampling": True, "shuffle_dataset": False}, "which `shuffle_dataset=False` asks to keep"),
         ({**SINGLE, "dynamic_sampling": True}, "`dynamic_sampling` selects prompts whose"),
+        ({"balance_ranks": True, "keep_groups_together": False}, "`balance_ranks` moves whole groups, which"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
     ],
 )
@@ -165,12 +166,12 @@ def test_config_refuses(options, message):
         config(**options)
 
 
-@pytest.mark.parametrize("name", ["dynamic_sampling", "replay_buffer_size"])
+@pytest.mark.parametrize("name", ["dynamic_sampling", "replay_buffer_size", "balance_ranks"])
 def test_config_refuses_groups_across_processes(name, monkeypatch):
     monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
     batch = {"per_device_train_batch_size": 12, "num_generations": 8}
     config(**batch)
-    with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups on each process.*\(12\).*\(8\)"):
+    with pytest.raises(ValueError, match=rf"`{name}` exchanges whole groups of each process.*\(12\).*\(8\)"):
         config(**batch, **{name: 1})
 
 
@@ -397,6 +398,7 @@ MEDIA_AND_PACKING = {
     "packing",
     "keep_groups_together",
     "max_tokens_per_microbatch",  # changes no update, see test_token_budget.py
+    "balance_ranks",  # changes no update, see distributed/test_distributed.py
     "freeze",  # these two of all trainers, see test_freeze.py
     "learning_rates",
     "audio_overlong",

@@ -276,6 +276,8 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     for name in ("audio", "no-weights", "no-processor"):
         shutil.copytree(saved("qwen2_5_vl"), f"models/{name}")
     os.remove("models/no-weights/model.safetensors")
+    shutil.copytree("models/no-weights", "models/shards")
+    os.mkdir("models/shards/pytorch_model_fsdp_0")
     shutil.copytree("models/audio", "models/run/checkpoint-20")
     adapter = Path("models", "adapter", "adapter_config.json")
     adapter.parent.mkdir()
@@ -288,6 +290,8 @@ def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
         "./x/y": "'.' has no 'x'.",
         "~/x": "`~` isn't expanded; write",
         "models/no-weights": "'models/no-weights' can't be loaded: the folder has no weights (*.safetensors); name a",
+        "models/shards": "the folder has no weights (*.safetensors); it holds shards; run `accelerate merge-weights "
+        "models/shards/pytorch_model_fsdp_0 models/shards`.",
         "models/run": "the folder has no config.json; it holds 'checkpoint-20'; name one, such as "
         "'models/run/checkpoint-20'.",
         "models/adapter": "the folder has no config.json; it holds an adapter; pass its base model, wrapped by",

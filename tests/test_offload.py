@@ -36,7 +36,7 @@ def live(trainer) -> dict[str, int]:
         "gradients": n_bytes(p.grad for p in trainer.model.parameters() if p.grad is not None),
         "reference": 0 if trainer.ref_model is None else n_bytes(trainer.ref_model.parameters()),
         "critic": n_bytes(of_critic),
-        "average": n_bytes(trainer.ema.values()) if getattr(trainer, "ema", None) else 0,
+        "average": n_bytes(trainer.ema.state_dict().values()) if getattr(trainer, "ema", None) else 0,
         "policy": n_bytes(parameters),
     }
 

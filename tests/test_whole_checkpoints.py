@@ -11,15 +11,25 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from helpers.resumed_runs import REUSED, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.manifest import missing_resume_state, verify_checkpoint, write_manifest
+from trl_multimodal_rft.trainers.manifest import (
+    measure_together,
+    missing_resume_state,
+    verify_checkpoint,
+    write_manifest,
+)
+from trl_multimodal_rft.trainers.shards import SHARDS, refuse_missing_shards, refuse_other_layout, save_shards
 
 
 STEPS = 3
@@ -229,6 +239,45 @@ def test_folders_below_count_and_what_is_added_does_not(tmp_path):
     assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
     shutil.rmtree(shard.parent)
     assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process writes
+def test_every_shard_counts(tmp_path):
+    """What two processes write: `distributed/test_killed.py`."""
+    shards = tmp_path / SHARDS
+    save_shards({"weight": torch.ones(3)}, shards)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    refuse_missing_shards(tmp_path)
+    names = {f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp", "trainer_state.json"}
+    found = measure_together(tmp_path, 0, 1)
+    assert found.keys() == names
+    # Two processes read each file once
+    assert {**measure_together(tmp_path, 0, 2), **measure_together(tmp_path, 1, 2)} == found
+    empty(shards / "__0_0.distcp")
+    assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is empty"]
+    (shards / "__0_0.distcp").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=rf"^{SHARDS}/__0_0.distcp isn't there. Shards need an `output_dir` on"
+    ):
+        refuse_missing_shards(tmp_path)
+    write_manifest(tmp_path, model_only=False, measured=found)
+    assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is missing"]
+
+
+@pytest.mark.parametrize("own", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_shards_and_whole_weights_are_not_confused(own, tmp_path):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    refuse_other_layout(accelerator, tmp_path)
+    for name, needed in ((SHARDS, "SHARDED_STATE_DICT"), (FSDP_MODEL_NAME + ".bin", "FULL_STATE_DICT")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / SHARDS).mkdir() if name == SHARDS else (folder / name).touch()
+        if own == needed:
+            refuse_other_layout(accelerator, folder)
+        else:
+            with pytest.raises(ValueError, match=f"Launch it with `--fsdp_state_dict_type {needed}`."):
+                refuse_other_layout(accelerator, folder)
 
 
 class Touched(TrainerCallback):

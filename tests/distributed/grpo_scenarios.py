@@ -7,8 +7,10 @@ import hashlib
 import shutil
 
 import torch
+import training
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import merge_fsdp_weights
 from datasets import Dataset
 from helpers.chats import image
 from helpers.checks import released
@@ -221,6 +223,25 @@ def split_groups(folder):
     return token_budget(folder, budget=60)
 
 
+# Together, the last four prompts are more than twice as long
+UNEVEN = [{**row, **training.row("What is in the image? " * (1 + 9 * (i > 3)))} for i, row in enumerate(image_rows())]
+
+
+def balanced(folder, run=None, **options):
+    """Two ranks have two micro-batches of two groups each, which they keep, then exchange, before two updates."""
+    run = run or functools.partial(train, family="qwen2_5_vl", rows=UNEVEN, trainer_class=InjectedTrainer)
+    options = {"batch": 4 * GROUP, **REUSED, **PAPO, **options}
+    kept, moved = (run(folder / str(on), balance_ranks=on, **options) for on in (False, True))
+    updates = [result["update"] for _, result in (kept, moved)]
+    norms = [
+        torch.cat([each.flatten() for each in values]).norm()
+        for values in (updates[0].values(), [updates[1][name] - value for name, value in updates[0].items()])
+    ]
+    prompts = {id(prompt): prompt for part in moved[0]._buffered_inputs for prompt in part.prompts}
+    media = [sum(value.nbytes for value in prompt.media.values()) for prompt in prompts.values()]
+    return {**moved[1], "kept": kept[1]["steps"], "difference": float(norms[1] / norms[0]), "media": media}
+
+
 def papo_token_budget(folder):
     return token_budget(folder, **PAPO)
 
@@ -419,6 +440,7 @@ def resumed(folder):
     """Runs two updates of two micro-batches each per generation batch, and stops between them."""
     options = {
         **EXCHANGED,
+        "balance_ranks": True,
         "gradient_accumulation_steps": 2,
         "num_iterations": 2,
         "max_steps": 6,
@@ -430,10 +452,10 @@ def resumed(folder):
         "kl_horizon": 100,
         "self_check": True,
     }
-    _, straight = train(folder / "straight", "qwen2_5_vl", image_rows(), 2 * GROUP, **options)
+    _, straight = train(folder / "straight", "qwen2_5_vl", UNEVEN, 2 * GROUP, **options)
     PartialState().wait_for_everyone()
     checkpoint = folder / "straight" / "output" / "checkpoint-3"
-    _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
+    _, result = train(folder / "again", "qwen2_5_vl", UNEVEN, 2 * GROUP, checkpoint=checkpoint, **options)
     return compared(straight, result)
 
 
@@ -491,6 +513,24 @@ def resumed_by_more(folder):
     trainer, result = train(folder / "after", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
     shared = [trainer.kl_coef, trainer._n_extra_prompts, dataclasses.asdict(trainer.checks.self_check)]
     return {**result, "shared": shared, "expected_before": load_rollout_state(checkpoint, 0)["kl_controller"]["value"]}
+
+
+class InjectedTrainer(RecordingTrainer):
+    """Never samples."""
+
+    n_given = 4
+
+
+def sharded(folder, checkpoint=None):
+    """The optimizer has a state of each weight."""
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "adam_epsilon": 1e-3, "max_steps": 4}
+    options |= {"save_strategy": "steps", "save_steps": 2, "checkpoint": checkpoint}
+    return train(folder, "qwen2_5_vl", image_rows(), 4 * GROUP, InjectedTrainer, **options)[1]
+
+
+def resharded(folder):
+    """Resumes from what other processes wrote in `sharded`."""
+    return sharded(folder, folder.parent.parent / "two" / "sharded" / "output" / "checkpoint-2")
 
 
 class InjectingMaker(NaiveExperienceMaker):
@@ -577,6 +617,13 @@ def loaded(trainer, family, load, *folders):
     return otherwise
 
 
+def merged(checkpoint):
+    """Returns a checkpoint with whole weights, which accelerate makes of its shards if it has any."""
+    if ENGINE == "fsdp2" and PartialState().num_processes > 1:
+        merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(checkpoint))
+    return checkpoint
+
+
 def greedy(folder, family, rows, batch=2 * GROUP):
     """Trains two steps on given completions and one on sampled ones of different lengths, then saves."""
     trainer, result = train(
@@ -595,7 +642,8 @@ def greedy(folder, family, rows, batch=2 * GROUP):
     def load(model_class, place):
         yield model_class.from_pretrained(place)
 
-    otherwise = loaded(trainer, family, load, folder / "saved", folder / "output" / "checkpoint-3")
+    PartialState().wait_for_everyone()
+    otherwise = loaded(trainer, family, load, folder / "saved", merged(folder / "output" / "checkpoint-3"))
     return {**result, "saved_otherwise": otherwise, "completions": trainer.completions[-1]}
 
 
@@ -613,11 +661,15 @@ def greedy_isolated(folder):
 
 
 def adapter(folder, family, rows, modules):
-    """LoRA in the encoder and in the language model; the base model is the reference."""
+    """LoRA in the encoder and in the language model; the base model is the reference. FSDP2 also resumes."""
     objects = {"peft_config": LoraConfig(r=4, target_modules=modules)}
-    saving = {"save_strategy": "steps", "save_steps": REUSED["max_steps"]}
-    trainer, result = train(folder, family, rows, 2 * GROUP, objects=objects, **REUSED, **saving)
+    options = {**REUSED, "objects": objects, "save_strategy": "steps", "save_steps": REUSED["max_steps"] // 2}
+    trainer, result = train(folder, family, rows, 2 * GROUP, **options)
     trainer.save_model(folder / "saved")
+    if ENGINE == "fsdp2" and PartialState().num_processes > 1:
+        PartialState().wait_for_everyone()
+        again = train(folder / "again", family, rows, 2 * GROUP, checkpoint=folder / "output/checkpoint-2", **options)
+        result = compared(result, again[1])
 
     def load(model_class, place):
         yield PeftModel.from_pretrained(model_class.from_pretrained(folder / "model"), place)

@@ -43,7 +43,7 @@ ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps"
 ZERO2 |= {"zero_optimization": {"stage": 2}}
 ENGINES = {
     "ddp": {"use_cpu": True},
-    "fsdp2": {"use_cpu": True, "fsdp": True},
+    "fsdp2": {"use_cpu": True, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
     "zero2": {"use_cpu": False, "deepspeed": ZERO2, "accelerator_config": {"use_configured_state": True}},
 }
 
@@ -237,7 +237,8 @@ def is_duration(key) -> bool:
 
 
 def read(file: Path):
-    if file.name in ("training_args.bin", "manifest.json"):  # one holds the folder's name, the other its checksum
+    # They hold the folder's name, or a checksum of what does
+    if file.name in ("training_args.bin", ".metadata", "manifest.json"):
         return None
     if file.suffix in (".pt", ".pth", ".bin"):
         return torch.load(file, weights_only=False)

@@ -4,6 +4,7 @@
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from grpo_scenarios import UNEVEN, balanced
 from helpers.families import FAMILIES
 from peft import LoraConfig
 from training import (
@@ -148,6 +149,12 @@ def ppo_resumed(folder):
     checkpoint = folder / "straight" / "output" / "checkpoint-3"
     trainer, result = ppo(folder / "again", checkpoint=checkpoint, **options)
     return compared(straight, result) | {"supervised": [straight["supervised"][6:], result["supervised"]]}
+
+
+def balanced_ppo(folder):
+    """Policy and critic, with groups where they were sampled and exchanged."""
+    options = {"rows": UNEVEN, "gradient_accumulation_steps": 2, "num_iterations": 1}
+    return balanced(folder, ppo, **{**PPO, **options}, view_entropy_coefs=[0.0, 0.0])
 
 
 def ppo_refused(folder):

@@ -99,7 +99,7 @@ def runs(request, tmp_path_factory):
     """Runs the scenarios that the selected tests need."""
     scenarios = {}
     for item in request.session.items:
-        if item.module is request.module:
+        if item.module is request.module and "runs" in item.fixturenames:
             given = item.callspec.params
             for fixture, name in {"two": given["engine"], "one": "one", "ddp": "ddp"}.items():
                 if fixture in item.fixturenames:
@@ -352,6 +352,24 @@ def test_processes_exchange_their_groups(two):
     assert all(len({n for rank in epoch for draw in rank for n in draw}) == 8 for epoch in epochs)
 
 
+@on(["ddp", "fsdp2"], "balanced", "balanced_ppo")
+def test_ranks_exchange_groups_for_equal_work(two):
+    """The global batch is the same, so that gradients differ by rounding alone."""
+    assert_same_ranks(two)
+    for rank in two:
+        assert rank["difference"] < 1e-5
+        for kept, moved in zip(rank["kept"], rank["steps"], strict=True):
+            names = {"loss", "grad_norm", "reward", "shaped_reward", "explained_variance"} & kept.keys()
+            assert {name: moved[name] for name in names} == pytest.approx(
+                {name: kept[name] for name in names}, rel=1e-5, abs=1e-6
+            )
+            if "packing/rank_imbalance" in kept:
+                assert kept["packing/rank_imbalance"] > 1.2 > 1.05 > moved["packing/rank_imbalance"] >= 1
+                # Two of each rank's four groups: the media of prompts and of their views, and some kB of tokens
+                sizes = sorted(two[0]["media"] + two[1]["media"])
+                assert 2 * sum(sizes[:4]) < moved["packing/moved_mb"] * 1e6 < 2 * sum(sizes[4:]) + 4 * 30_000
+
+
 @on(["ddp"], "refused")
 def test_groups_that_straddle_processes_are_not_exchanged(two):
     for rank in two:
@@ -376,7 +394,8 @@ def test_resumed_run_is_the_uninterrupted_run(two):
     for rank in two:
         assert rank["otherwise"] == []
         assert rank["logs"][0] == rank["logs"][1]
-    assert any(step.get("replay/frac", 0) > 0 for step in two[0]["logs"][0][3:])
+    for name in ("replay/frac", "packing/moved_mb"):
+        assert any(step.get(name, 0) > 0 for step in two[0]["logs"][0][3:]), name
 
 
 @on(["ddp", *PARTS], "resumed_reference")
@@ -386,6 +405,22 @@ def test_reference_that_follows_the_policy_is_restored(two):
         assert rank["otherwise"] == []
         assert rank["moved"] and rank["kl"][-1] > 1e-6
         assert "has no folder 'ref_model' with a reference that follows the policy" in rank["message"]
+
+
+@on(["fsdp2"], "adapter_images")
+def test_adapters_in_shards_resume(two):
+    assert all(rank["otherwise"] == [] and rank["logs"][0] == rank["logs"][1] for rank in two)
+
+
+@pytest.mark.slow
+def test_shards_are_resumed_by_another_number_of_processes(tmp_path):
+    (two,) = Run("fsdp2", 2, ["sharded"], tmp_path / "two").results().values()
+    (four,) = Run("fsdp2", 4, ["resharded"], tmp_path / "four").results().values()
+    for rank in four:
+        assert rank["sharded"] and [step["reward"] for step in rank["steps"]] == pytest.approx(
+            [step["reward"] for step in two[0]["steps"]]
+        )
+        assert_same_update(rank["update"], two[0]["update"], tolerance=1e-4)
 
 
 @on(["ddp"], "resumed_by_more")

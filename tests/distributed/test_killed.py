@@ -253,6 +253,22 @@ def test_killed_while_it_saves(worker, case, tmp_path):
     assert found["others"] == []
 
 
+def test_killed_while_it_writes_shards(worker, tmp_path):
+    run = Restarted(worker, "fsdp2", tmp_path, random.randrange(2**32))
+    run.dies("weights written", 1, 1, last=0)
+    run.dies("optimizer written", 2, 0, last=1)
+    run.dies("half a file written", 3, 1, last=2)
+    run.dies("in place", 4, 0, last=4)
+    for step, shard in (4, "pytorch_model_fsdp_0/__1_0.distcp"), (3, "optimizer_0/__1_0.distcp"):
+        file = run.output / f"checkpoint-{step}" / shard
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    run.last = "checkpoint-2"
+    run.ends()
+    log = (run.folder / str(run.n_starts) / "log-0.txt").read_text()
+    assert "checkpoint-4 isn't whole: pytorch_model_fsdp_0/__1_0.distcp has other content." in log
+    assert "checkpoint-3 isn't whole: optimizer_0/__1_0.distcp has other content." in log
+
+
 def test_killed_at_random(worker, case, tmp_path):
     seed = random.randrange(2**32)
     run = Restarted(worker, case, tmp_path, seed)

@@ -150,7 +150,7 @@ IN_PLUGIN = {
         "fsdp_activation_checkpointing": False,
         "fsdp_offload_params": "OffloadPolicy",  # it leaves everything in place
         "fsdp_auto_wrap_policy": "transformer_auto_wrap_policy",
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     },
     **{
         name: {
@@ -180,7 +180,7 @@ def test_fields_reach_the_plugin(name, monkeypatch):
         ("fsdp2", "fsdp_activation_checkpointing", True, True),
         ("fsdp2", "fsdp_offload_params", True, "CPUOffloadPolicy"),
         ("fsdp2", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "size_based_auto_wrap_policy"),
-        ("fsdp2", "fsdp_state_dict_type", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
+        ("fsdp2", "fsdp_state_dict_type", "FULL_STATE_DICT", "FULL_STATE_DICT"),
         ("deepspeed_zero1", "zero_stage", 0, 0),
         ("deepspeed_zero2", "offload_optimizer_device", "cpu", "cpu"),
         ("deepspeed_zero3", "offload_param_device", "cpu", "cpu"),
@@ -334,7 +334,8 @@ def test_multi_gpu(multi_gpu, given):
 def test_fsdp2(multi_gpu, given, tmp_path):
     outcome = trained("fsdp2", tmp_path / "run", given, environment={**CPU, "FSDP2_ON_CPU": "true"})
     assert_trained(outcome, given, 2, type="FSDP", fsdp_version=2)
-    assert (outcome.checkpoint / "pytorch_model_fsdp.bin").exists()
+    assert (outcome.checkpoint / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
+    assert not [*outcome.checkpoint.glob("*.safetensors")]
     assert_trained_alike(outcome, multi_gpu, given)
 
 

@@ -211,7 +211,8 @@ def engine_options(state):
         own_state = {"accelerator_config": {"use_configured_state": True}} if ON_CPU else {}
         return {"deepspeed": config, "use_cpu": False, **own_state}
     own_backend = {"ddp_backend": "gloo"} if SHARES_GPU else {}
-    return {"use_cpu": ON_CPU, "fsdp": ENGINE == "fsdp2" and splits, **own_backend}
+    shards = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}  # as in `fsdp2.yaml`
+    return {"use_cpu": ON_CPU, **(shards if ENGINE == "fsdp2" and splits else {}), **own_backend}
 
 
 def weights(model):

@@ -138,6 +138,7 @@ NEUTRAL = {
 NOT_DRAWN = {
     *(name for name in RULE_NAMES if name not in VALUES),
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
+    "balance_ranks",  # one process has nothing to exchange
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
     "vllm_server_base_urls",

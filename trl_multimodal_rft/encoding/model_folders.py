@@ -14,6 +14,7 @@ from ..paths import nearest
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json")
 _EXTRAS = {"torchvision": "image", "bitsandbytes": "quantization", "peft": "peft", "flash_attn": "flash-attn"}
+SHARDS = "pytorch_model_fsdp_0"  # folder of weights in shards, as accelerate names it
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json", ".gguf", ".pt")
 
 
@@ -33,6 +34,8 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
     inner = sorted(each for each in files if os.path.isfile(os.path.join(folder, each, "config.json")))
     if "adapter_config.json" in files:
         remedy = "it holds an adapter; pass its base model, wrapped by `PeftModel.from_pretrained(base, folder)`"
+    elif SHARDS in files:
+        remedy = f"it holds shards; run `accelerate merge-weights {os.path.join(folder, SHARDS)} {folder}`"
     elif inner:
         remedy = f"it holds {', '.join(map(repr, inner[-3:]))}; name one, such as {os.path.join(name, inner[-1])!r}"
     missing = "weights (*.safetensors)" if "config.json" in files else "config.json"

@@ -14,11 +14,17 @@ from .trees import prompt_trees
 T = TypeVar("T")
 
 
-def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], n_batches: int) -> list[int]:
+def micro_batch_order(
+    prompts: Sequence[EncodedPrompt],
+    lengths: Sequence[int],
+    n_batches: int,
+    generator: torch.Generator | None = None,
+) -> list[int]:
     """
     An order of completions that keeps groups together, and prompts that start alike, and balances packed lengths over
     equally large micro-batches, which come in random order. A group that fits into none is split over as few as
-    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows.
+    possible. The order depends on the data alone, so that updates are the same with packed and with padded rows. With
+    equal generators, the longest micro-batches of several ranks come at the same place.
     """
     size = len(prompts) // n_batches
     groups = group_by_prompt(prompts)
@@ -45,7 +51,9 @@ def micro_batch_order(prompts: Sequence[EncodedPrompt], lengths: Sequence[int], 
             taken, members = members[: room[b]], members[room[b] :]
             batches[b] += taken
             loads[b] += load
-    return [i for b in torch.randperm(n_batches).tolist() for i in batches[b]]
+    if generator is not None:
+        batches = [batches[b] for b in sorted(range(n_batches), key=lambda b: -loads[b])]
+    return [i for b in torch.randperm(n_batches, generator=generator).tolist() for i in batches[b]]
 
 
 def packed_length(prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> int:

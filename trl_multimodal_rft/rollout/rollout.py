@@ -228,11 +228,11 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     width = max(each.completion_ids.size(1) for each in rollouts)
     names = set.intersection(*(each.per_token_fields() for each in rollouts))
     parts = [each.with_copied_prompts().to(device).resized(width, names) for each in rollouts]
-    changed: dict[str, Any] = {
-        name: [prompt for part in parts for prompt in getattr(part, name)] for name in ("prompts", "view_prompts")
-    }
+    changed: dict[str, Any] = {}
     for name in (each.name for each in fields(Rollout)):
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
             changed[name] = torch.cat(values)
+        elif isinstance(values[0], list) and len(values[0]) == len(parts[0]):
+            changed[name] = sum(values, [])
     return replace(parts[0], **changed)

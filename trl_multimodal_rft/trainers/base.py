@@ -23,18 +23,18 @@ from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ..forward.parts import micro_batch_order
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
 from ..models.modes import has_dropout
 from ..models.parts import same_weights_trained
 from ..models.quantization import keep_differentiable
-from ..models.wrapped import unwrapped
+from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
+from ..rollout.balance import arranged, rank_metrics
 from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
@@ -430,10 +430,13 @@ class MultimodalTrainer(CheckpointMixin):
             model = self._unwrapped(self.model)
             if self.rollout_func is not None or not self.args.keep_groups_together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
-            elif steps > 1:
-                lengths = rollout.completion_mask.sum(1).tolist()
-                rollout = rollout.select(micro_batch_order(rollout.prompts, lengths, steps))
+            else:
+                # Engines refuse some mixtures of media that must be forwarded alone, which a move could make
+                may_move = self._policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
+                rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
+                self._log_metrics(metrics)
             self._buffered_inputs = rollout.micro_batches(steps)
+            self._log_metrics(rank_metrics(self._buffered_inputs, self.accelerator))
             counts = count_forwarded(self._policy, model, self._buffered_inputs)
             forwarded, repeated, n_skipped, n = self._sum_over_ranks(counts)
             self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)

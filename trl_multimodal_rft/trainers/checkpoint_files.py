@@ -2,14 +2,14 @@
 """Folders and files of checkpoints."""
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME
 from trl.distributed import DistributedBackend
 from trl.trainer.callbacks import SyncRefModelCallback
 
+from ..models.critic import policy_alone
 from ..models.wrapped import is_unsharded
 from ..rollout.groups import SAVED_CLASSES
 
@@ -126,10 +127,12 @@ def load_rollout_state(
 # Weights
 
 
-def whole_state_dict(accelerator: Accelerator, module: nn.Module, kept: bool) -> dict[str, torch.Tensor] | None:
+def whole_state_dict(
+    accelerator: Accelerator, module: nn.Module, kept: bool, wanted: Callable[[str], bool] = bool
+) -> dict[str, torch.Tensor] | None:
     """
-    The weights of a module on the CPU, gathered one by one where processes hold them in part. All processes have to
-    call this.
+    The weights of a module on the CPU, gathered one by one where processes hold them in part: those whose names are
+    `wanted`, by default all. All processes have to call this.
 
     Returns the state dict, empty on processes that don't keep it; `None` where the module's own is whole.
     """
@@ -139,6 +142,8 @@ def whole_state_dict(accelerator: Accelerator, module: nn.Module, kept: bool) ->
     copies: dict[int, torch.Tensor] = {}  # tied weights once
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
+        if not wanted(name):
+            continue
         with gathered([value]):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             if kept:
@@ -154,6 +159,26 @@ def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
     state = whole_state_dict(accelerator, model, writes)
     if writes:
         model.save_pretrained(folder, state_dict=state)
+
+
+def save_without_weights(
+    accelerator: Accelerator, model: nn.Module, processing_class: Any, folder: Path, writes: bool
+) -> None:
+    """
+    Saves what makes a model of weights that are saved elsewhere: config and processor. Adapters, which are small, are
+    saved whole. All processes have to call this.
+    """
+    policy = policy_alone(accelerator.unwrap_model(model))
+    if is_peft_model(policy):
+        adapters = tuple(f".{name}" for name in policy.peft_config)
+        state = whole_state_dict(accelerator, policy, writes, lambda name: any(each in name for each in adapters))
+        if writes:
+            policy.save_pretrained(folder, state_dict=state)
+    elif writes:
+        policy.config.save_pretrained(folder)
+        policy.generation_config.save_pretrained(folder)
+    if writes:
+        processing_class.save_pretrained(folder)
 
 
 def load_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Path) -> None:

@@ -37,12 +37,14 @@ from .checkpoint_files import (
     replace_folder,
     save_rollout_state,
     save_unsharded,
+    save_without_weights,
     surplus_checkpoints,
 )
 from .finite import refuse_broken_weights
-from .manifest import resume_warnings, verify_checkpoint, write_manifest
+from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
 from .run_lock import holding
+from .shards import gathering, load_shards, refuse_missing_shards, refuse_other_layout, save_shards, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -56,8 +58,8 @@ logger = get_logger(__name__)
 
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
-# File of a checkpoint with an average of the weights
-_AVERAGE = "ema.safetensors"
+# File, or folder with shards, of a checkpoint for an average of the weights
+_AVERAGE = "ema"
 
 
 class CheckpointMixin(Trainer):
@@ -218,6 +220,7 @@ class CheckpointMixin(Trainer):
         the names. Whether it did.
         """
         if not is_unsharded(self.accelerator):
+            refuse_other_layout(self.accelerator, Path(folder))
             return False
         self._load_parts(Path(folder))
         policy = policy_alone(self.accelerator.unwrap_model(self.model))
@@ -238,15 +241,23 @@ class CheckpointMixin(Trainer):
                     "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
-            load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
+            if writes_shards(self.accelerator):
+                self.ref_model.load_state_dict(load_shards(self.ref_model.state_dict(), folder / _REFERENCE))
+            else:
+                load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
         if self.ema is not None:
-            if not (folder / _AVERAGE).exists():
+            shards = writes_shards(self.accelerator)
+            path = folder / (_AVERAGE if shards else f"{_AVERAGE}.safetensors")
+            if not path.exists():
                 raise ValueError(
                     f"{folder} has no average of the weights; resume without `{self.ema.option}`, or from a "
                     "checkpoint that was saved with it and without `save_only_model`."
                 )
             self.ema.follow(self.model)
-            self.ema.load(folder / _AVERAGE)
+            if shards:
+                load_shards(self.ema.state_dict(), path)
+            else:
+                self.ema.load(path)
         # A rank that the previous run didn't have restores what all ranks share from rank 0
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
@@ -327,7 +338,7 @@ class CheckpointMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Saves the model and its processor. All processes have to call this.
+        Saves the model and its processor, with whole weights on every engine. All processes have to call this.
 
         Args:
             output_dir (`str`, *optional*):
@@ -338,8 +349,14 @@ class CheckpointMixin(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         self._refuse_broken_weights(f"the model isn't saved in {str(folder)!r}; what is saved there stays")
-        self._save_parts(folder, in_checkpoint=output_dir is not None and _internal_call)
-        super().save_model(output_dir, _internal_call)
+        args, in_checkpoint = self.args, output_dir is not None and _internal_call
+        published = args.push_to_hub and args.hub_strategy != HubStrategy.END
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not published:
+            save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
+            return
+        with gathering(self.accelerator):
+            self._save_parts(folder, in_checkpoint)
+            super().save_model(output_dir, _internal_call)
 
     def _save_parts(self, folder: Path, in_checkpoint: bool) -> None:
         """Saves what belongs to the model in addition to the policy's files. All ranks have to call this."""
@@ -396,16 +413,30 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-            if args.checkpoint_manifest:
-                write_manifest(folder, args.save_only_model, self._fingerprints())
+        self._write_manifest(folder)
+
+    def _write_manifest(self, folder: Path) -> None:
+        """Lists what all processes have written. All processes have to call this."""
+        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
+        if shards and process == 0:
+            refuse_missing_shards(folder)
+        if not self.args.checkpoint_manifest:
+            return
+        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
+        if self.args.should_save:
+            write_manifest(folder, self.args.save_only_model, self._fingerprints(), measured)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self._reference_moves:
+        if self._reference_moves and writes_shards(self.accelerator):
+            save_shards(self.ref_model.state_dict(), folder / _REFERENCE)
+        elif self._reference_moves:
             save_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
-        if self.ema is not None:
-            self.ema.save(folder / _AVERAGE, self.args.should_save)
+        if self.ema is not None and writes_shards(self.accelerator):
+            save_shards(self.ema.state_dict(), folder / _AVERAGE)
+        elif self.ema is not None:
+            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
 
     # Publishing
 

@@ -84,7 +84,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     # trained on once, whatever their weights under an engine
     is_distillation = True
     num_generations_eval = num_iterations = 1
-    sync_ref_model = vllm_importance_sampling_correction = False
+    sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
     rollout_view = contrast_view = None
 
     def __post_init__(self):

@@ -79,9 +79,9 @@ class MovingAverage(TrainerCallback):
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
 
-    def values(self) -> list[torch.Tensor]:
-        """The average of each weight."""
-        return [*self._average.values()]
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The average of each weight by its name, as this process holds it."""
+        return self._average
 
     def save(self, path: str | Path, is_main_process: bool) -> None:
         """Writes the average. All processes have to call this."""

@@ -3,11 +3,12 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data.fingerprint import differences
@@ -19,12 +20,27 @@ _BLOCK = 1 << 24  # bytes read at once
 _READERS = 8  # files read at once; sums are made without the GIL
 
 
-def write_manifest(checkpoint: str | Path, model_only: bool, fingerprints: dict[str, Any] | None = None) -> None:
-    """Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint."""
-    files = _files(Path(checkpoint))
-    entries = dict(zip(files, _for_each(_measure, files.values()), strict=True))
+def write_manifest(
+    checkpoint: str | Path,
+    model_only: bool,
+    fingerprints: dict[str, Any] | None = None,
+    measured: dict[str, tuple[int, int]] | None = None,
+) -> None:
+    """
+    Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint, by default after it has
+    measured them.
+    """
+    folder = Path(checkpoint)
+    entries = _measure_files(folder, [*_files(folder)]) if measured is None else measured
     content = {"model_only": model_only, "datasets": fingerprints or {}, "files": entries}
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
+
+
+def measure_together(folder: Path, process_index: int, num_processes: int) -> dict[str, tuple[int, int]]:
+    """What a manifest lists of a folder; each process reads a share of it. All processes have to call this."""
+    (names,) = broadcast_object_list([[*_files(folder)]])
+    measured = _measure_files(folder, names[process_index::num_processes])
+    return dict(sorted(gather_object([*measured.items()])))
 
 
 def verify_checkpoint(checkpoint: str | Path) -> list[str]:
@@ -116,6 +132,10 @@ def _for_each(function: Callable, values: Iterable) -> list:
         return list(readers.map(function, values))
 
 
+def _measure_files(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    return dict(zip(names, _for_each(_measure, [folder / name for name in names]), strict=True))
+
+
 def _measure(file: Path) -> tuple[int, int]:
     """Size and checksum of what is read."""
     size = checksum = 0
@@ -139,4 +159,4 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
 
 def _empty(file: Path) -> bool:
     """Whether a file is empty of a kind that never is, unlike a tokenizer's list of merges."""
-    return file.suffix in (".bin", ".json", ".pt", ".pth", ".safetensors") and file.stat().st_size == 0
+    return file.suffix in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors") and file.stat().st_size == 0

@@ -376,6 +376,13 @@ class MultimodalArguments(SamplingArguments):
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
+        > Parameters that control where they are trained on
+
+        balance_ranks (`bool`, *optional*, defaults to `False`):
+            Whether ranks exchange whole groups before the update, prompts and media included, until their packed
+            lengths are about equal, so that no rank waits for the longest. `packing/rank_imbalance` says what there
+            is to gain. The global batch, and so the update, stays the same.
+
         > Parameters that control views in sampling, see `docs/views.md`
 
         rollout_view (`str`, *optional*):
@@ -414,6 +421,7 @@ class MultimodalArguments(SamplingArguments):
     replay_buffer_size: int = 0
     replay_max_age: int = 8
     difficulty_sampling: bool = False
+    balance_ranks: bool = False
     rollout_view: str | None = None
     rollout_view_fraction: float = 0.5
     rollout_view_schedule: str = "constant"
@@ -476,13 +484,18 @@ def check_sampling(config) -> None:
                 f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must be at least "
                 "2."
             )
+    for name in [*exchanging, *(["balance_ranks"] if config.balance_ranks else [])]:
         completions = config.per_device_train_batch_size * config.steps_per_generation
         if completions % config.num_generations != 0:
             raise ValueError(
-                f"`{name}` exchanges whole groups on each process, so `per_device_train_batch_size` times "
+                f"`{name}` exchanges whole groups of each process, so `per_device_train_batch_size` times "
                 f"`steps_per_generation` ({completions}) must be a multiple of `num_generations` "
                 f"({config.num_generations})."
             )
+    if config.balance_ranks and not config.keep_groups_together:
+        raise ValueError(
+            "`balance_ranks` moves whole groups, which `keep_groups_together=False` shuffles; remove one of them."
+        )
     if config.dynamic_sampling_range is not None and not exchanging:
         raise ValueError(
             "`dynamic_sampling_range` has no effect without `dynamic_sampling=True` or `replay_buffer_size`; set one "

@@ -115,7 +115,7 @@ def idle_storages(trainer: Any) -> Storages:
         if trainer.ref_model is not None:
             idle += weights(trainer.ref_model)
         if average is not None:
-            idle += average.values()
+            idle += average.state_dict().values()
         # Engines gather the critic with the policy, and continuous batching casts it
         casts = not trainer.use_vllm and getattr(trainer, "continuous_batching_config", None) is not None
         if critic is not None and is_unsharded(trainer.accelerator) and not casts:

@@ -1,0 +1,73 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Checkpoints of FSDP in shards (`SHARDED_STATE_DICT`), which each process writes and reads itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.utils.constants import FSDP_MODEL_NAME
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import StateDictType
+
+from ..encoding.model_folders import SHARDS
+
+
+_METADATA = ".metadata"  # says which shard holds what
+
+
+def writes_shards(accelerator: Accelerator) -> bool:
+    """Whether each process writes its part of weights and optimizer to checkpoints."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+
+
+@contextmanager
+def gathering(accelerator: Accelerator) -> Iterator[None]:
+    """`Trainer.save_model` saves whole weights within the context. With shards, it saves nothing."""
+    if not writes_shards(accelerator):
+        yield
+        return
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+
+
+def save_shards(state: dict[str, Any], folder: Path) -> None:
+    """Saves tensors, of which each process writes its part. All processes have to call this."""
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Reads what [`save_shards`] wrote into tensors, sharded by any number of processes. All have to call this."""
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def refuse_missing_shards(checkpoint: Path) -> None:
+    """Raises `FileNotFoundError` where this process doesn't see what others have written."""
+    for metadata in checkpoint.rglob(_METADATA):
+        stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
+        for name in sorted({info.relative_path for info in stored.values()}):
+            if not (metadata.parent / name).exists():
+                raise FileNotFoundError(
+                    f"{(metadata.parent / name).relative_to(checkpoint)} isn't there. Shards need an `output_dir` on "
+                    "a disk that all machines share; without one, launch with `--fsdp_state_dict_type FULL_STATE_DICT`"
+                )
+
+
+def refuse_other_layout(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Raises `ValueError` where a checkpoint is in shards and those of this run of FSDP are whole, or the reverse."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    found = {"SHARDED": (checkpoint / SHARDS).is_dir(), "FULL": (checkpoint / f"{FSDP_MODEL_NAME}.bin").is_file()}
+    own, other = ("SHARDED", "FULL") if writes_shards(accelerator) else ("FULL", "SHARDED")
+    if plugin is not None and found[other] and not found[own]:
+        raise ValueError(
+            f"{checkpoint} was saved with `fsdp_state_dict_type: {other}_STATE_DICT`, and this run has "
+            f"{own}_STATE_DICT. Launch it with `--fsdp_state_dict_type {other}_STATE_DICT`."
+        )
