@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.trainer_utils import Injected, audio_rows, image_rows, load, make_trainer
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
@@ -120,13 +121,14 @@ def test_average_of_float16_is_saved_and_read_as_it_is(tmp_path):
     for parameter in parameters.values():
         parameter.data *= 1.1
     average.update()
-    average.save(tmp_path / "average.safetensors", is_main_process=True)
+    average.save(tmp_path, accelerator := Accelerator(cpu=True), writes=True)
     other = MovingAverage({name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}, 0.7)
-    other.load(tmp_path / "average.safetensors")
+    other.load(tmp_path, accelerator)
     for name, value in average._average.items():
         assert torch.equal(value, other._average[name]), name
-    average.save(tmp_path / "none.safetensors", is_main_process=False)
-    assert not (tmp_path / "none.safetensors").exists()
+    average.save(tmp_path / "none", accelerator, writes=False)
+    with pytest.raises(ValueError, match="none has no average of the weights"):
+        other.load(tmp_path / "none", accelerator)
 
 
 def test_average_does_not_follow_into_the_weights():

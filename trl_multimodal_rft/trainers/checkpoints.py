@@ -36,7 +36,6 @@ from .checkpoint_files import (
     naming_write_errors,
     replace_folder,
     save_rollout_state,
-    save_unsharded,
     save_without_weights,
     surplus_checkpoints,
 )
@@ -44,7 +43,7 @@ from .finite import refuse_broken_weights
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
 from .run_lock import holding
-from .shards import gathering, load_shards, refuse_missing_shards, refuse_other_layout, save_shards, writes_shards
+from .shards import gathering, load_module, refuse_missing_shards, refuse_other_layout, save_module, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -58,8 +57,6 @@ logger = get_logger(__name__)
 
 # Folder of a checkpoint for a reference that moves with the policy
 _REFERENCE = "ref_model"
-# File, or folder with shards, of a checkpoint for an average of the weights
-_AVERAGE = "ema"
 
 
 class CheckpointMixin(Trainer):
@@ -241,23 +238,10 @@ class CheckpointMixin(Trainer):
                     "`sync_ref_model` would start again from the first one. Resume from a checkpoint that was saved "
                     "with it and without `save_only_model`, or set `sync_ref_model=False`."
                 )
-            if writes_shards(self.accelerator):
-                self.ref_model.load_state_dict(load_shards(self.ref_model.state_dict(), folder / _REFERENCE))
-            else:
-                load_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE)
+            load_module(self.accelerator, self.ref_model, folder / _REFERENCE)
         if self.ema is not None:
-            shards = writes_shards(self.accelerator)
-            path = folder / (_AVERAGE if shards else f"{_AVERAGE}.safetensors")
-            if not path.exists():
-                raise ValueError(
-                    f"{folder} has no average of the weights; resume without `{self.ema.option}`, or from a "
-                    "checkpoint that was saved with it and without `save_only_model`."
-                )
             self.ema.follow(self.model)
-            if shards:
-                load_shards(self.ema.state_dict(), path)
-            else:
-                self.ema.load(path)
+            self.ema.load(folder, self.accelerator)
         # A rank that the previous run didn't have restores what all ranks share from rank 0
         indices, classes = (self.accelerator.process_index, 0), self._saved_classes
         state = next(filter(None, (load_rollout_state(folder, index, classes) for index in indices)), None)
@@ -429,14 +413,10 @@ class CheckpointMixin(Trainer):
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
         save_rollout_state(folder, self.accelerator.process_index, self._rollout_state())
-        if self._reference_moves and writes_shards(self.accelerator):
-            save_shards(self.ref_model.state_dict(), folder / _REFERENCE)
-        elif self._reference_moves:
-            save_unsharded(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
-        if self.ema is not None and writes_shards(self.accelerator):
-            save_shards(self.ema.state_dict(), folder / _AVERAGE)
-        elif self.ema is not None:
-            self.ema.save(folder / f"{_AVERAGE}.safetensors", self.args.should_save)
+        if self._reference_moves:
+            save_module(self.accelerator, self.ref_model, folder / _REFERENCE, self.args.should_save)
+        if self.ema is not None:
+            self.ema.save(folder, self.accelerator, self.args.should_save)
 
     # Publishing
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
+
+from .shards import load_shards, save_shards, writes_shards
+
+
+_NAME = "ema"  # of the file, or the folder of shards, in a checkpoint
 
 
 class MovingAverage(TrainerCallback):
@@ -83,14 +89,28 @@ class MovingAverage(TrainerCallback):
         """The average of each weight by its name, as this process holds it."""
         return self._average
 
-    def save(self, path: str | Path, is_main_process: bool) -> None:
-        """Writes the average. All processes have to call this."""
+    def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
+        """Writes the average into a checkpoint. All processes have to call this."""
+        if writes_shards(accelerator):
+            save_shards(self._average, checkpoint / _NAME)
+            return
         whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
-        if is_main_process:
-            save_file({name: value.contiguous().cpu() for name, value in whole.items()}, path)
+        if writes:
+            file = checkpoint / f"{_NAME}.safetensors"
+            save_file({name: value.contiguous().cpu() for name, value in whole.items()}, file)
 
-    def load(self, path: str | Path) -> None:
-        """Reads what [`save`] wrote."""
+    def load(self, checkpoint: Path, accelerator: Accelerator) -> None:
+        """Reads what [`save`] wrote. All processes have to call this."""
+        shards = writes_shards(accelerator)
+        path = checkpoint / (_NAME if shards else f"{_NAME}.safetensors")
+        if not path.exists():
+            raise ValueError(
+                f"{checkpoint} has no average of the weights; resume without `{self.option}`, or from a checkpoint "
+                "that was saved with it and without `save_only_model`."
+            )
+        if shards:
+            load_shards(self._average, path)
+            return
         for name, value in load_file(path).items():
             self._average[name].copy_(_placed(value, self._average[name]))
 

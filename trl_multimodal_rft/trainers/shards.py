@@ -9,10 +9,12 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils.constants import FSDP_MODEL_NAME
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import StateDictType
 
 from ..encoding.model_folders import SHARDS
+from .checkpoint_files import load_unsharded, save_unsharded
 
 
 _METADATA = ".metadata"  # says which shard holds what
@@ -47,6 +49,22 @@ def load_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Reads what [`save_shards`] wrote into tensors, sharded by any number of processes. All have to call this."""
     dcp.load(state, checkpoint_id=folder)
     return state
+
+
+def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
+    """Saves weights as checkpoints hold the policy's, in shards or whole. All processes have to call this."""
+    if writes_shards(accelerator):
+        save_shards(model.state_dict(), folder)
+    else:
+        save_unsharded(accelerator, model, folder, writes)
+
+
+def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    """Reads what [`save_module`] wrote. All processes have to call this."""
+    if writes_shards(accelerator):
+        model.load_state_dict(load_shards(model.state_dict(), folder))
+    else:
+        load_unsharded(accelerator, model, folder)
 
 
 def refuse_missing_shards(checkpoint: Path) -> None:
