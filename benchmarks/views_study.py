@@ -72,6 +72,7 @@ def run_seed(args: argparse.Namespace, seed: int, folder: str) -> Iterator[tuple
     (model, processor), dataset = build(seed), data()
     common = {**DEMO_ARGUMENTS, "output_dir": folder, "seed": seed, "use_cpu": not torch.cuda.is_available()}
     common |= {"per_device_train_batch_size": 256, "learning_rate": 5e-4, "max_steps": args.steps}
+    common["entropy_coef"] = 0.0  # the bonus of the demos, which start from random weights, undoes a cold start
     common["media_contribution_steps"] = min(5, args.steps)
     objects = {
         "reward_funcs": [accuracy_reward, leading_answer_reward],
@@ -105,6 +106,8 @@ def table(args: argparse.Namespace, found: dict[str, list[tuple[float, float]]])
     """Means, with standard deviations over seeds."""
 
     def spread(values: list[float], form: str) -> str:
+        if math.isnan(values[0]):
+            return ""
         return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
 
     rows = []
