@@ -381,7 +381,10 @@ def test_resumed_run_is_the_run(tmp_path, options):
             torch.equal(*each)
             for each in zip(*(run.ema.state_dict().values() for run in (whole, resumed)), strict=True)
         )
-        assert any(not torch.equal(*each) for each in zip(whole.ema.values(), whole.model.parameters(), strict=True))
+        assert any(
+            not torch.equal(*each)
+            for each in zip(whole.ema.state_dict().values(), whole.model.parameters(), strict=True)
+        )
 
 
 def test_table_and_card(tmp_path):
