@@ -149,14 +149,8 @@ def test_ppo(script, tmp_path):
 @pytest.mark.slow
 def test_distillation(tmp_path):
     """A student that sees noisy digits learns from a teacher that sees clean ones."""
-    options = (
-        "--max_steps",
-        "60",
-        "--per_device_train_batch_size",
-        "128",
-        "--student_view",
-        "diffusion_noise(step=200)",
-    )
+    options = ["--max_steps", "60", "--per_device_train_batch_size", "128"]
+    options += ["--student_view", "diffusion_noise(step=200)"]
     output = launch("distillation_vision", tmp_path, *options)
     metrics = json.loads((tmp_path / "demo_metrics.json").read_text())
     assert metrics["updates"] == 60 and metrics["accuracy_after"] > 0.2 > metrics["accuracy_before"]
