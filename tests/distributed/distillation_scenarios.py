@@ -5,7 +5,7 @@ import torch
 from helpers.chats import image
 from helpers.families import FAMILIES
 from peft import LoraConfig
-from training import ENGINE, GROUP, Injecting, row, train
+from training import GROUP, Injecting, row, train
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
 
@@ -66,8 +66,7 @@ def distill_adapter(folder):
 
 
 def distill_average(folder):
-    """The teacher sees an image where the student has none. ZeRO-3 has no average of weights."""
+    """The teacher sees an image where the student has none."""
     crop = image(28, 56)["image"]
     dataset = [{**each, "teacher_image": None if each["image"] else crop} for each in rows()]
-    average = {} if ENGINE == "zero3" else {"self_teacher": "ema", "teacher_update_rate": 0.5}
-    return distill(folder, dataset=dataset, **average)
+    return distill(folder, dataset=dataset, self_teacher="ema", teacher_update_rate=0.5)

@@ -676,8 +676,8 @@ def adapter(folder, family, rows, modules):
         yield AutoPeftModel.from_pretrained(place)
 
     folders = folder / "saved", folder / "output" / f"checkpoint-{REUSED['max_steps']}"
-    found = synced(trainer) if result["sharded"] else {}
-    return {**result, **found, "saved_otherwise": loaded(trainer, family, load, *folders)}
+    otherwise = loaded(trainer, family, load, *folders)  # before the adapter is merged, which rounds
+    return {**result, **(synced(trainer) if result["sharded"] else {}), "saved_otherwise": otherwise}
 
 
 def adapter_images(folder):
