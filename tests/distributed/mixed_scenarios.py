@@ -38,13 +38,14 @@ class MixedTrainer(MultimodalGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.sampler = Mixed(self)
         self.forwards = []
-        self._companions, self._policy.processes.dummies = self._policy.processes.dummies, self._watched
+        self._add_dummies, self._policy._with_dummies = self._policy._with_dummies, self._watched
 
-    def _watched(self, model, prompts, *args):
-        dummies = self._companions(model, prompts, *args)
+    def _watched(self, model, completions, *args, **options):
+        prompts, *found = self._add_dummies(model, completions, *args, **options)
         if torch.is_grad_enabled():
-            self.forwards.append([kinds(prompts), kinds(dummies)])
-        return dummies
+            n = len(completions[0])
+            self.forwards.append([kinds(prompts[:n]), kinds(prompts[n:])])
+        return prompts, *found
 
 
 class MixedPPO(MixedTrainer, MultimodalPPOTrainer):
