@@ -124,8 +124,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", state.config["port"]), Handler)
         self.state, self.engine = state, Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
-        self.weights = ""  # a digest
-        self.adapters: dict[str, str] = {}  # digests by name
+        self.adapters: list[str] = []
 
     def handle_error(self, request, client_address):
         """Ignores clients that are gone."""
@@ -141,13 +140,13 @@ class Server(ThreadingHTTPServer):
             posted = {name: value for name, [value] in query.items()}
         elif path == "/collective_rpc":  # as tests/shims/vllm_cpu.py sends weights
             file = Path(body["kwargs"]["weights_path"], "model.safetensors")
-            posted = self.weights = hashlib.sha256(file.read_bytes()).hexdigest()
+            posted = hashlib.sha256(file.read_bytes()).hexdigest()
             state.count("torn", bool(engine.running and not engine.paused))
         elif path == "/v1/load_lora_adapter":
-            file = Path(body["lora_path"], "adapter_model.safetensors")
-            self.adapters[body["lora_name"]] = hashlib.sha256(file.read_bytes()).hexdigest()
+            assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
+            self.adapters.append(body["lora_name"])
         elif path == "/v1/unload_lora_adapter":
-            del self.adapters[body["lora_name"]]
+            self.adapters.remove(body["lora_name"])
         state.posts.append((path, posted))
         # Caches stay while requests use them
         is_kept = path == "/reset_prefix_cache" and engine.running and "reset_running_requests" not in query
@@ -155,15 +154,12 @@ class Server(ThreadingHTTPServer):
 
     def complete(self, handler: "Handler", body: Any) -> Any:
         """Returns completions once their time is over, `None` if the client is gone."""
-        state, config, params = self.state, self.state.config, body["sampling_params"]
-        version = body.get("cache_salt")
-        if version is None and config["by_weights"]:
-            version = self.adapters.get(body["model"], self.weights)
+        state, params = self.state, body["sampling_params"]
         prompt = [body["token_ids"], body["features"] and body["features"]["mm_hashes"]]
         first = 0 if params.get("temperature") == 0 else params.get("seed")
         first = random.getrandbits(32) if first is None else first
         number = state.asked(digest(prompt, first, params["n"]), params["n"])
-        times = [config["unit"] * latency(number + i) + handler.delay for i in range(params["n"])]
+        times = [state.config["unit"] * latency(number + i) + handler.delay for i in range(params["n"])]
         group = self.engine.add(times)
         while not group.over.wait(0.1):
             if handler.is_gone():
@@ -171,7 +167,7 @@ class Server(ThreadingHTTPServer):
                 return None
         choices = []
         for i in range(params["n"]):
-            drawn = digest(prompt, first + i, version)[: min(LENGTH, params["max_tokens"])]
+            drawn = digest(prompt, first + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
             ids = [50 + each % 100 for each in drawn]
             logprobs = {"content": [{"logprob": -1.0}] * len(ids)}
             choices.append({"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": "length"})
@@ -308,9 +304,8 @@ class FakeServer:
     """
     A running fake server.
 
-    `unit` are the mean seconds of a completion, and `slots` those that run at the same time. Requests that have a
-    `cache_salt` name the version of the weights by it. With `by_weights`, the weights of the others are those that the
-    server has when they come.
+    `unit` are the mean seconds of a completion, and `slots` those that run at the same time. It tells versions of the
+    weights by the requests' `cache_salt`.
     """
 
     def __init__(self, model_config: dict[str, Any], **options):
@@ -319,7 +314,7 @@ class FakeServer:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         config = {"port": port, "model_config": model_config, "version": "", "world_size": 1, "unit": 0.0}
-        config |= {"slots": 256, "by_weights": False, **options}
+        config |= {"slots": 256, **options}
         self.process = subprocess.Popen([sys.executable, __file__, json.dumps(config)], stdin=subprocess.PIPE)
         while True:
             try:
