@@ -148,8 +148,8 @@ class Server(ThreadingHTTPServer):
         elif path == "/v1/unload_lora_adapter":
             self.adapters.remove(body["lora_name"])
         state.posts.append((path, posted))
-        # Caches stay while requests use them
-        is_kept = path == "/reset_prefix_cache" and engine.running and "reset_running_requests" not in query
+        # The cache stays while requests use it; a pause takes it from them
+        is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
         return {"success": not is_kept}
 
     def complete(self, handler: "Handler", body: Any) -> Any:
