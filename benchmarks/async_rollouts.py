@@ -35,15 +35,14 @@ from measuring import command_line, conditions, count, markdown, parse_options, 
 from transformers import TrainerCallback
 
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / each) for each in ("examples", "tests", "tests/engine")]
+sys.path.extend(str(Path(__file__).resolve().parents[1] / each) for each in ("examples", "tests", "tests/engine"))
 
 from demo import DEMO_ARGUMENTS, saved
 from grpo_audio import DEMO
 from helpers.fake_server import LENGTH, fake_servers, latency
 from serving import serve
 from small_models import spoken_digit_model
-from tasks import leading_answer_reward, spoken_digits
+from tasks import DIGITS, leading_answer_reward, spoken_digits
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
@@ -108,8 +107,10 @@ def run_steps(args: argparse.Namespace) -> dict:
     completions = args.prompts * args.group
     for staleness in args.staleness:
         with tempfile.TemporaryDirectory() as folder:
-            model = saved(*spoken_digit_model(), Path(folder, "served"))
-            with fake_servers(Path(model), [0], unit=args.unit, slots=args.slots) as [server]:
+            model, processor = spoken_digit_model()
+            served = Path(saved(model, processor, Path(folder, "served")))
+            words = sum(processor.tokenizer([*DIGITS])["input_ids"], [])
+            with fake_servers(served, [0], unit=args.unit, slots=args.slots, words=words) as [server]:
                 options = {"per_device_train_batch_size": completions, "num_generations": args.group}
                 options |= {"max_completion_length": LENGTH, "max_steps": args.steps, "self_check": False}
                 trainer = trainer_of(staleness, server.url, folder, args.seed, **options)

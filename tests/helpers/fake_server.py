@@ -165,10 +165,10 @@ class Server(ThreadingHTTPServer):
             if handler.is_gone():
                 self.engine.drop(group)
                 return None
-        choices = []
+        choices, words = [], state.config["words"]
         for i in range(params["n"]):
             drawn = digest(prompt, first + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
-            ids = [50 + each % 100 for each in drawn]
+            ids = [words[each % len(words)] for each in drawn]
             logprobs = {"content": [{"logprob": -1.0}] * len(ids)}
             choices.append({"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": "length"})
         state.count("answers", 1)
@@ -304,8 +304,8 @@ class FakeServer:
     """
     A running fake server.
 
-    `unit` are the mean seconds of a completion, and `slots` those that run at the same time. It tells versions of the
-    weights by the requests' `cache_salt`.
+    `unit` are the mean seconds of a completion, `slots` those that run at the same time, and `words` the ids that it
+    samples from. It tells versions of the weights by the requests' `cache_salt`.
     """
 
     def __init__(self, model_config: dict[str, Any], **options):
@@ -314,7 +314,7 @@ class FakeServer:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         config = {"port": port, "model_config": model_config, "version": "", "world_size": 1, "unit": 0.0}
-        config |= {"slots": 256, **options}
+        config |= {"slots": 256, "words": [*range(50, 150)], **options}
         self.process = subprocess.Popen([sys.executable, __file__, json.dumps(config)], stdin=subprocess.PIPE)
         while True:
             try:
