@@ -24,6 +24,7 @@ from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_server import (
     ServerGroup,
     ServerRequest,
+    ServerSample,
     check_server,
     on_all_ranks,
     server_completions,
@@ -136,7 +137,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Connects each rank with its server, and process 0 with all of them. Returns the settings of the former."""
         rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
         urls = self._urls
-        if len(urls) > n_ranks:
+        if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
                 f"`vllm_server_base_urls` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
                 "leave out the rest."
@@ -226,16 +227,17 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         requests = self._requests(prompts, None, None, [self._sampling()["max_tokens"]] * len(prompts))
         return [ServerRequest(r.ids, server_features(r.prompt), r.count, r.most, None) for r in requests]
 
-    def ask(self, request: ServerRequest, salt: str, attempt: int) -> list[tuple[list[int], list[float | None]]]:
+    def ask(self, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
-        Completions from this rank's server, and in further attempts from the next ones, which have longer to answer.
-        See [`server_completions_once`].
+        Completions from a server. Ranks, the requests of a rank and the attempts take turns, and further attempts give
+        it longer to answer. See [`server_completions_once`].
         """
+        rank, n_ranks = self.accelerator.process_index, self.accelerator.num_processes
         urls, options = self._urls, self._sampling()
         options.pop("seed", None)
         model = None if self._adapter_request is None else self._adapter_request.lora_name
         return server_completions_once(
-            urls[(self.accelerator.process_index + attempt) % len(urls)],
+            urls[(rank + turn * n_ranks + attempt) % len(urls)],
             model,
             request,
             options,

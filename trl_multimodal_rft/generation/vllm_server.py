@@ -50,6 +50,10 @@ _TO_CONNECT = 10.0  # seconds
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
+# Ids of a completion, and their log-probabilities, `None` where the engine has none
+ServerSample = tuple[list[int], list[float | None]]
+
+
 class ServerRequest(NamedTuple):
     """A prompt, and how to complete it."""
 
@@ -244,10 +248,10 @@ def _range(place, kind: str) -> dict[str, int]:
 
 def server_completions(
     client: VLLMClient, requests: list[ServerRequest], options: dict[str, Any]
-) -> list[tuple[list[int], list[float | None]]]:
+) -> list[ServerSample]:
     """Samples with a server."""
 
-    def sample(request: ServerRequest) -> list[tuple[list[int], list[float | None]]]:
+    def sample(request: ServerRequest) -> list[ServerSample]:
         return _completions(_generated(client, request, _sampling_of(request, options)))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -256,7 +260,7 @@ def server_completions(
 
 def server_completions_once(
     url: str, model: str | None, request: ServerRequest, options: dict[str, Any], *, salt: str, timeout: float
-) -> list[tuple[list[int], list[float | None]]]:
+) -> list[ServerSample]:
     """
     Samples with a server, which shares the prompt's cache with requests of the same salt alone. Raises a
     [`RequestLost`] where it gives no answer in so many seconds, or the answer isn't whole.
@@ -282,7 +286,7 @@ def _sampling_of(request: ServerRequest, options: dict[str, Any]) -> dict[str, A
     return {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
 
 
-def _completions(answer: dict[str, Any]) -> list[tuple[list[int], list[float | None]]]:
+def _completions(answer: dict[str, Any]) -> list[ServerSample]:
     return [
         (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
         for each in answer["choices"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from accelerate.logging import get_logger
 
-from ..generation.vllm_server import RequestLost, ServerRequest
+from ..generation.vllm_server import RequestLost, ServerRequest, ServerSample
 
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ _FIRST_WAIT = 0.25  # seconds before a request is sent again; each further wait 
 class Answer(NamedTuple):
     """Completions of a request, as ids and log-probabilities."""
 
-    completions: list[tuple[list[int], list[float | None]]]
+    completions: list[ServerSample]
     first: int  # version of the weights when the request was sent
     last: int  # version when the answer came
     at: float  # when it came, in seconds of the monotonic clock
@@ -51,22 +51,29 @@ class InFlight:
     The completions of batches that were asked for, by the places of the batches in the run.
 
     A version of the weights is the number of batches that were trained on when the servers got them. `send` sends a
-    request for a batch, `send(request, salt, attempt)`. It runs in threads, which do nothing else.
+    request for a batch. It runs in threads, which do nothing else.
 
     Args:
         send (`Callable`):
-            Sends a request and returns the completions. A [`RequestLost`] has it sent again.
+            Sends a request and returns the completions, `send(request, salt, turn, attempt)`, where turns count
+            requests. A [`RequestLost`] has it sent again.
         max_staleness (`int`):
             Number of batches that may be asked for beyond the one that is to be trained on.
         patience (`float`):
             Seconds to wait between attempts, all waits together.
     """
 
-    def __init__(self, send: Callable[[ServerRequest, str, int], Any], max_staleness: int, patience: float):
+    def __init__(
+        self,
+        send: Callable[[ServerRequest, str, int, int], list[ServerSample]],
+        max_staleness: int,
+        patience: float,
+    ):
         self.max_staleness, self.version = max_staleness, 0
         self._send, self._patience, self._warned = send, patience, False
         self._asked: dict[int, Asked] = {}
         self._known: dict[Key, Answer] = {}  # of a checkpoint
+        self._n_sent = 0
         self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
 
     def __contains__(self, place: int) -> bool:
@@ -76,7 +83,11 @@ class InFlight:
         """Asks for the completions of a batch, but for those that a checkpoint has."""
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, place - self.max_staleness))
-        answers = {key: _started(self._answer, key, request, salt) for key, request in requests.items()}
+        answers = {
+            key: _started(self._answer, key, request, salt, turn)
+            for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
+        }
+        self._n_sent += len(requests)
         self._asked[place] = Asked(batch, numbers, answers, **more)
 
     def take(self, place: int) -> tuple[Asked, list[Answer], tuple[float, float]]:
@@ -94,13 +105,13 @@ class InFlight:
         """Forgets all batches."""
         self._asked, self._known = {}, {}
 
-    def _answer(self, key: Key, request: ServerRequest, salt: str) -> Answer:
+    def _answer(self, key: Key, request: ServerRequest, salt: str, turn: int) -> Answer:
         if key in self._known:
             return self._known.pop(key)
 
         def attempt(n: int) -> Answer:
             first = self.version
-            return Answer(self._send(request, salt, n), first, self.version, time.monotonic())
+            return Answer(self._send(request, salt, turn, n), first, self.version, time.monotonic())
 
         return until_answered(attempt, self._patience, self._warn)
 
