@@ -266,8 +266,11 @@ class Handler(BaseHTTPRequestHandler):
         return self.hang_up() if answer is None else self._send(200, answer)
 
     def is_gone(self) -> bool:
-        readable = select.select([self.connection], [], [], 0)[0]
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        try:
+            readable = select.select([self.connection], [], [], 0)[0]
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def hang_up(self) -> None:
         """Closes the connection without an answer."""
