@@ -101,8 +101,9 @@ def test_order_and_age(omni, tmp_path, k):
     assert sequence.events == expected
     prompts = [[ids for ids, _ in run.trained_on] for run in (now, trainer)]
     assert [sorted(each) for each in prompts[0]] == [sorted(each) for each in prompts[1]]
-    ages = [entry["staleness/mean"] for entry in trainer.state.log_history[:-1]]
-    assert ages == [entry["staleness/max"] for entry in trainer.state.log_history[:-1]] == [min(i, k) for i in range(5)]
+    entries = trainer.state.log_history[:-1]
+    for name in ("staleness/mean", "staleness/max"):
+        assert [entry[name] for entry in entries] == [min(i, k) for i in range(5)]
 
 
 def sampled(prompt: list[int], media, row: int, place: int, index: int, seed: int = 42, k: int = 2) -> list[int]:
@@ -204,55 +205,169 @@ TIMES = ("staleness/", "wait/")  # of completions that are asked for again
 
 
 def history(trainer) -> list[dict]:
-    return [
-        {name: value for name, value in entry.items() if not name.startswith(TIMES)} for entry in logged(trainer)
-    ]
+    return [{name: value for name, value in entry.items() if not name.startswith(TIMES)} for entry in logged(trainer)]
 
 
 class Holding(TrainerCallback):
-    """Lets a step end once all of the completions in flight are there but those of the last prompt."""
+    """
+    Lets checkpoints find answers and open requests. The last request of a batch, but the first batch, waits for the
+    first checkpoint after it was asked for, and each step for the first request of every batch.
+    """
 
     def __init__(self, trainer):
-        self.flight, self.released, self.held = trainer.in_flight, Event(), []
-        send = self.flight._send
+        self.flight, self.saved, self.waits = trainer.in_flight, Event(), {}
+        ask, send = self.flight.ask, self.flight._send
 
-        def sent(request, salt, turn, attempt):
-            if turn % 4 == 3:
-                self.held.append(turn)
-                self.released.wait()
-            return send(request, salt, turn, attempt)
+        def asked(place, batch, numbers, requests, **more):
+            if place > 0:
+                self.waits[[*requests][-1][2]] = self.saved
+            ask(place, batch, numbers, requests, **more)
 
-        self.flight._send = sent
+        def held(request, *given):
+            if request.seed in self.waits:
+                self.waits[request.seed].wait()
+            return send(request, *given)
+
+        self.flight.ask, self.flight._send = asked, held
 
     def on_step_end(self, args, state, control, **kwargs):
         for asked in self.flight._asked.values():
-            for i, answer in enumerate(asked.answers.values()):
-                if i == 0:
-                    answer.result()
+            [*asked.answers.values()][0].result()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved.set()
+        self.saved = Event()
 
 
-@pytest.fixture(scope="module")
-def straight(omni, tmp_path_factory):
-    """Returns a run with a checkpoint of every step, in which completions may take long."""
-    with fake_servers(omni, [0], unit=0.2) as servers:
-        trainer = make(omni, tmp_path_factory.mktemp("straight"), servers, save_strategy="steps", save_steps=1)
+def straight_run(omni, folder, **options):
+    """Returns a run with a checkpoint of every step."""
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, folder, servers, save_strategy="steps", save_steps=1, **options)
+        trainer.add_callback(Holding(trainer))
         trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.fixture(scope="module")
+def straight(omni, tmp_path_factory):
+    return straight_run(omni, tmp_path_factory.mktemp("straight"))
+
+
+def resume(omni, folder, straight, step, **options):
+    """Returns a resumed run that is the same as one that wasn't interrupted."""
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, folder, servers, **options)
+        flight, loaded, asked = trainer.in_flight, [], []
+        load, send = flight.load_state_dict, flight._send
+        flight.load_state_dict = lambda state: (loaded.append(state), load(state))
+        flight._send = lambda request, *given: (asked.append(request.seed), send(request, *given))[1]
+        trainer.train(resume_from_checkpoint=checkpoint(straight, step))
+    [state] = loaded
+    known = {key[2] for key in state["answers"]}
+    assert known and known.isdisjoint(asked)
+    if not options:
+        assert [*state["rows"]] == [*range(step, min(step + 2, 5))]
+        assert len(asked) == 2 * (5 - step) - len(known) and (len(known) < 4 or step > 3)
+    n_trained = len(trainer.trained_on)
+    assert trainer.trained_on == straight.trained_on[-n_trained:]
+    assert same_weights(trainer, straight)
+    assert history(trainer)[:-1] == history(straight)[:-1]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
 def test_resumed_run_is_the_same(omni, tmp_path, straight, step):
+    resume(omni, tmp_path, straight, step)
+
+
+EVERYTHING = {
+    "views": ("grpo", {"rollout_view": "blank", "contrast_view": "blank", "rollout_view_fraction": 0.25}),
+    "dynamic": (
+        "grpo",
+        {
+            "dynamic_sampling": True,
+            "dynamic_sampling_max_rounds": 2,
+            "difficulty_sampling": True,
+            "replay_buffer_size": 4,
+            "generation_kwargs": {"seed": 100},  # of what is drawn when it is needed
+        },
+    ),
+    "reused": (
+        "grpo",
+        {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2, "top_entropy_quantile": 0.5},
+    ),
+    "rloo": ("rloo", {"beta": 0.1, "media_prefetch": 0}),
+    "ppo": ("ppo", {"ema_decay": 0.9, "num_ppo_epochs": 1}),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_options_resume(omni, tmp_path, name):
+    kind, options = EVERYTHING[name]
+    straight = straight_run(omni, tmp_path / "straight", kind=kind, **options)
+    entries = straight.state.log_history[:-1]
+    assert max(entry.get("staleness/max", 0) for entry in entries) == 2
+    if name == "views":
+        assert all("contrast/accuracy" in entry and "view/reward" in entry for entry in entries)
+    resume(omni, tmp_path / "resumed", straight, 2, kind=kind, **options)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "slow", "die"])
+def test_requests_are_asked_again(omni, tmp_path, straight, kind, caplog):
+    """A request without an answer is asked again, by the same seed, and one warning says so."""
+    with fake_servers(omni, [0]) as servers:
+        timeout = 1.0 if kind == "slow" else 20.0
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=timeout)
+        for adapter in trainer.vllm_generation.vllm_client.session.adapters.values():
+            adapter.max_retries.backoff_factor = 0.1
+        servers[0].fault(kind, after=5, count=3 if kind in ("drop", "error") else 1, seconds=1.5)
+        trainer.train()
+        counters = servers[0].counters
+    assert counters["requests"] > 10 and counters["torn"] == 0
+    assert [record.levelname for record in caplog.records if "It is asked again" in record.message] == ["WARNING"]
+    assert trainer.trained_on == straight.trained_on and same_weights(trainer, straight)
+
+
+def test_lost_server_ends_the_run(omni, tmp_path):
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0)
+        servers[0].fault("error", count=1000)
+        with pytest.raises(RuntimeError, match=r"500 .* asked 4 times; `vllm_server_timeout` bounds"):
+            trainer.train()
+
+
+def test_servers_share_requests(omni, tmp_path, straight):
+    """Requests of a process take turns among servers, and what one doesn't answer another does."""
+    with fake_servers(omni, [0, 1]) as servers:
+        trainer = make(omni, tmp_path, servers)
+        servers[1].fault("drop", after=2)
+        trainer.train()
+        counters = [each.counters for each in servers]
+    assert [each["requests"] for each in counters] == [6, 5]
+    assert [each["answers"] for each in counters] == [6, 4]
+    assert trainer.trained_on == straight.trained_on and same_weights(trainer, straight)
+
+
+class KillReader(TrainerCallback):
+    """Kills the processes that read rows."""
+
+    def __init__(self, trainer):
+        self.stream, self.killed = trainer._stream, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.stream._pool._pool is not None:
+            for process in [*self.stream._pool._pool._processes.values()]:
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                self.killed.append(process.pid)
+
+
+def test_killed_reader_starts_again(omni, tmp_path, straight):
     with fake_servers(omni, [0]) as servers:
         trainer = make(omni, tmp_path, servers)
-        loaded = []
-        load = trainer.in_flight.load_state_dict
-        trainer.in_flight.load_state_dict = lambda state: (loaded.append(state), load(state))
-        trainer.train(resume_from_checkpoint=checkpoint(straight, step))
-        n_asked = servers[0].counters["requests"]
-    [state] = loaded
-    places = range(step, min(step + 2, 5))
-    assert [*state["rows"]] == [*places]
-    # What the checkpoint has isn't asked for
-    assert n_asked == 2 * (5 - step) - len(state["answers"])
-    assert trainer.trained_on == straight.trained_on[step:]
-    assert same_weights(trainer, straight) and history(trainer)[:-1] == history(straight)[:-1]
+        trainer.add_callback(killer := KillReader(trainer))
+        trainer.train()
+    assert len(set(killer.killed)) > 1
+    assert trainer.trained_on == straight.trained_on and same_weights(trainer, straight)

@@ -110,12 +110,10 @@ class ServerGroup(VLLMClient):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """All servers keep their requests within the context, and compute them again with the weights after it."""
+        """All servers drop their caches and keep their requests, which go on after the context."""
         try:
             for each in self.clients:
                 _answer(each, "/pause?mode=keep")
-                # Otherwise nothing is reset while there are requests
-                _answer(each, "/reset_prefix_cache?reset_running_requests=true")
             yield
         finally:
             for each in self.clients:
