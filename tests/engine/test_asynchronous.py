@@ -1,36 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Servers sample ahead of the update: order, age, correction, resuming, and servers and workers that fail."""
+"""Servers sample ahead of the update: what they are asked, with which weights they answer, and servers that fail."""
 
+import copy
 import hashlib
-import os
-import signal
-from itertools import groupby
-from pathlib import Path
-from threading import Event
 
 import pytest
-import torch
+from helpers.engine_runs import RecordedOmni
 from helpers.fake_server import LENGTH, digest, fake_servers
-from helpers.resumed_runs import Recording, checkpoint, logged, same_weights
+from helpers.resumed_runs import Recording, same_weights
 from helpers.trainer_utils import length_and_sum
 from omni import load_omni, omni_rows
-from transformers import TrainerCallback
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 
-CLASSES = {
-    "grpo": (MultimodalGRPOTrainer, MultimodalGRPOConfig),
-    "rloo": (MultimodalRLOOTrainer, MultimodalRLOOConfig),
-    "ppo": (MultimodalPPOTrainer, MultimodalPPOConfig),
-}
 # Two groups in a batch, two batches in an epoch
 OPTIONS = {
     "use_cpu": True,
@@ -52,67 +35,7 @@ OPTIONS = {
 }
 
 
-def make(omni: Path, folder: Path, servers, kind: str = "grpo", rows=None, mixin=Recording, **options):
-    """Returns a trainer that samples with servers, and records what it trains on."""
-    trainer_class, config_class = CLASSES[kind]
-    urls = [each.url for each in servers]
-    where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
-    args = config_class(output_dir=str(folder), **{**OPTIONS, **where, **options})
-    recorded = type(f"Recorded{kind}", (mixin, trainer_class), {})
-    return recorded(
-        reward_funcs=length_and_sum, args=args, train_dataset=omni_rows() if rows is None else rows, **load_omni(omni)
-    )
-
-
-class Sequence:
-    """Records when a trainer's servers get weights, and when completions of a batch are asked for and used."""
-
-    def __init__(self, trainer):
-        self.events, flight = [], trainer.in_flight
-        ask, take, sync = flight.ask, flight.take, trainer.vllm_generation.sync_weights
-        trainer.vllm_generation.sync_weights = lambda: (sync(), self.events.append(("weights", None)))
-
-        def asked(place, *given, **more):
-            self.events.append(("ask", place))
-            ask(place, *given, **more)
-
-        def taken(place):
-            self.events.append(("use", place))
-            return take(place)
-
-        flight.ask, flight.take = asked, taken
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_order_and_age(omni, tmp_path, k):
-    """A batch is asked for once all but `k` before it are trained on. All are used, in the order without `k`."""
-    with fake_servers(omni, [0]) as servers:
-        now = make(omni, tmp_path / "now", servers, max_staleness=0)
-        now.train()
-        assert "/pause" not in [path for path, _ in servers[0].posts]
-        trainer = make(omni, tmp_path / "ahead", servers, max_staleness=k)
-        sequence = Sequence(trainer)
-        trainer.train()
-    expected = []
-    for place in range(5):
-        first = 0 if place == 0 else place + k
-        expected += [("weights", None), *(("ask", each) for each in range(first, min(place + k + 1, 5)))]
-        expected.append(("use", place))
-    assert sequence.events == expected
-    prompts = [[ids for ids, _ in run.trained_on] for run in (now, trainer)]
-    assert [sorted(each) for each in prompts[0]] == [sorted(each) for each in prompts[1]]
-    ages = [entry["staleness/mean"] for entry in trainer.state.log_history[:-1]]
-    assert ages == [entry["staleness/max"] for entry in trainer.state.log_history[:-1]] == [min(i, k) for i in range(5)]
-
-
-def sampled(prompt: list[int], media, row: int, place: int, index: int, seed: int = 42, k: int = 2) -> list[int]:
-    """Returns what a server makes of a completion, by the index in its batch."""
-    start = int.from_bytes(hashlib.sha256(f"{seed} {place} {row}".encode()).digest()[:4], "big")
-    drawn = digest([prompt, media], start + index, str(max(0, place - k)))[:LENGTH]
-    return [50 + each % 100 for each in drawn]
-
-
-class Rollouts(Recording):
+class Rollouts(Recording, MultimodalGRPOTrainer):
     """Records rollouts, and the hashes of media by prompt that servers get."""
 
     def __init__(self, *args, **kwargs):
@@ -131,128 +54,108 @@ class Rollouts(Recording):
         return self.rollouts[-1]
 
 
-def test_seeds_and_versions(omni, tmp_path):
-    """A completion depends on the seed, the place of its batch, its row and its index alone."""
-    with fake_servers(omni, [0]) as servers:
-        trainer = make(omni, tmp_path, servers, mixin=Rollouts)
-        trainer.train()
-    assert len({tuple(ids) for rollout in trainer.rollouts for ids in rollout.ids}) == 40
-    for place, rollout in enumerate(trainer.rollouts):
-        prompts = [prompt.input_ids.tolist() for prompt in rollout.prompts]
-        numbers = [number for number, run in groupby(rollout.numbers) for _ in run]
-        expected = [
-            sampled(prompt, trainer.hashes[tuple(prompt)], number, place, i)
-            for i, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
-        ]
-        assert rollout.ids == expected
-        assert (rollout.versions[:, 0] == max(0, place - 2)).all()
-        assert ((rollout.versions[:, 0] <= rollout.versions[:, 1]) & (rollout.versions[:, 1] <= place)).all()
-
-
-class Scored(Recording):
-    """Scores each micro-batch by a plain forward of the model at that time."""
-
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        own = []
-        for prompt, ids in zip(inputs.prompts, inputs["completion_ids"], strict=True):
-            fields = {name: torch.nn.functional.pad(v, (0, len(ids)))[None] for name, v in prompt.token_fields.items()}
-            after = prompt.position_ids[..., -1:] + 1 + torch.arange(len(ids))
-            fields["position_ids"] = torch.cat([prompt.position_ids, after], dim=-1)
-            sequence = torch.cat([prompt.input_ids, ids])[None]
-            with torch.no_grad():
-                logits = model(
-                    input_ids=sequence, attention_mask=torch.ones_like(sequence), **fields, **prompt.media
-                ).logits
-            logps = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-            own.append(logps.gather(-1, ids[:, None])[:, 0])
-        self.scored.append((torch.stack(own), inputs["old_per_token_logps"], inputs["importance_sampling_ratio"]))
-        return loss
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scored = []
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_correction(omni, tmp_path, kind):
-    """Ratios are those of the policy at use to the engine, cut at a bound, and the metric counts what isn't cut."""
-    with fake_servers(omni, [0]) as servers:
-        options = {"vllm_importance_sampling_clip_max": 0.02}
-        trainer = make(omni, tmp_path, servers, kind, mixin=Scored, learning_rate=5e-2, beta=0.0, **options)
-        trainer.train()
-    mode = trainer.args.vllm_importance_sampling_mode
-    assert mode == {"grpo": "token_truncate", "rloo": "sequence_truncate"}[kind]
-    entries = trainer.state.log_history
-    assert len(trainer.scored) == 5
-    for (own, old, ratio), entry in zip(trainer.scored, entries, strict=False):
-        torch.testing.assert_close(old, own, atol=1e-5, rtol=0)
-        difference = own + 1.0  # the server's log-probabilities
-        difference = difference if kind == "grpo" else difference.sum(1, keepdim=True)
-        torch.testing.assert_close(ratio, difference.exp().clamp(max=0.02), atol=1e-6, rtol=1e-4)
-        kept = (difference.exp() < 0.02).float().mean().item()
-        assert entry["sampling/importance_sampling_ratio/kept_frac"] == pytest.approx(kept)
-    if kind == "grpo":
-        shares = [entry["sampling/importance_sampling_ratio/kept_frac"] for entry in entries[:-1]]
-        assert 0 < min(shares) < 1
-
-
-# Resuming
-
-
-TIMES = ("staleness/", "wait/")  # of completions that are asked for again
-
-
-def history(trainer) -> list[dict]:
-    return [
-        {name: value for name, value in entry.items() if not name.startswith(TIMES)} for entry in logged(trainer)
-    ]
-
-
-class Holding(TrainerCallback):
-    """Lets a step end once all of the completions in flight are there but those of the last prompt."""
-
-    def __init__(self, trainer):
-        self.flight, self.released, self.held = trainer.in_flight, Event(), []
-        send = self.flight._send
-
-        def sent(request, salt, turn, attempt):
-            if turn % 4 == 3:
-                self.held.append(turn)
-                self.released.wait()
-            return send(request, salt, turn, attempt)
-
-        self.flight._send = sent
-
-    def on_step_end(self, args, state, control, **kwargs):
-        for asked in self.flight._asked.values():
-            for i, answer in enumerate(asked.answers.values()):
-                if i == 0:
-                    answer.result()
+def make(omni, folder, servers, trainer_class=Rollouts, **options):
+    urls = [getattr(each, "url", each) for each in servers]
+    where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
+    args = MultimodalGRPOConfig(output_dir=str(folder), **{**OPTIONS, **where, **options})
+    return trainer_class(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(omni))
 
 
 @pytest.fixture(scope="module")
 def straight(omni, tmp_path_factory):
-    """Returns a run with a checkpoint of every step, in which completions may take long."""
-    with fake_servers(omni, [0], unit=0.2) as servers:
-        trainer = make(omni, tmp_path_factory.mktemp("straight"), servers, save_strategy="steps", save_steps=1)
+    """Returns a run without faults, and what its server was posted."""
+    with fake_servers(omni, [0], unit=0.05) as servers:
+        trainer = make(omni, tmp_path_factory.mktemp("straight"), servers)
         trainer.train()
-    return trainer
+        assert servers[0].counters["requests"] == 10 and servers[0].counters["torn"] == 0
+        return trainer, servers[0].posts
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
-def test_resumed_run_is_the_same(omni, tmp_path, straight, step):
+def test_what_servers_are_asked(straight):
+    """
+    A completion depends on the prompt with its media, and on a seed and a salt by the place of its batch, its row and
+    its index there. Servers pause while they get weights.
+    """
+    trainer, posts = straight
+    assert len({tuple(ids) for rollout in trainer.rollouts for ids in rollout.ids}) == 40
+    assert any(trainer.hashes.values()) and not all(trainer.hashes.values())
+    for place, rollout in enumerate(trainer.rollouts):
+        expected = []
+        for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.numbers, strict=True)):
+            ids = prompt.input_ids.tolist()
+            start = int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16)
+            drawn = digest([ids, trainer.hashes[tuple(ids)]], start + i, str(max(0, place - 2)))
+            expected.append([50 + each % 100 for each in drawn[:LENGTH]])
+        assert rollout.ids == expected
+    sync = ["/pause", "/reset_encoder_cache", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert [path for path, _ in posts] == 5 * sync
+    assert all(body == {"mode": "keep"} for path, body in posts if path == "/pause")
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "slow", "die"])
+def test_requests_are_asked_again(omni, tmp_path, straight, kind, caplog):
+    """A request without an answer is asked again, by the same seed."""
     with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0 if kind == "slow" else 20.0)
+        for adapter in trainer.vllm_generation.vllm_client.session.adapters.values():
+            adapter.max_retries.backoff_factor = 0.1
+        servers[0].fault(kind, after=5, count=3 if kind in ("drop", "error") else 1, seconds=1.5)
+        trainer.train()
+        assert servers[0].counters["requests"] > 10
+    assert [each.levelname for each in caplog.records if "It is asked again" in each.message] == ["WARNING"]
+    assert trainer.trained_on == straight[0].trained_on and same_weights(trainer, straight[0])
+
+
+def test_lost_server_ends_the_run(omni, tmp_path):
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0)
+        servers[0].fault("error", count=1000)
+        with pytest.raises(RuntimeError, match=r"500 .* asked 4 times; `vllm_server_timeout` bounds"):
+            trainer.train()
+
+
+def test_servers_share_requests(omni, tmp_path, straight):
+    """Requests of a process take turns among servers, and what one doesn't answer another does."""
+    with fake_servers(omni, [0, 1]) as servers:
         trainer = make(omni, tmp_path, servers)
-        loaded = []
-        load = trainer.in_flight.load_state_dict
-        trainer.in_flight.load_state_dict = lambda state: (loaded.append(state), load(state))
-        trainer.train(resume_from_checkpoint=checkpoint(straight, step))
-        n_asked = servers[0].counters["requests"]
-    [state] = loaded
-    places = range(step, min(step + 2, 5))
-    assert [*state["rows"]] == [*places]
-    # What the checkpoint has isn't asked for
-    assert n_asked == 2 * (5 - step) - len(state["answers"])
-    assert trainer.trained_on == straight.trained_on[step:]
-    assert same_weights(trainer, straight) and history(trainer)[:-1] == history(straight)[:-1]
+        servers[1].fault("drop", after=2)
+        trainer.train()
+        counters = [each.counters for each in servers]
+    assert [each["requests"] for each in counters] == [6, 5]
+    assert [each["answers"] for each in counters] == [6, 4]
+    assert trainer.trained_on == straight[0].trained_on and same_weights(trainer, straight[0])
+
+
+class OfVersions(RecordedOmni):
+    """Compares completions with the model of the version that they claim, if they claim one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weights, self.found = {}, []
+
+    def _roll_out(self, inputs):
+        self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
+        rollout = super()._roll_out(inputs)
+        for prompt, ids, sampled, (first, last) in zip(
+            rollout.prompts,
+            rollout.completion_ids,
+            rollout.sampling_per_token_logps,
+            rollout.versions.tolist(),
+            strict=True,
+        ):
+            if first == last:
+                self.model.load_state_dict(self.weights[first])
+                difference = (self._own_logps(prompt, ids) - sampled).abs().max().item()
+                self.found.append((rollout.place - first, difference))
+        self.model.load_state_dict(self.weights[rollout.place])
+        return rollout
+
+
+def test_real_server_answers_by_the_versions_that_completions_know(server, omni, tmp_path):
+    """Also runs the engine check, on the first batch and after an update."""
+    trainer = make(omni, tmp_path, [server], OfVersions, self_check=True, max_steps=4, max_completion_length=6)
+    trainer.train()
+    check = trainer.checks.self_check
+    assert check.engine[0] < 1e-4 and check.engine_updated[0] < 1e-4
+    ages = {age for age, _ in trainer.found}
+    assert ages >= {0, 1} and max(difference for _, difference in trainer.found) < 1e-4

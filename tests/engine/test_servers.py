@@ -45,6 +45,7 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
                 "two": {**split, "vllm_server_base_urls": urls},
                 "more": {**SEEDED, "vllm_server_base_urls": urls},
                 "views": {**VIEWS, "vllm_server_base_urls": urls},
+                "ahead": {**split, "n_evaluated": 0, "vllm_server_base_urls": urls, "max_staleness": 1},
                 "gone": {"vllm_server_base_urls": [each.url for each in failing]},
             }
             found[processes] = train(omni, folder, processes, runs, "servers_worker.py", **BOTH)
@@ -62,6 +63,7 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
     for each in (two["two"], four["one"], four["two"]):
         assert joined(each)[:2] == samples[:2]
         assert each[0]["evaluated"] == two["one"][0]["evaluated"] != [None] * 3
+    assert joined(two["ahead"]) == joined(four["ahead"]) != samples
     # Process 0 moves as many bytes with four processes as with two, each of six rows
     moved = [each["more"][0]["moved"] for each in found.values()]
     assert moved[0]["generate"][0] == moved[1]["generate"][0]  # later steps have other rows

@@ -47,6 +47,10 @@ if engine_obstacle() is None:
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
+# Of the time that a server has to answer
+_MOST_DOUBLINGS = 3
+
+
 class Completion(NamedTuple):
     """Sampled token ids, and the log-probability of each, `None` where the engine has none."""
 
@@ -242,7 +246,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             request,
             options,
             salt=salt,
-            timeout=self.server_timeout * 2**attempt,
+            timeout=self.server_timeout * 2 ** min(attempt, _MOST_DOUBLINGS),
         )
 
     def _sampling(self) -> dict[str, Any]:

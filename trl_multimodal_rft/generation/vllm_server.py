@@ -65,7 +65,11 @@ class ServerRequest(NamedTuple):
 
 
 class RequestLost(RuntimeError):
-    """A request was not answered, and may be by another server or later."""
+    """A request was not answered, where it `timed_out` not in time, and may be by another server or later."""
+
+    def __init__(self, message: str, timed_out: bool = False):
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class ServerGroup(VLLMClient):
@@ -110,12 +114,10 @@ class ServerGroup(VLLMClient):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """All servers keep their requests within the context, and compute them again with the weights after it."""
+        """All servers drop their caches and keep their requests, which go on after the context."""
         try:
             for each in self.clients:
                 _answer(each, "/pause?mode=keep")
-                # Otherwise nothing is reset while there are requests
-                _answer(each, "/reset_prefix_cache?reset_running_requests=true")
             yield
         finally:
             for each in self.clients:
@@ -279,7 +281,8 @@ def server_completions_once(
             raise RuntimeError(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).")
     except requests.RequestException as error:
         problem = error
-    raise RequestLost(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).")
+    timed_out = isinstance(problem, requests.ReadTimeout)
+    raise RequestLost(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).", timed_out)
 
 
 def _sampling_of(request: ServerRequest, options: dict[str, Any]) -> dict[str, Any]:

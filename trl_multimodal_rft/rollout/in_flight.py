@@ -72,7 +72,8 @@ class InFlight:
         self.max_staleness, self.version = max_staleness, 0
         self._send, self._patience, self._warned = send, patience, False
         self._asked: dict[int, Asked] = {}
-        self._known: dict[Key, Answer] = {}  # of a checkpoint
+        self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
+        self._known: dict[Key, Answer] = {}
         self._n_sent = 0
         self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
 
@@ -98,16 +99,27 @@ class InFlight:
         start, asked = time.monotonic(), self._asked[place]
         answers = [each.result() for each in asked.answers.values()]
         del self._asked[place]
+        self._forget(place)
         rested = sum(max(0.0, start - each.at) for each in answers) / len(answers)
         return asked, answers, (time.monotonic() - start, rested)
 
+    def sample(self, requests: Sequence[ServerRequest]) -> list[ServerSample]:
+        """Waits for completions by the newest weights."""
+        asked = [_started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
+        return [sample for each in asked for sample in each.result().completions]
+
     def clear(self) -> None:
         """Forgets all batches."""
-        self._asked, self._known = {}, {}
+        self._asked, self._rows, self._known = {}, {}, {}
 
-    def _answer(self, key: Key, request: ServerRequest, salt: str, turn: int) -> Answer:
-        if key in self._known:
-            return self._known.pop(key)
+    def _forget(self, place: int) -> None:
+        """Forgets what a checkpoint has of batches up to a place."""
+        self._rows = {each: rows for each, rows in self._rows.items() if each > place}
+        self._known = {key: answer for key, answer in self._known.items() if key[0] > place}
+
+    def _answer(self, key: Key | None, request: ServerRequest, salt: str, turn: int) -> Answer:
+        if key is not None and key in self._known:
+            return self._known[key]
 
         def attempt(n: int) -> Answer:
             first = self.version
@@ -127,27 +139,27 @@ class InFlight:
         answers = {key: each for asked in self._asked.values() for key, each in asked.answers.items()}
         ended = {key: each.result() for key, each in answers.items() if each.done() and each.exception() is None}
         return {
-            "rows": {place: asked.numbers for place, asked in self._asked.items()},
-            "answers": {key: tuple(each) for key, each in ended.items()},
+            "rows": self._rows | {place: asked.numbers for place, asked in self._asked.items()},
+            "answers": {key: tuple(each) for key, each in (self._known | ended).items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what [`state_dict`] returned: the other completions are asked for again."""
-        now = time.monotonic()
+        now, self._rows = time.monotonic(), state["rows"]
         self._known = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
 
 
 def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], None]) -> T:
     """
     The result of an attempt, which gets its number. After a [`RequestLost`], there is another one, in all so many as
-    waits that double fit into `patience` seconds.
+    waits fit into `patience` seconds: each is twice the last one, or a quarter of them where no answer came in time.
     """
     n, waited = 0, 0.0
     while True:
         try:
             return attempt(n)
         except RequestLost as error:
-            wait = min(_FIRST_WAIT * 2**n, patience - waited)
+            wait = min(patience / 4 if error.timed_out else _FIRST_WAIT * 2**n, patience - waited)
             if wait <= 0:
                 raise RuntimeError(f"{error} It was asked {n + 1} times; `vllm_server_timeout` bounds it.") from error
             warn(error)

@@ -172,7 +172,8 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         f"{name}/max": (taken.max(), nanmax),
     }
     if args.max_staleness > 0:  # bounds are what the ratios are cut to, or 0
-        found[f"{name}/kept_frac"] = ((taken > low) & (taken < high)).float().mean(), torch.mean
+        kept = ((taken > low) & (taken < high)).float().mean()
+        found |= {"sampling/importance_sampling_ratio/kept_frac": (kept, torch.mean)}
     return {name: Metric(value.reshape(1), combine) for name, (value, combine) in found.items()}
 
 

@@ -10,7 +10,7 @@ import torch
 from ..data.rows import Row
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
-from ..generation.vllm_server import on_all_ranks, server_completions, server_features
+from ..generation.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import collect, complete
 from ..rollout.in_flight import request_keys
 from ..rollout.rollout import Rollout
@@ -116,11 +116,10 @@ def probe_engine(trainer: Any, n: int) -> Rollout:
     A few tokens after at most `n` of the last batch's prompts, sampled by the weights that the engine has. All ranks
     must call this.
     """
-    engine, accelerator, size = trainer.vllm_generation, trainer.accelerator, min(n, _PROBES)
-    prompts, requests = zip(*islice(cycle(trainer.in_flight.probes), size), strict=True)
+    flight, accelerator, size = trainer.in_flight, trainer.accelerator, min(n, _PROBES)
+    prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
     asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
-    options = {name: value for name, value in engine._sampling().items() if name != "seed"}
-    found = on_all_ranks(accelerator, lambda: server_completions(engine.vllm_client, asked, options))
+    found = on_all_ranks(accelerator, lambda: flight.sample(asked))
     ids, logps = ([*each] for each in zip(*found, strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, trainer._tokenizer.pad_token_id)

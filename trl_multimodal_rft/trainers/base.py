@@ -301,6 +301,8 @@ class MultimodalTrainer(CheckpointMixin):
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
+        if rollout.versions is not None and self.tools:  # results of which are followed by the newest weights
+            rollout.versions[(rollout.tool_mask == 0).any(1), 1] = rollout.place
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
