@@ -65,6 +65,14 @@ def ask(url: str, request: ServerRequest, salt: str, turn: int, attempt: int) ->
     return server_completions_once(url, None, request, {}, salt=salt, timeout=20.0)
 
 
+class AheadByServer(Ahead):
+    """Samples what it didn't ask for, as further rounds of dynamic sampling, in the trainer."""
+
+    def __call__(self, model, prompts, **options):
+        ids, _ = super().__call__(model, prompts, **options)
+        return ids, [[-1.0] * len(each) for each in ids]
+
+
 class Mortal:
     """
     Dies at a given point of saving, and records what it resumes from.
@@ -193,7 +201,7 @@ def train(job: dict) -> None:
     rows = audio_rows(5)
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
     if job["algorithm"] == "ahead":
-        trainer.sampler = Ahead(trainer, send=partial(ask, options["vllm_server_base_url"]))
+        trainer.sampler = AheadByServer(trainer, send=partial(ask, options["vllm_server_base_url"]))
     trainer.death, trainer.request, trainer.resumed = (
         job["death"],
         job["request"],
@@ -225,7 +233,7 @@ def differences(a, b, where: str = "") -> Iterator[str]:
     if type(a) is not type(b):
         yield f"{where}: {type(a)} and {type(b)}"
     elif isinstance(a, (torch.Tensor, np.ndarray)):
-        if a.dtype != b.dtype or not bool((torch.equal if isinstance(a, torch.Tensor) else np.array_equal)(a, b)):
+        if a.dtype != b.dtype or not are_equal(a, b):
             yield where
     elif isinstance(a, dict):
         keys = [{key for key in side if not depends_on_time(key)} for side in (a, b)]
@@ -242,6 +250,14 @@ def differences(a, b, where: str = "") -> Iterator[str]:
         yield from differences(vars(a), vars(b), where)
     elif a != b:
         yield f"{where}: {a} and {b}"
+
+
+def are_equal(a, b) -> bool:
+    """Returns whether tensors or arrays are equal, and NaN at the same places."""
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    a, b = ([each.isnan(), each.nan_to_num()] if each.is_floating_point() else [each] for each in (a, b))
+    return all(map(torch.equal, a, b))
 
 
 def depends_on_time(key) -> bool:
