@@ -4,13 +4,14 @@
 import hashlib
 import os
 import signal
+from contextlib import suppress
 from threading import Event
 
 import pytest
 import torch
 from datasets import Dataset
 from helpers.ahead import LENGTH, Ahead, answer, answers
-from helpers.resumed_runs import Recording, checkpoint, logged, same_weights
+from helpers.resumed_runs import REPLAY, Recording, checkpoint, few_live, logged, same_weights
 from helpers.trainer_utils import audio_rows, image_rows, make_trainer
 from transformers import TrainerCallback
 
@@ -92,7 +93,7 @@ def test_seeds_and_versions(tmp_path):
 class Scored(GRPO):
     """Trains as if vLLM had sampled, and scores each micro-batch by a plain forward of the model at that time."""
 
-    _corrects = True
+    _corrects = _uses_every_score = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -183,9 +184,10 @@ RUNS = {
     "views": (GRPO, {"rollout_view": "blank", "contrast_view": "blank", "rollout_view_fraction": 0.25}),
     "reused": (GRPO, {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.5}),
     "micro": (GRPO, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "media_prefetch": 0}),
+    "dynamic": (GRPO, {**REPLAY, "reward": few_live}),  # further rounds are sampled when they are needed
     "difficulty": (GRPO, {"difficulty_sampling": True, "media_prefetch": 2}),
     "rloo": (RLOO, {"beta": 0.1, "replay_buffer_size": 4}),
-    "ppo": (PPO, {"ema_decay": 0.9}),
+    "ppo": (PPO, {"ema_decay": 0.9, "num_ppo_epochs": 1}),
 }
 STALE = ("staleness/", "wait/")  # of completions that are asked for again
 
@@ -278,9 +280,10 @@ class KillReader(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.stream._pool._pool is not None:
             for process in [*self.stream._pool._pool._processes.values()]:
-                os.kill(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # those of a pool that is broken already
+                    os.kill(process.pid, signal.SIGKILL)
+                    self.killed.add(process.pid)
                 process.join()
-                self.killed.add(process.pid)
 
 
 def test_killed_readers_start_again(tmp_path):

@@ -5,6 +5,7 @@ import copy
 import hashlib
 
 import pytest
+import torch
 from helpers.engine_runs import RecordedOmni
 from helpers.fake_server import LENGTH, digest, fake_servers
 from helpers.resumed_runs import Recording, same_weights
@@ -136,17 +137,12 @@ class OfVersions(RecordedOmni):
     def _roll_out(self, inputs):
         self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
         rollout = super()._roll_out(inputs)
-        for prompt, ids, sampled, (first, last) in zip(
-            rollout.prompts,
-            rollout.completion_ids,
-            rollout.sampling_per_token_logps,
-            rollout.versions.tolist(),
-            strict=True,
-        ):
+        for i, (first, last) in enumerate(rollout.versions.tolist()):
             if first == last:
                 self.model.load_state_dict(self.weights[first])
-                difference = (self._own_logps(prompt, ids) - sampled).abs().max().item()
-                self.found.append((rollout.place - first, difference))
+                ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
+                difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
+                self.found.append((rollout.place - first, difference.abs().max().item()))
         self.model.load_state_dict(self.weights[rollout.place])
         return rollout
 

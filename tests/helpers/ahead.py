@@ -48,6 +48,11 @@ class Ahead(Wrapped):
         )
         self.flight.take = lambda place: (self.events.append(("use", place)), take(place))[1]
 
+    def __call__(self, model, prompts, **options):
+        """Returns log-probabilities, too, as vLLM does."""
+        ids, _ = super().__call__(model, prompts, **options)
+        return ids, [[-1.0] * len(each) for each in ids]
+
     def load_weights(self, step: int) -> None:
         self.events.append(("weights", step))
 
