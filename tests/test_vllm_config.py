@@ -18,9 +18,15 @@ from helpers.trainer_utils import (
 )
 from transformers import GenerationConfig
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalRLOOConfig,
+)
 from trl_multimodal_rft.generation import vllm, vllm_versions
 from trl_multimodal_rft.trainers import engine
+from trl_multimodal_rft.trainers.arguments import check_arguments
 
 
 class Started:
@@ -93,6 +99,34 @@ def test_several_servers(tmp_path):
     options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": urls}
     with pytest.raises(ValueError, match="both say where vLLM runs; remove one"):
         MultimodalGRPOConfig(str(tmp_path), **options, vllm_server_base_url=urls[0])
+
+
+def test_servers_are_asked_ahead(tmp_path):
+    server = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False}
+    for config_class in (MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig):
+        assert config_class(str(tmp_path), **server).vllm_importance_sampling_mode == "sequence_mask"
+    with pytest.raises(ValueError, match="`max_staleness=2` samples while the policy is trained, which takes servers"):
+        MultimodalGRPOConfig(str(tmp_path), max_staleness=2, **{**server, "vllm_mode": "colocate"})
+    with pytest.raises(ValueError, match="`max_staleness` must be at least 0, got -1"):
+        MultimodalGRPOConfig(str(tmp_path), max_staleness=-1, **server)
+    for config_class, loss, mode in (
+        (MultimodalGRPOConfig, {}, "token_truncate"),
+        (MultimodalGRPOConfig, {"loss_type": "vespo"}, "token_truncate"),
+        (MultimodalGRPOConfig, {"loss_type": "gmpo"}, "sequence_truncate"),
+        (MultimodalGRPOConfig, {"vllm_importance_sampling_mode": "sequence_mask"}, "sequence_mask"),
+        (MultimodalPPOConfig, {}, "token_truncate"),
+        (MultimodalRLOOConfig, {}, "sequence_truncate"),
+    ):
+        args = config_class(str(tmp_path), max_staleness=2, **server, **loss)
+        assert args.vllm_importance_sampling_mode == mode
+    args = MultimodalGRPOConfig(str(tmp_path), max_staleness=2, **server)
+    for given, message in (
+        ({"rollout_func": print}, "that `rollout_func` makes only when they are sampled"),
+        ({"environment_factory": dict}, "that `environment_factory` makes only when they are sampled"),
+        ({"train_dataset": text_rows().to_iterable_dataset()}, "`max_staleness` reads rows ahead"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_arguments(args=args, **given)
 
 
 class Failing(Started):

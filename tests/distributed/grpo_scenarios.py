@@ -12,6 +12,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
 from datasets import Dataset
+from helpers.ahead import Ahead
 from helpers.chats import image
 from helpers.checks import released
 from helpers.families import FAMILIES
@@ -105,6 +106,18 @@ def conversations(folder):
     objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
     return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, **options)[1]
+
+
+class AheadTrainer(MultimodalGRPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampler = Ahead(self)
+
+
+def asynchronous(folder):
+    """A group straddles two ranks. Some completions are sampled from a view."""
+    options = {"max_steps": 4, "rollout_view": "blank", "rollout_view_fraction": 0.25}
+    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, AheadTrainer, **options)[1]
 
 
 # Each generation has two balanced micro-batches of whole groups, runs twice, and uses a reference model

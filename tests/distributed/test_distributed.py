@@ -29,7 +29,7 @@ IN_DEFAULT_RUN = {
     "fsdp2": [FOR_EACH_ENGINE, "vppo"],
 }
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
-DDP += ["rloo", "views", "one_image", "without_signal", FOR_EACH_ENGINE]
+DDP += ["rloo", "views", "one_image", "without_signal", "asynchronous", FOR_EACH_ENGINE]
 DDP += [*TOKEN_BUDGET, *SPLIT, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]
 # The engine may affect these: groups on one rank or on two, accumulation, a reference, adapters, several forward and
 # backward passes a step, and statistics of the global batch
@@ -39,6 +39,7 @@ ENGINE_MATTERS += [
     *VIEWS_IN_PARTS,
     "views",
     "without_signal",
+    "asynchronous",
     "reinforce",
     "reinforce_baseline",
     "gmpo",
@@ -46,7 +47,7 @@ ENGINE_MATTERS += [
 ]
 METRICS = ["loss", "grad_norm", "reward", "reward_std", "shaped_reward", "kl_coef", "media/skipped"]
 METRICS += ["packing/skipped_frac", "view/weight_max", "view/reward", "view/reward_clean"]
-METRICS += ["contrast/accuracy", "contrast/bonus"]
+METRICS += ["contrast/accuracy", "contrast/bonus", "staleness/mean", "staleness/max"]
 # Means over micro-batches, which hold different completions on one process and on two
 MICRO_BATCHES = [
     "kl",

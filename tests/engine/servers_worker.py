@@ -102,6 +102,15 @@ def run(output: Path, model: Path, options: dict) -> dict:
                 return ids, logps
 
         trainer.sampler = Kept(sample.engine, sample.profile, sample.explain)
+        if trainer.in_flight is not None:
+            take = trainer.in_flight.take
+
+            def taken(place):
+                asked, answers, seconds = take(place)
+                sampled.append([ids for answer in answers for ids, _ in answer.completions])
+                return asked, answers, seconds
+
+            trainer.in_flight.take = taken
         counted(engine, "generate", counts)
         counted(engine, "sync_weights", counts)
         trainer.train()

@@ -14,6 +14,7 @@ from helpers.processes import PATIENCE, end, free_port, python_command, python_e
 from trl.import_utils import is_vllm_available
 
 
+SHIM = Path(__file__).parents[1] / "shims/vllm_cpu.py"
 FLAGS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
     *("--max-model-len", "512", "--max-num-seqs", "16"),
@@ -27,7 +28,8 @@ def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterato
     """Yields the address of a server that runs within the context. It takes a minute to start."""
     port, log = free_port(), folder / "server.txt"
     # `vllm serve` looks for a distribution of that name
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command = [sys.executable, str(SHIM), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, *FLAGS, *flags],

@@ -1,10 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A vLLM server in a separate process: refused servers, and scores of the policy that the server samples from."""
 
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import requests
 import talking
 import torch
 import transformers as hf
@@ -13,6 +17,7 @@ from helpers import engine_runs
 from helpers.chats import image, video
 from helpers.engine_runs import RecordedOmni
 from helpers.omni import OMNI
+from helpers.samplers import Remembers
 from helpers.tools import with_turns_of_tools
 from helpers.trainer_utils import load, saved, sound, video_rows
 from omni import load_omni, omni_rows
@@ -29,7 +34,14 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
-from trl_multimodal_rft.generation.vllm_server import ServerGroup, check_server, server_features, server_renderer
+from trl_multimodal_rft.generation.vllm_server import (
+    ServerGroup,
+    ServerRequest,
+    check_server,
+    server_completions,
+    server_features,
+    server_renderer,
+)
 
 
 def make(server, omni, tmp_path, rows=None, **options):
@@ -133,6 +145,46 @@ def test_server_forgets_what_encoders_made(server, omni, tmp_path, part):
     trainer.sampler.invalidate_weights()
     trainer_draw(trainer)
     assert max(trainer.differences) < 1e-5
+
+
+def n_tokens(server) -> float:
+    """Returns how many tokens the server has sampled."""
+    lines = requests.get(f"{server}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monkeypatch):
+    """A pause keeps them, and what they sample afterwards follows from all they have, as the new weights see it."""
+    trainer = make(server, omni, tmp_path, self_check=False)
+    trainer.sampler, drawn = Remembers(trainer), []
+    engine, client = trainer.vllm_generation, trainer.vllm_generation.vllm_client
+    make_requests = engine._requests
+    monkeypatch.setattr(engine, "_requests", lambda *args: drawn.extend(make_requests(*args)) or drawn)
+    trainer_draw(trainer)
+    [(prompts, _, _)] = trainer.sampler.calls
+    asked = [ServerRequest(each.ids, server_features(each.prompt), each.count, 200, None) for each in drawn]
+    before = n_tokens(server)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server_completions, client, asked, {**engine._sampling(), "ignore_eos": True})
+        while n_tokens(server) < before + 200:
+            time.sleep(0.01)
+        client._post(f"{server}/pause?mode=keep")
+        old, new = copy.deepcopy(trainer.model), trainer.model
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        engine.sync_weights()
+        client._post(f"{server}/reset_prefix_cache?reset_running_requests=true")
+        client._post(f"{server}/resume")
+        completions = answer.result()
+    n_old = []
+    for prompt, (ids, logps) in zip(prompts, completions, strict=True):
+        differences = []
+        for trainer.model in (old, new):
+            differences.append((trainer._own_logps(prompt, torch.tensor(ids)) - torch.tensor(logps)).abs() > 1e-4)
+        n_old.append(int((~differences[0]).cumprod(0).sum()))
+        assert not differences[1][n_old[-1] :].any()
+    assert len(n_old) == 16 and 0 < min(n_old) and max(n_old) < 200
 
 
 def test_server_that_does_not_forget(server):

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 import vllm_cpu
-from fake_server import fake_servers
 from helpers.engine_runs import make
+from helpers.fake_server import fake_servers
 from helpers.omni import OMNI
 from omni import load_omni, omni_rows
 from serving import train
@@ -38,13 +38,14 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
         (folder := tmp_path / str(processes)).mkdir()
         with fake_servers(omni, [0, 1]) as servers, fake_servers(omni, [0, 1]) as failing:
             one, urls = servers[0].url, [each.url for each in servers]
-            failing[1].n_answers = 1
+            failing[1].fault("drop", after=1, count=10**9)
             split = {**SEEDED, "per_device_train_batch_size": 12 // processes, "n_evaluated": 3}
             runs = {
                 "one": {**split, "vllm_server_base_url": one},
                 "two": {**split, "vllm_server_base_urls": urls},
                 "more": {**SEEDED, "vllm_server_base_urls": urls},
                 "views": {**VIEWS, "vllm_server_base_urls": urls},
+                "ahead": {**split, "n_evaluated": 0, "vllm_server_base_urls": urls, "max_staleness": 1},
                 "gone": {"vllm_server_base_urls": [each.url for each in failing]},
             }
             found[processes] = train(omni, folder, processes, runs, "servers_worker.py", **BOTH)
@@ -62,6 +63,7 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
     for each in (two["two"], four["one"], four["two"]):
         assert joined(each)[:2] == samples[:2]
         assert each[0]["evaluated"] == two["one"][0]["evaluated"] != [None] * 3
+    assert joined(two["ahead"]) == joined(four["ahead"]) != samples
     # Process 0 moves as many bytes with four processes as with two, each of six rows
     moved = [each["more"][0]["moved"] for each in found.values()]
     assert moved[0]["generate"][0] == moved[1]["generate"][0]  # later steps have other rows
@@ -99,10 +101,11 @@ def test_all_servers_join_one_broadcast(omni, nccl, monkeypatch):
         group.reset_prefix_cache()
         group.reset_encoder_caches()
         group.communicator = None
+        posts = [each.posts for each in servers]
     paths = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-    for each, first in zip(servers, (1, 3), strict=True):
-        assert [path for path, _ in each.posts] == [*paths, "/reset_prefix_cache", "/reset_encoder_cache"]
-        start, update = each.posts[0][1]["init_info"], each.posts[2][1]["update_info"]
+    for each, first in zip(posts, (1, 3), strict=True):
+        assert [path for path, _ in each] == [*paths, "/reset_prefix_cache", "/reset_encoder_cache"]
+        start, update = each[0][1]["init_info"], each[2][1]["update_info"]
         assert (start["rank_offset"], start["world_size"], start["master_port"]) == (first, 5, 1234)
         assert update["names"] == ["a", "b"] and update["shapes"] == [[2, 3], [4]]
     assert sent == weights

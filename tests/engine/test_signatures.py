@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -128,14 +129,16 @@ def test_requests_to_a_server():
     item, place = MultiModalKwargsItem.dummy(4), PlaceholderRange(offset=1, length=2)
     media = {"mm_kwargs": {"image": [item]}, "mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [place]}}
     sampling = {"n": 2, "max_tokens": 5, "logit_bias": {"7": -100.0}, "detokenize": False, "output_kind": 2}
-    request = protocol.GenerateRequest.model_validate(
-        {"model": "m", "token_ids": [1, 2, 3], "features": server_features(media), "sampling_params": sampling}
-    )
+    body = {"model": "m", "token_ids": [1, 2, 3], "features": server_features(media), "sampling_params": sampling}
+    request = protocol.GenerateRequest.model_validate(body)
     assert request.sampling_params.logit_bias == {7: -100.0} and request.token_ids == [1, 2, 3]
     assert request.features.mm_hashes == {"image": ["a"]}
     assert request.features.mm_placeholders["image"][0].model_dump() == {"offset": 1, "length": 2}
     sent = mm_serde.decode_mm_kwargs_item(request.features.kwargs_data["image"][0])
     torch.testing.assert_close(sent.get_data(), item.get_data())
+    ahead = protocol.GenerateRequest.model_validate({**body, "model": None, "cache_salt": "3"})
+    assert (ahead.model, ahead.cache_salt) == (None, "3")
+    assert "keep" in get_args(import_module("vllm.v1.engine").PauseMode)
 
 
 def test_answers_of_a_server():
@@ -158,7 +161,7 @@ def routes() -> dict[str, str]:
 
 
 def test_addresses_of_a_server():
-    ours = ["/inference/v1/generate", "/reset_encoder_cache", "/collective_rpc"]
+    ours = ["/inference/v1/generate", "/reset_encoder_cache", "/collective_rpc", "/pause", "/resume"]
     ours += ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     of_trl = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
     posts = dict.fromkeys([*ours, *of_trl, "/reset_prefix_cache"], "post")

@@ -141,7 +141,7 @@ NOT_DRAWN = {
     "balance_ranks",  # one process has nothing to exchange
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
-    "vllm_server_base_urls",
+    *("max_staleness", "vllm_server_base_urls"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
 }

@@ -2,10 +2,11 @@
 """
 Makes vLLM's CPU build a substitute for the GPU build: patches the writing of weights, and the windows of tiny models.
 
-Runs a script with the patches; its arguments follow:
+Runs a script or a module with the patches; its arguments follow:
 
 ```bash
 python tests/shims/vllm_cpu.py examples/grpo_audio.py --use_vllm
+python tests/shims/vllm_cpu.py -m vllm.entrypoints.openai.api_server --model MODEL
 ```
 """
 
@@ -103,5 +104,10 @@ def _send_by_folder(client: VLLMClient, metadata, named_params) -> None:
 if __name__ == "__main__":
     install()
     del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, cycle, islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from datasets import IterableDataset
@@ -105,6 +106,8 @@ class EpochBatches:
         if self.n_batches == 0:
             raise shape.too_few_rows(n_rows)
         self._shape, self._read, self._sampler, self._left_out = shape, read, sampler, left_out
+        self.known_keys: dict[int, list[int]] = {}  # of batches, by their places, of a checkpoint
+        self._in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
         # Of two epochs, as rows of the next one are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
 
@@ -114,12 +117,18 @@ class EpochBatches:
     def __iter__(self) -> Iterator[RowBatch]:
         epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
         for place in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
-            batch = RowBatch(partial(self.keys, place), self._read, place)
+            batch = self.batch(place)
             for _ in range(self._shape.repeats):
                 yield batch
 
+    def batch(self, place: int) -> RowBatch:
+        """A batch, counted from the first one of the run: the same object for as long as it is in use."""
+        return self._in_use.setdefault(place, RowBatch(partial(self.keys, place), self._read, place))
+
     def keys(self, place: int) -> list[int]:
         """The rows of a batch, counted from the first one of the run."""
+        if place in self.known_keys:
+            return self.known_keys[place]
         if self._sampler is not None:
             rows = self._sampler.rows(place, self._left_out())
             return self._shape.keys(rows, rows)
@@ -127,11 +136,20 @@ class EpochBatches:
         order, n = self._order(epoch), self._shape.n_rows
         return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
 
-    def coming(self, place: int, n: int, max_steps: int, accumulation: int) -> list[int]:
-        """The rows of the next `n` batches of a run."""
+    def places(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
+        """The places of at most `n` batches of a run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
-        places = range(place + 1, min(place + 1 + n, end))
+        return range(start, min(start + n, end))
+
+    def step(self, place: int, accumulation: int) -> int:
+        """Optimizer steps before a batch is used."""
+        epochs, index = divmod(place, self.n_batches)
+        return epochs * math.ceil(len(self) / accumulation) + index * self._shape.repeats // accumulation
+
+    def coming(self, place: int, n: int, max_steps: int, accumulation: int) -> list[int]:
+        """The rows of the next `n` batches of a run."""
+        places = self.places(place + 1, n, max_steps, accumulation)
         if self._sampler is not None:
             return [key for rows in self._sampler.coming(places) for key in self._shape.keys(rows, rows)]
         return [key for after in places for key in self.keys(after)]

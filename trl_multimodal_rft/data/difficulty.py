@@ -77,7 +77,7 @@ class DifficultySampler:
 
     def coming(self, places: range) -> list[list[int]]:
         """The rows of batches that are drawn ahead."""
-        return [self._drawn[place] for place in places]
+        return [self._drawn[place] for place in places if place in self._drawn]
 
     def _draw(self, place: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)

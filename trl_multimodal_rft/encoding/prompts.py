@@ -70,9 +70,9 @@ class EncodedPrompt:
         position_ids (`torch.Tensor`):
             Positions of the model, or of the engine that samples: shape `(1, P)`, with multimodal rotary positions
             `(R, 1, P)`.
-        decoded (`tuple[tuple[slice, DecodedPrompt], ...]`, *optional*):
+        decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
             If kept, the place and the decoded media of each part with media: the prompt, and the tool results of a
-            conversation.
+            conversation; or the features that a vLLM server takes, where another process has made them.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt contains.
         row (`int`, *optional*):
@@ -90,7 +90,7 @@ class EncodedPrompt:
     token_fields: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     position_ids: torch.Tensor
-    decoded: tuple[tuple[slice, DecodedPrompt], ...] = ()
+    decoded: Any = ()
     modalities: frozenset[str] = frozenset()
     row: int | None = None
     media_span: tuple[int, int] | None = None

@@ -5,7 +5,7 @@ import math
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,11 @@ from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_server import (
     ServerGroup,
     ServerRequest,
+    ServerSample,
     check_server,
     on_all_ranks,
     server_completions,
+    server_completions_once,
     server_features,
     server_renderer,
 )
@@ -43,6 +45,10 @@ if engine_obstacle() is None:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
+
+
+# Of the time that a server has to answer
+_MOST_DOUBLINGS = 3
 
 
 class Completion(NamedTuple):
@@ -90,15 +96,18 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
         server_base_urls: Sequence[str] | None = None,
+        max_staleness: int = 0,
         **kwargs,
     ):
         self._server_base_urls = server_base_urls
+        self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
         self._adapter_folder = adapter_folder
         self._while_sampling = while_sampling  # entered when the engine has the weights
         self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
+        self._adapters: list[Path] = []  # that servers have, as they may still sample with those before the last
         self._takes_all_weights = False  # known after the first sync
         super().__init__(**kwargs)
 
@@ -131,8 +140,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _connect(self) -> dict[str, Any]:
         """Connects each rank with its server, and process 0 with all of them. Returns the settings of the former."""
         rank, n_ranks, timeout = self.accelerator.process_index, self.accelerator.num_processes, self.server_timeout
-        urls = self._server_base_urls or [self.server_base_url or f"http://{self.server_host}:{self.server_port}"]
-        if len(urls) > n_ranks:
+        urls = self._urls
+        if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
                 f"`vllm_server_base_urls` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
                 "leave out the rest."
@@ -150,6 +159,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
         self._by_main(lambda: self.vllm_client.init_communicator(self.accelerator.device))
         return info
+
+    @property
+    def _urls(self) -> Sequence[str]:
+        return self._server_base_urls or [self.server_base_url or f"http://{self.server_host}:{self.server_port}"]
 
     def _by_main(self, work: Callable[[], None]) -> None:
         on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)
@@ -182,11 +195,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
         most = options["max_tokens"]
         requests = self._requests(prompts, images, seed, [min(n, most) for n in room or [most] * len(prompts)])
-        if any(len(request.ids) + request.most > self.max_length for request in requests):
-            logger.warning_once(
-                f"The engine was started for {self.max_length} tokens, which leaves less than {most} to completions "
-                f"of some prompts; {self.prompts.remedy_of_length}."
-            )
         # A sleeping engine has no weights
         if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
@@ -211,7 +219,35 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             last = prompt
             taken = self.prompts.take(prompt, prompt_images, index)
             requests.append(_Request(taken, 1, room[index], None if seed is None else seed + index))
+        if any(len(request.ids) + request.most > self.max_length for request in requests):
+            logger.warning_once(
+                f"The engine was started for {self.max_length} tokens, which leaves less than {max(room)} to "
+                f"completions of some prompts; {self.prompts.remedy_of_length}."
+            )
         return requests
+
+    def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[ServerRequest]:
+        """What a server is asked for completions of prompts, consecutive ones of a prompt together."""
+        requests = self._requests(prompts, None, None, [self._sampling()["max_tokens"]] * len(prompts))
+        return [ServerRequest(r.ids, server_features(r.prompt), r.count, r.most, None) for r in requests]
+
+    def ask(self, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
+        """
+        Completions from a server. Ranks, the requests of a rank and the attempts take turns, and further attempts give
+        it longer to answer. See [`server_completions_once`].
+        """
+        rank, n_ranks = self.accelerator.process_index, self.accelerator.num_processes
+        urls, options = self._urls, self._sampling()
+        options.pop("seed", None)
+        model = None if self._adapter_request is None else self._adapter_request.lora_name
+        return server_completions_once(
+            urls[(rank + turn * n_ranks + attempt) % len(urls)],
+            model,
+            request,
+            options,
+            salt=salt,
+            timeout=self.server_timeout * 2 ** min(attempt, _MOST_DOUBLINGS),
+        )
 
     def _sampling(self) -> dict[str, Any]:
         structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
@@ -300,12 +336,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         is_first = self._adapter_request is None
         gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
-            # First, so that no rank waits in a collective for a server that is gone
-            self._by_main(lambda: self.vllm_client.reset_encoder_caches())
-            if gives_weights:
-                on_all_ranks(self.accelerator, super().sync_weights)
-            if adapter is not None:
-                self._load_adapter_by_servers(adapter)
+            with ExitStack() as stack:
+                if self._max_staleness > 0:  # servers are sampling
+                    self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
+                # First, so that no rank waits in a collective for a server that is gone
+                self._by_main(lambda: self.vllm_client.reset_encoder_caches())
+                if gives_weights:
+                    on_all_ranks(self.accelerator, super().sync_weights)
+                if adapter is not None:
+                    self._load_adapter_by_servers(adapter)
             return
         if self.enable_sleep_mode:
             empty_cache()
@@ -367,9 +406,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
-        last, self._adapter_request = self._adapter_request, LoRARequest(name, 1, str(folder))
-        before = last and Path(last.lora_path)
+        self._adapters.append(folder)
+        before = self._adapters.pop(0) if len(self._adapters) > self._max_staleness + 1 else None
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
+        self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name
 
 

@@ -61,6 +61,8 @@ class EnginePrompts:
     def _with_parts(self, ids: list[int], prompt: EncodedPrompt, row: int) -> dict[str, Any]:
         if not prompt.modalities:
             return tokens_input(ids)
+        if isinstance(prompt.decoded, dict):
+            return {"prompt_token_ids": ids, "features": prompt.decoded}
         if not prompt.decoded:
             raise ValueError("A prompt has no decoded media; encode it with `keep_decoded=True`.")
         numbers: Counter[str] = Counter()

@@ -6,8 +6,9 @@ They take token ids and processed media, which the trainer makes by vLLM's rende
 themselves never travel: HTTP would encode them again, and has no place for the options of processors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +45,13 @@ _OF_MEDIA = (
 _GENERATE = "/inference/v1/generate"
 # Connections in the pool of TRL's client
 _AT_ONCE = 64
+_TO_CONNECT = 10.0  # seconds
 # Equal for models that can exchange weights
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+# Ids of a completion, and their log-probabilities, `None` where the engine has none
+ServerSample = tuple[list[int], list[float | None]]
 
 
 class ServerRequest(NamedTuple):
@@ -56,6 +62,14 @@ class ServerRequest(NamedTuple):
     count: int  # completions
     most: int  # tokens of a completion
     seed: int | None
+
+
+class RequestLost(RuntimeError):
+    """A request was not answered, where it `timed_out` not in time, and may be by another server or later."""
+
+    def __init__(self, message: str, timed_out: bool = False):
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class ServerGroup(VLLMClient):
@@ -97,6 +111,17 @@ class ServerGroup(VLLMClient):
         """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
         for each in self.clients:
             _answer(each, "/reset_encoder_cache")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """All servers drop their caches and keep their requests, which go on after the context."""
+        try:
+            for each in self.clients:
+                _answer(each, "/pause?mode=keep")
+            yield
+        finally:
+            for each in self.clients:
+                _answer(each, "/resume")
 
     def _post(self, url: str, **given) -> dict[str, Any]:
         """Posts to all servers at once, which wait for each other; returns the first answer."""
@@ -196,7 +221,7 @@ def server_renderer(info: dict[str, Any], model: str, revision: str | None, trus
 def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     """Processed media of a prompt and where their embeddings go; `None` without media."""
     if "mm_kwargs" not in rendered:
-        return None
+        return rendered.get("features")
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
@@ -225,18 +250,50 @@ def _range(place, kind: str) -> dict[str, int]:
 
 def server_completions(
     client: VLLMClient, requests: list[ServerRequest], options: dict[str, Any]
-) -> list[tuple[list[int], list[float | None]]]:
+) -> list[ServerSample]:
     """Samples with a server."""
 
-    def sample(request: ServerRequest) -> list[tuple[list[int], list[float | None]]]:
-        given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-        return [
-            (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
-            for each in _generated(client, request, given)["choices"]
-        ]
+    def sample(request: ServerRequest) -> list[ServerSample]:
+        return _completions(_generated(client, request, _sampling_of(request, options)))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [completion for each in pool.map(sample, requests) for completion in each]
+
+
+def server_completions_once(
+    url: str, model: str | None, request: ServerRequest, options: dict[str, Any], *, salt: str, timeout: float
+) -> list[ServerSample]:
+    """
+    Samples with a server, which shares the prompt's cache with requests of the same salt alone. Raises a
+    [`RequestLost`] where it gives no answer in so many seconds, or the answer isn't whole.
+    """
+    asked = {**_asked(model, request, _sampling_of(request, options)), "cache_salt": salt}
+    problem: Any = None
+    try:
+        response = requests.post(f"{url}{_GENERATE}", json=asked, timeout=(min(timeout, _TO_CONNECT), timeout))
+        problem = f"{response.status_code} {response.text}"
+        if response.status_code == 200:
+            choices = response.json()["choices"]
+            if len(choices) == request.count and all(each.get("finish_reason") != "abort" for each in choices):
+                return _completions({"choices": choices})
+            problem = "completions were aborted"
+        elif response.status_code < 500 and response.status_code != 429:
+            raise RuntimeError(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).")
+    except requests.RequestException as error:
+        problem = error
+    timed_out = isinstance(problem, requests.ReadTimeout)
+    raise RequestLost(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).", timed_out)
+
+
+def _sampling_of(request: ServerRequest, options: dict[str, Any]) -> dict[str, Any]:
+    return {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+
+
+def _completions(answer: dict[str, Any]) -> list[ServerSample]:
+    return [
+        (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
+        for each in answer["choices"]
+    ]
 
 
 def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
@@ -259,14 +316,17 @@ def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> 
 def _generated(client: VLLMClient, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
     """The answer of a server to a request with these sampling parameters."""
     # TRL's client doesn't read the answers of vLLM from 0.32 on
-    asked = {
-        "model": client.model,
+    return _answer(client, _GENERATE, _asked(client.model, request, given)).json()
+
+
+def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": model,
         "token_ids": request.ids,
         "features": request.features,
         # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
         "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
     }
-    return _answer(client, _GENERATE, asked).json()
 
 
 def _answer(client: VLLMClient, path: str, body: dict[str, Any] | None = None) -> requests.Response:

@@ -30,7 +30,7 @@ _PER_TOKEN = {
 
 # What only rewards, logs and checks read
 _BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra", "rewards_per_func")
-_BEFORE_LOSS += ("from_view", "contrast", "bonus")
+_BEFORE_LOSS += ("place", "versions", "from_view", "contrast", "bonus")
 
 
 @dataclass(eq=False)
@@ -46,6 +46,7 @@ class Rollout:
     prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
     group_ids: torch.Tensor  # (N,), the number of each completion's group among those of all ranks
     pad_token_id: int
+    place: int | None = None  # of the batch in the run, where it is one that the loader of training yielded
     rows: list[dict[str, Any]] = field(default_factory=list)  # as reward functions get them
     numbers: list[int] = field(default_factory=list)  # of the rows in their dataset
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
@@ -59,6 +60,7 @@ class Rollout:
     completions: list[Any] = field(default_factory=list)  # texts, or messages
     sampling_per_token_logps: Any = None  # (N, C), NaN where the engine returned none
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
+    versions: Any = None  # (N, 2), of the weights by which servers sampled first and last tokens ahead of the update
     from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None

@@ -163,6 +163,7 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     taken = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
     difference, taken = (each if each.numel() else each.new_zeros(1) for each in (difference, taken))
     name = "sampling/importance_sampling_ratio"
+    low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
     found = {
         "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
         "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
@@ -170,6 +171,9 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         f"{name}/mean": (taken.mean(), torch.nanmean),
         f"{name}/max": (taken.max(), nanmax),
     }
+    if args.max_staleness > 0:  # bounds are what the ratios are cut to, or 0
+        kept = ((taken > low) & (taken < high)).float().mean()
+        found |= {"sampling/importance_sampling_ratio/kept_frac": (kept, torch.mean)}
     return {name: Metric(value.reshape(1), combine) for name, (value, combine) in found.items()}
 
 

@@ -184,6 +184,24 @@ class RowStream:
         self._coming_extra = self._extra.numbers(start + (ranks + rank) * n, n)
         return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)
 
+    # Batches of the run, counted from its first one
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        return self._state().max_steps, self._args.gradient_accumulation_steps
+
+    def places(self, start: int, n: int) -> range:
+        """The places of at most `n` batches of the run."""
+        return self._batches.places(start, n, *self._steps)
+
+    def batch(self, place: int) -> tuple[RowBatch, int]:
+        """A batch, also before the loader yields it, and the optimizer step at which it is used."""
+        return self._batches.batch(place), self._batches.step(place, self._args.gradient_accumulation_steps)
+
+    def restore_batches(self, keys: dict[int, list[int]]) -> None:
+        """Takes the rows of batches from a checkpoint, where others may take the place of some since."""
+        self._batches.known_keys = keys
+
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
         """Rows that come from no loader, not encoded yet."""
         return self._complete([_Read(Row(getattr(row, "number", i), dict(row))) for i, row in enumerate(rows)])
@@ -208,8 +226,7 @@ class RowStream:
         self._has_prompts = self._has_prompts or any(each.prompt is not None for each in read)
         if self._pool is not None and self._has_prompts:
             if batch.place is not None:
-                steps = self._state().max_steps, self._args.gradient_accumulation_steps
-                self._coming = self._batches.coming(batch.place, self._n_ahead, *steps)
+                self._coming = self._batches.coming(batch.place, self._n_ahead, *self._steps)
             self._pool.want([*self._coming_extra, *self._coming])
         return read
 

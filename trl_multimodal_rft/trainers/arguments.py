@@ -23,8 +23,9 @@ from ..spelling import did_you_mean
 _IN_INTERVALS = {
     "[0, inf]": (
         "adam_epsilon cpgd_drift_coef epsilon epsilon_high freezing_actor_steps loss_top_k max_skipped_rows "
-        "max_skipped_updates max_tool_media media_contribution_steps media_prefetch off_policy_mask_threshold "
-        "replay_buffer_size router_aux_loss_coef value_warmup_steps vllm_importance_sampling_clip_min weight_decay"
+        "max_skipped_updates max_staleness max_tool_media media_contribution_steps media_prefetch "
+        "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef value_warmup_steps "
+        "vllm_importance_sampling_clip_min weight_decay"
     ),
     "[0, inf)": "beta contrast_ratio learning_rate num_train_epochs ptx_coef view_kl_coef",
     "(0, inf]": (
@@ -287,6 +288,18 @@ def check_arguments(reward_funcs: Any = None, callbacks: Any = None, args: Any =
         if not isinstance(each, str) and not callable(each):
             raise TypeError(
                 f"`{name}` is of type {type(each).__name__}; pass a function, a model, or the name of a reward model."
+            )
+    if getattr(args, "max_staleness", 0) > 0:
+        for name in ("environment_factory", "rollout_func"):
+            if given.get(name):
+                raise ValueError(
+                    f"`max_staleness` asks servers for completions of prompts that `{name}` makes only when they are "
+                    "sampled; remove one of them."
+                )
+        if isinstance(given.get("train_dataset"), IterableDataset):
+            raise ValueError(
+                "`max_staleness` reads rows ahead, and again when a run resumes, which an iterable dataset doesn't "
+                "allow; pass a `Dataset`."
             )
     for option in ("rollout_view", "contrast_view"):
         for name in ("tools", "environment_factory", "rollout_func"):

@@ -35,8 +35,9 @@ from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
 from ..rollout.balance import arranged, rank_metrics
-from ..rollout.collect import collect, complete, take_custom_rollout
+from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
+from ..rollout.in_flight import InFlight
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
@@ -53,6 +54,7 @@ from ..rollout.score import (
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
 from .arguments import check_arguments
+from .asynchronous import rollout_of, row_encoder, sample_first_turns
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
 from .offload import HostMemory
@@ -79,7 +81,7 @@ from .setup import (
     warn_of_unused_recommendations,
     with_media_reader,
 )
-from .views import bonus_of_contrast, sample_with_views
+from .views import bonus_of_contrast
 
 
 logger = get_logger(__name__)
@@ -95,6 +97,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
+    in_flight: InFlight | None = None  # with `max_staleness`
     _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
@@ -183,7 +186,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=None if self.toolbox or rollout_func is not None else self.prompts.encode_row,
+            encode=None if self.toolbox or rollout_func is not None else row_encoder(self),
             messages=self.prompts.messages,
             encode_teachers=self.prompts.encode_teachers if args.is_distillation else None,
             columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
@@ -257,15 +260,8 @@ class MultimodalTrainer(CheckpointMixin):
         """Rows, environments and encoded prompts."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         check_first_rows(self, [row.stored for row in rows])
-        rollout = collect(
-            rows,
-            self.prompts,
-            self.toolbox,
-            encodes_text=self.rollout_func is None,
-            group_size=self._group_size,
-            pad_token_id=self._tokenizer.pad_token_id,
-            accelerator=self.accelerator,
-        )
+        rollout = rollout_of(self, rows)
+        rollout.place = getattr(inputs, "place", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
         self._columns_seen.update(rollout.rows[0])
@@ -286,7 +282,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
         else:
-            (ids, logps), tool_mask = sample_with_views(self, rollout, branches), None
+            (ids, logps), tool_mask = sample_first_turns(self, rollout, branches), None
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
         else:
@@ -305,6 +301,8 @@ class MultimodalTrainer(CheckpointMixin):
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
+        if rollout.versions is not None and self.tools:  # results of which are followed by the newest weights
+            rollout.versions[(rollout.tool_mask == 0).any(1), 1] = rollout.place
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -412,6 +410,17 @@ class MultimodalTrainer(CheckpointMixin):
     def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
         table = torch.tensor([numbers], device=self.accelerator.device)
         return self.accelerator.gather(table).sum(0).tolist()
+
+    # Checkpoints
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {**super()._rollout_state(), "in_flight": self.in_flight and self.in_flight.state_dict()}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        if self.in_flight is not None and state["batches"] == self._batches() and state.get("in_flight"):
+            self._stream.restore_batches(state["in_flight"]["rows"])
+            self.in_flight.load_state_dict(state["in_flight"])
 
     # Update
 

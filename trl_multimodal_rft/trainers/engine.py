@@ -21,8 +21,10 @@ from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..rollout.in_flight import InFlight
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
+from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .finite import naming_broken_logits
 from .offload import offloading_model
@@ -94,6 +96,7 @@ def make_engine(
         generation_kwargs=generation_kwargs,
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
+        max_staleness=args.max_staleness,
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=while_sampling,
     )
@@ -155,9 +158,14 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
     # Other options of sampling make another distribution than the policy's
     if not (trainer.use_vllm and trainer.model.training) or sampling_changes(trainer.args):
         return
-    if trainer.checks.self_check is not None and rollout.sampling_per_token_logps is not None:
+    check = trainer.checks.self_check
+    if check is not None and rollout.sampling_per_token_logps is not None:
         step, engine, has_tools = trainer.state.global_step, trainer.vllm_generation, bool(trainer.tools)
-        trainer.checks.on_engine(trainer.model, step, rollout, engine, trainer._logit_bias, has_tools)
+        if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
+            probe = probe_engine(trainer, len(rollout))
+            trainer.checks.on_engine(trainer.model, step, probe, engine, trainer._logit_bias, False)
+        if rollout.versions is None or has_tools:  # whose later turns aren't
+            trainer.checks.on_engine(trainer.model, step, rollout, engine, trainer._logit_bias, has_tools)
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
@@ -193,7 +201,10 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
     )
     if trainer.tools:
         logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")
-    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
+    if args.max_staleness > 0:
+        send = trainer.vllm_generation.ask
+        trainer.in_flight = InFlight(send, args.max_staleness, args.vllm_server_timeout)
+    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context, in_flight=trainer.in_flight)
 
 
 @contextmanager

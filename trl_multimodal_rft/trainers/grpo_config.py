@@ -171,6 +171,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         num_generations: Any = None
         steps_per_generation: Any = None
         max_completion_length: Any = None
+        vllm_importance_sampling_mode: Any = None
 
     def __post_init__(self):
         check_values(self)
@@ -378,6 +379,10 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "`top_entropy_quantile` and the dependency on media both weigh tokens; set `top_entropy_quantile=1`, "
                 "or remove `dependency_quantile` and `dependency_temperature`."
             )
+
+    @property
+    def _weighs_completions(self) -> bool:
+        return self.loss_type in LOSSES and LOSSES[self.loss_type].per_completion
 
     @property
     def _has_view_term(self) -> bool:

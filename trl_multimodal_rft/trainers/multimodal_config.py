@@ -302,6 +302,7 @@ class SamplingArguments(MediaArguments):
 
     is_distillation = False  # whether the reference is a teacher, and `beta` chooses a divergence from it
     keeps_decoded = False  # whether something else than the sampler takes decoded media
+    max_staleness = 0  # generation batches that are sampled ahead
 
     def __post_init__(self):
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # which may be JSON
@@ -376,6 +377,17 @@ class MultimodalArguments(SamplingArguments):
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
+        > Parameters that control when they are sampled, see `docs/asynchronous.md`
+
+        max_staleness (`int`, *optional*, defaults to `0`):
+            How many generation batches ahead of the update servers sample, with `vllm_mode="server"`: a batch is
+            sampled once all but this many of those before it are trained on, and batches are trained on in their
+            order. 0 samples a batch when it is needed.
+        vllm_importance_sampling_mode (`str`, *optional*):
+            What is done with ratios of the policy to vLLM that are out of bounds, one of TRL's modes. By default
+            `"sequence_mask"`, as in TRL, and with `max_staleness` `"token_truncate"`, or `"sequence_truncate"` where
+            completions are weighed as a whole.
+
         > Parameters that control where they are trained on
 
         balance_ranks (`bool`, *optional*, defaults to `False`):
@@ -421,6 +433,8 @@ class MultimodalArguments(SamplingArguments):
     replay_buffer_size: int = 0
     replay_max_age: int = 8
     difficulty_sampling: bool = False
+    max_staleness: int = 0
+    vllm_importance_sampling_mode: str | None = None
     balance_ranks: bool = False
     rollout_view: str | None = None
     rollout_view_fraction: float = 0.5
@@ -429,6 +443,22 @@ class MultimodalArguments(SamplingArguments):
     contrast_fraction: float = 0.5
     contrast_ratio: float = 0.8
     contrast_bonus: float = 0.3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_staleness > 0 and not (self.use_vllm and self.vllm_mode == "server"):
+            raise ValueError(
+                f"`max_staleness={self.max_staleness}` samples while the policy is trained, which takes servers; set "
+                "`use_vllm=True` and `vllm_mode='server'`, or remove it."
+            )
+        if self.vllm_importance_sampling_mode is None:
+            stale = "sequence_truncate" if self._weighs_completions else "token_truncate"
+            self.vllm_importance_sampling_mode = stale if self.max_staleness > 0 else "sequence_mask"
+
+    @property
+    def _weighs_completions(self) -> bool:
+        """Whether the loss takes one weight per completion."""
+        return True
 
 
 def _has_bf16() -> bool:

@@ -30,9 +30,9 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
 
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `True`):
             Whether each completion is weighed by how much more likely it is under the policy than under vLLM.
-        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_mask"`):
+        vllm_importance_sampling_mode (`str`, *optional*):
             What is done with a weight out of bounds: `"sequence_mask"` leaves out the completion,
-            `"sequence_truncate"` takes the bound.
+            `"sequence_truncate"` takes the bound. By default the former, and with `max_staleness` the latter.
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
             Upper bound of the weight of a completion.
         vllm_importance_sampling_clip_min (`float`, *optional*):
@@ -46,8 +46,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
     advantage_estimator: str | None = None
     max_tool_calling_iterations: int | None = None
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = field(
-        default="sequence_mask", metadata={"choices": ["sequence_mask", "sequence_truncate"]}
+    vllm_importance_sampling_mode: str | None = field(
+        default=None, metadata={"choices": ["sequence_mask", "sequence_truncate"]}
     )
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None

@@ -3,7 +3,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from trl.extras.profiling import profiling_context
@@ -19,26 +19,53 @@ from ..rollout.views import as_schedule, last_of_groups, view_prompts
 from ..views import View, as_view
 
 
+class Views(NamedTuple):
+    """Prompts of a rollout under views, by the places of their completions."""
+
+    seen: dict[int, EncodedPrompt]  # of completions that are sampled from a view
+    contrast: dict[int, EncodedPrompt]  # of further completions
+    strength: float | None  # of the view that completions are sampled from
+
+    def prompts(self, rollout: Rollout) -> list[EncodedPrompt]:
+        """What is sampled from: a prompt for each completion, and for each further one."""
+        own = (self.seen.get(i, prompt) for i, prompt in enumerate(rollout.prompts))
+        return [*own, *self.contrast.values()]
+
+
+def under_views(trainer: Any, rollout: Rollout, step: int) -> Views:
+    """The prompts of a rollout under the views of training, if it is one, as they are at an optimizer step."""
+    args, strength = trainer.args, None
+    seen: dict[int, EncodedPrompt] = {}
+    contrast: dict[int, EncodedPrompt] = {}
+    is_training = trainer.model.training
+    if is_training and args.rollout_view is not None:
+        strength = as_schedule(args.rollout_view_schedule)(step / trainer.state.max_steps)
+        view = as_view(args.rollout_view)
+        view = view if strength == 1 else view.at(strength)
+        seen = _seen(trainer, rollout, view, args.rollout_view_fraction, step)
+    if is_training and args.contrast_view is not None:
+        contrast = _seen(trainer, rollout, as_view(args.contrast_view), args.contrast_fraction, step)
+    return Views(seen, contrast, strength)
+
+
 def sample_with_views(trainer: Any, rollout: Rollout, branches: Branches | None) -> Samples:
     """
     Samples a rollout. In training, some of its completions may be sampled from a view, and further ones from another
     as its contrast. The rollout gets which ones, and the contrast.
     """
-    args, step, n = trainer.args, trainer.state.global_step, len(rollout)
-    is_training, prompts = trainer.model.training, list(rollout.prompts)
-    seen: dict[int, EncodedPrompt] = {}
-    contrast: dict[int, EncodedPrompt] = {}
-    if is_training and args.rollout_view is not None:
-        strength = as_schedule(args.rollout_view_schedule)(step / trainer.state.max_steps)
-        view = as_view(args.rollout_view)
-        seen = _seen(trainer, rollout, view if strength == 1 else view.at(strength), args.rollout_view_fraction)
-        prompts = [seen.get(i, prompt) for i, prompt in enumerate(prompts)]
+    step = trainer.state.global_step
+    views = under_views(trainer, rollout, step)
+    # In one call, which ranks make equally often
+    samples = trainer.sampler(trainer.model_wrapped, views.prompts(rollout), step=step, branches=branches)
+    return take_views(trainer, rollout, views, *samples)
+
+
+def take_views(trainer: Any, rollout: Rollout, views: Views, ids: list, logps: Any) -> Samples:
+    """A rollout's own samples of those of its prompts under views. It gets which are from a view, and the others."""
+    n, (seen, contrast, strength) = len(rollout), views
+    if strength is not None:
         rollout.from_view = torch.tensor([i in seen for i in range(n)], device=trainer.accelerator.device)
         trainer._log_metrics({"view/strength": strength})
-    if is_training and args.contrast_view is not None:
-        contrast = _seen(trainer, rollout, as_view(args.contrast_view), args.contrast_fraction)
-    # In one call, which ranks make equally often
-    ids, logps = trainer.sampler(trainer.model_wrapped, [*prompts, *contrast.values()], step=step, branches=branches)
     if contrast:
         places = [*contrast]
         part = rollout.select(places)
@@ -49,11 +76,11 @@ def sample_with_views(trainer: Any, rollout: Rollout, branches: Branches | None)
     return ids[:n], logps and logps[:n]
 
 
-def _seen(trainer: Any, rollout: Rollout, view: View, share: float) -> dict[int, EncodedPrompt]:
+def _seen(trainer: Any, rollout: Rollout, view: View, share: float, step: int) -> dict[int, EncodedPrompt]:
     """Prompts of the last completions of each group under a view, where it replaces a medium, by their places."""
     first = trainer.accelerator.process_index * len(rollout)
     places = last_of_groups(share, len(rollout), first, trainer._group_size)
-    view = view.seeded(trainer.args.seed, trainer.state.global_step)
+    view = view.seeded(trainer.args.seed, step)
     prompts = view_prompts(rollout.select(places), view, trainer.prompts, trainer.toolbox)
     return {i: prompt for i, prompt in zip(places, prompts, strict=True) if prompt is not rollout.prompts[i]}
 

@@ -1,0 +1,157 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Servers sample ahead of the update: what they are asked, with which weights they answer, and servers that fail."""
+
+import copy
+import hashlib
+
+import pytest
+import torch
+from helpers.engine_runs import RecordedOmni
+from helpers.fake_server import LENGTH, digest, fake_servers
+from helpers.resumed_runs import Recording, same_weights
+from helpers.trainer_utils import length_and_sum
+from omni import load_omni, omni_rows
+
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+
+
+# Two groups in a batch, two batches in an epoch
+OPTIONS = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": LENGTH,
+    "max_steps": 5,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "self_check": False,
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_timeout": 20.0,
+    "max_staleness": 2,
+}
+
+
+class Rollouts(Recording, MultimodalGRPOTrainer):
+    """Records rollouts, and the hashes of media by prompt that servers get."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rollouts, self.hashes, ask = [], {}, self.in_flight.ask
+
+        def asked(place, batch, numbers, requests, **more):
+            for request in requests.values():
+                self.hashes[tuple(request.ids)] = request.features and request.features["mm_hashes"]
+            ask(place, batch, numbers, requests, **more)
+
+        self.in_flight.ask = asked
+
+    def _roll_out(self, inputs):
+        self.rollouts.append(super()._roll_out(inputs))
+        return self.rollouts[-1]
+
+
+def make(omni, folder, servers, trainer_class=Rollouts, **options):
+    urls = [getattr(each, "url", each) for each in servers]
+    where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
+    args = MultimodalGRPOConfig(output_dir=str(folder), **{**OPTIONS, **where, **options})
+    return trainer_class(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(omni))
+
+
+@pytest.fixture(scope="module")
+def straight(omni, tmp_path_factory):
+    """Returns a run without faults, and what its server was posted."""
+    with fake_servers(omni, [0], unit=0.05) as servers:
+        trainer = make(omni, tmp_path_factory.mktemp("straight"), servers)
+        trainer.train()
+        assert servers[0].counters["requests"] == 10 and servers[0].counters["torn"] == 0
+        return trainer, servers[0].posts
+
+
+def test_what_servers_are_asked(straight):
+    """
+    A completion depends on the prompt with its media, and on a seed and a salt by the place of its batch, its row and
+    its index there. Servers pause while they get weights.
+    """
+    trainer, posts = straight
+    assert len({tuple(ids) for rollout in trainer.rollouts for ids in rollout.ids}) == 40
+    assert any(trainer.hashes.values()) and not all(trainer.hashes.values())
+    for place, rollout in enumerate(trainer.rollouts):
+        expected = []
+        for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.numbers, strict=True)):
+            ids = prompt.input_ids.tolist()
+            start = int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16)
+            drawn = digest([ids, trainer.hashes[tuple(ids)]], start + i, str(max(0, place - 2)))
+            expected.append([50 + each % 100 for each in drawn[:LENGTH]])
+        assert rollout.ids == expected
+    sync = ["/pause", "/reset_encoder_cache", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert [path for path, _ in posts] == 5 * sync
+    assert all(body == {"mode": "keep"} for path, body in posts if path == "/pause")
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "slow", "die"])
+def test_requests_are_asked_again(omni, tmp_path, straight, kind, caplog):
+    """A request without an answer is asked again, by the same seed."""
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0 if kind == "slow" else 20.0)
+        for adapter in trainer.vllm_generation.vllm_client.session.adapters.values():
+            adapter.max_retries.backoff_factor = 0.1
+        servers[0].fault(kind, after=5, count=3 if kind in ("drop", "error") else 1, seconds=1.5)
+        trainer.train()
+        assert servers[0].counters["requests"] > 10
+    assert [each.levelname for each in caplog.records if "It is asked again" in each.message] == ["WARNING"]
+    assert trainer.trained_on == straight[0].trained_on and same_weights(trainer, straight[0])
+
+
+def test_lost_server_ends_the_run(omni, tmp_path):
+    with fake_servers(omni, [0]) as servers:
+        trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0)
+        servers[0].fault("error", count=1000)
+        with pytest.raises(RuntimeError, match=r"500 .* asked 4 times; `vllm_server_timeout` bounds"):
+            trainer.train()
+
+
+def test_servers_share_requests(omni, tmp_path, straight):
+    """Requests of a process take turns among servers, and what one doesn't answer another does."""
+    with fake_servers(omni, [0, 1]) as servers:
+        trainer = make(omni, tmp_path, servers)
+        servers[1].fault("drop", after=2)
+        trainer.train()
+        counters = [each.counters for each in servers]
+    assert [each["requests"] for each in counters] == [6, 5]
+    assert [each["answers"] for each in counters] == [6, 4]
+    assert trainer.trained_on == straight[0].trained_on and same_weights(trainer, straight[0])
+
+
+class OfVersions(RecordedOmni):
+    """Compares completions with the model of the version that they claim, if they claim one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weights, self.found = {}, []
+
+    def _roll_out(self, inputs):
+        self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
+        rollout = super()._roll_out(inputs)
+        for i, (first, last) in enumerate(rollout.versions.tolist()):
+            if first == last:
+                self.model.load_state_dict(self.weights[first])
+                ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
+                difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
+                self.found.append((rollout.place - first, difference.abs().max().item()))
+        self.model.load_state_dict(self.weights[rollout.place])
+        return rollout
+
+
+def test_real_server_answers_by_the_versions_that_completions_know(server, omni, tmp_path):
+    """Also runs the engine check, on the first batch and after an update."""
+    trainer = make(omni, tmp_path, [server], OfVersions, self_check=True, max_steps=4, max_completion_length=6)
+    trainer.train()
+    check = trainer.checks.self_check
+    assert check.engine[0] < 1e-4 and check.engine_updated[0] < 1e-4
+    ages = {age for age, _ in trainer.found}
+    assert ages >= {0, 1} and max(difference for _, difference in trainer.found) < 1e-4

@@ -1,0 +1,392 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+vLLM's server without an engine, in a process of its own: `fake_server.py CONFIG`.
+
+A completion is a function of its prompt, its seed and the version of the weights, and takes a random time. Some
+requests fail on command.
+"""
+
+import contextlib
+import hashlib
+import heapq
+import itertools
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import Request, urlopen
+
+
+LENGTH = 6  # tokens of a completion
+SHORTEST, LONGEST = 0.2907, 8.0  # of latencies, whose mean is 1
+
+
+def latency(number: int) -> float:
+    """
+    Returns the time of a completion relative to the mean, by its number in the order of arrival: independent draws of
+    a bounded Pareto distribution with a shape of 1.
+    """
+    return 1 / random.Random(number).uniform(1 / LONGEST, 1 / SHORTEST)
+
+
+def digest(*values: Any) -> bytes:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
+@dataclass
+class Group:
+    """The completions of a request."""
+
+    arrival: float
+    n_left: int
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Engine:
+    """Runs completions at the same time in `slots`, in the order of their arrival. Its clock stops while it pauses."""
+
+    def __init__(self, slots: int):
+        self.slots, self.paused = slots, False
+        self.waiting: deque[tuple[Group, float]] = deque()
+        self.running: list[tuple[float, int, Group]] = []  # by when they end
+        self._numbers, self._changed = itertools.count(), threading.Condition()
+        self._time, self._last = 0.0, time.monotonic()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _now(self) -> float:
+        now = time.monotonic()
+        self._time += 0.0 if self.paused else now - self._last
+        self._last = now
+        return self._time
+
+    def add(self, seconds: list[float]) -> Group:
+        with self._changed:
+            group = Group(self._now(), len(seconds))
+            self.waiting.extend((group, each) for each in seconds)
+            self._fill(group.arrival)
+            self._changed.notify()
+        return group
+
+    def drop(self, group: Group) -> None:
+        """Ends the completions of a client that is gone."""
+        with self._changed:
+            now = self._now()
+            self.waiting = deque(each for each in self.waiting if each[0] is not group)
+            self.running = [each for each in self.running if each[2] is not group]
+            heapq.heapify(self.running)
+            self._fill(now)
+            self._changed.notify()
+
+    def pause(self, paused: bool) -> None:
+        with self._changed:
+            self._now()
+            self.paused = paused
+            self._changed.notify()
+
+    def _fill(self, now: float) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            group, seconds = self.waiting.popleft()
+            heapq.heappush(self.running, (max(now, group.arrival) + seconds, next(self._numbers), group))
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                while self.running and self.running[0][0] <= self._now():
+                    end, _, group = heapq.heappop(self.running)
+                    group.n_left -= 1
+                    if group.n_left == 0:
+                        group.over.set()
+                    self._fill(end)  # as if this thread had been here at once
+                idle = self.paused or not self.running
+                self._changed.wait(None if idle else max(0.0, self.running[0][0] - self._time))
+
+
+class Server(ThreadingHTTPServer):
+    """The server; `state` outlives it."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, state: "State"):
+        super().__init__(("127.0.0.1", state.config["port"]), Handler)
+        self.state, self.engine = state, Engine(state.config["slots"])
+        self.connections: set[socket.socket] = set()
+        self.adapters: list[str] = []
+
+    def handle_error(self, request, client_address):
+        """Ignores clients that are gone."""
+
+    def post(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        """Returns the answer to a request other than for completions."""
+        if path == "/fake/fault":
+            self.state.faults.append(body)
+            return {}
+        state, engine, posted = self.state, self.engine, body
+        if path in ("/pause", "/resume"):
+            engine.pause(path == "/pause")
+            posted = {name: value for name, [value] in query.items()}
+        elif path == "/collective_rpc":  # as tests/shims/vllm_cpu.py sends weights
+            file = Path(body["kwargs"]["weights_path"], "model.safetensors")
+            posted = hashlib.sha256(file.read_bytes()).hexdigest()
+            state.count("torn", bool(engine.running and not engine.paused))
+        elif path == "/v1/load_lora_adapter":
+            assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
+            self.adapters.append(body["lora_name"])
+        elif path == "/v1/unload_lora_adapter":
+            self.adapters.remove(body["lora_name"])
+        state.posts.append((path, posted))
+        # The cache stays while requests use it; a pause takes it from them
+        is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
+        return {"success": not is_kept}
+
+    def complete(self, handler: "Handler", body: Any) -> Any:
+        """Returns completions once their time is over, `None` if the client is gone."""
+        state, params = self.state, body["sampling_params"]
+        prompt = [body["token_ids"], body["features"] and body["features"]["mm_hashes"]]
+        first = 0 if params.get("temperature") == 0 else params.get("seed")
+        first = random.getrandbits(32) if first is None else first
+        number = state.asked(digest(prompt, first, params["n"]), params["n"])
+        times = [state.config["unit"] * latency(number + i) + handler.delay for i in range(params["n"])]
+        group = self.engine.add(times)
+        while not group.over.wait(0.1):
+            if handler.is_gone():
+                self.engine.drop(group)
+                return None
+        choices, words = [], state.config["words"]
+        for i in range(params["n"]):
+            drawn = digest(prompt, first + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
+            ids = [words[each % len(words)] for each in drawn]
+            logprobs = {"content": [{"logprob": -1.0}] * len(ids)}
+            choices.append({"index": i, "token_ids": ids, "logprobs": logprobs, "finish_reason": "length"})
+        state.count("answers", 1)
+        state.count("tokens", sum(len(each["token_ids"]) for each in choices))
+        return {"choices": choices}
+
+    def die(self, seconds: float) -> None:
+        """Closes all connections, and comes back without weights."""
+        self.state.away = seconds
+        threading.Thread(target=self.shutdown).start()
+
+
+class State:
+    """What a server that dies keeps: its config and records."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.posts: list[tuple[str, Any]] = []
+        self.faults: list[dict[str, Any]] = []
+        self.counters: Counter[str] = Counter()
+        self.away = 0.0  # seconds until it comes back
+        self._seen: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def count(self, name: str, n: int) -> int:
+        """Adds to a counter. Returns what it was."""
+        with self._lock:
+            self.counters[name] += n
+            return self.counters[name] - n
+
+    def asked(self, request: bytes, n: int) -> int:
+        """Records a request for `n` completions. Returns the number of the first."""
+        self.count("asked again", request in self._seen)
+        self._seen.add(request)
+        return self.count("completions", n)
+
+    def fault(self) -> dict[str, Any]:
+        """Returns the fault that is due at a request, or an empty dictionary."""
+        with self._lock:
+            for each in self.faults:
+                each["after"] -= 1
+                if each["after"] < 0 < each["count"]:
+                    each["count"] -= 1
+                    return each
+            return {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise the body of an answer waits for 40 ms
+    server: Server
+    delay = 0.0  # seconds that the completions of a request take longer
+
+    def setup(self):
+        super().setup()
+        self.server.connections.add(self.connection)
+
+    def finish(self):
+        self.server.connections.discard(self.connection)
+        super().finish()
+
+    def do_GET(self):
+        state, server = self.server.state, self.server
+        config, model = state.config, state.config["model_config"]["model"]
+        answers = {
+            "/health": {},
+            "/version": {"version": config["version"]},
+            "/v1/models": {"data": [{"id": each} for each in (model, *server.adapters)]},
+            "/server_info": {"vllm_config": {"model_config": config["model_config"], "weight_transfer_config": {}}},
+            "/get_world_size": {"world_size": config["world_size"]},
+            "/is_paused": {"is_paused": server.engine.paused},
+            "/fake/counters": state.counters,
+            "/fake/posts": state.posts,
+        }
+        self._send(200, answers[urlsplit(self.path).path])
+
+    def do_POST(self):
+        url, text = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body, server = json.loads(text) if text else None, self.server
+        if url.path != "/inference/v1/generate":
+            return self._send(200, server.post(url.path, parse_qs(url.query), body))
+        if not body:
+            return self._send(422, {"detail": "Field required"})
+        server.state.count("requests", 1)
+        fault = server.state.fault()
+        kind = fault.get("kind")
+        if kind == "error":
+            return self._send(500, {"detail": "Internal Server Error"})
+        if kind == "die":
+            server.die(fault["seconds"])
+        if kind in ("drop", "die"):
+            return self.hang_up()
+        self.delay = fault["seconds"] if kind == "slow" else 0.0
+        answer = server.complete(self, body)
+        return self.hang_up() if answer is None else self._send(200, answer)
+
+    def is_gone(self) -> bool:
+        try:
+            readable = select.select([self.connection], [], [], 0)[0]
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def hang_up(self) -> None:
+        """Closes the connection without an answer."""
+        self.close_connection = True
+
+    def _send(self, status: int, answer: Any) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def serve(config: dict[str, Any]) -> None:
+    """Serves until the process that started this one ends, or closes the pipe."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    state = State(config)
+    while True:
+        with Server(state) as server:
+            server.serve_forever(0.01)
+        for each in [*server.connections]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        time.sleep(state.away)
+
+
+# Clients
+
+
+class FakeServer:
+    """
+    A running fake server.
+
+    `unit` are the mean seconds of a completion, `slots` those that run at the same time, and `words` the ids that it
+    samples from. It tells versions of the weights by the requests' `cache_salt`.
+    """
+
+    def __init__(self, model_config: dict[str, Any], **options):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        config = {"port": port, "model_config": model_config, "version": "", "world_size": 1, "unit": 0.0}
+        config |= {"slots": 256, "words": [*range(50, 150)], **options}
+        self.process = subprocess.Popen([sys.executable, __file__, json.dumps(config)], stdin=subprocess.PIPE)
+        while True:
+            try:
+                self._ask("/health")
+                break
+            except OSError:
+                assert self.process.poll() is None
+                time.sleep(0.02)
+
+    def _ask(self, path: str, body: Any = None) -> Any:
+        request = Request(self.url + path, None if body is None else json.dumps(body).encode())
+        with urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def fault(self, kind: str, after: int = 0, count: int = 1, seconds: float = 0.0) -> None:
+        """
+        Lets `count` requests for completions fail, after some: `"error"` (status 500), `"drop"` (no
+        answer), `"slow"` (by `seconds`) or `"die"` (with all others that run; the server is gone for `seconds`).
+        """
+        self._ask("/fake/fault", {"kind": kind, "after": after, "count": count, "seconds": seconds})
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """
+        Returns the numbers of `requests` for completions, those that asked for the same as one before (`asked again`),
+        `completions`, `answers`, their `tokens`, and updates of weights while completions ran (`torn`).
+        """
+        return Counter(self._ask("/fake/counters"))
+
+    @property
+    def posts(self) -> list[tuple[str, Any]]:
+        """Returns paths and bodies of all other requests; for weights, their digests."""
+        return [(path, body) for path, body in self._ask("/fake/posts")]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def model_config(model: Path, seed: int) -> dict[str, Any]:
+    """Returns the part of `/server_info` that clients read, as a server started with these arguments says it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from trl_multimodal_rft.generation.vllm_server import _OF_MEDIA, _OF_MODEL
+
+    args = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=512, logprobs_mode="processed_logprobs", seed=seed
+    )
+    config = args.create_engine_config().model_config
+    names = (*_OF_MODEL, "model", "revision", "trust_remote_code", "logprobs_mode", "seed")
+    found = {name: getattr(config, name) for name in names}
+    media = {name: getattr(config.multimodal_config, name) for name in _OF_MEDIA if name in dir(config)}
+    return {**found, "dtype": str(config.dtype), "multimodal_config": media}
+
+
+@contextmanager
+def fake_servers(model: Path, seeds: list[int], **options) -> Iterator[list[FakeServer]]:
+    """Yields a running server for each seed."""
+    import vllm
+
+    servers: list[FakeServer] = []
+    try:
+        for seed in seeds:
+            servers.append(FakeServer(model_config(model, seed), version=vllm.__version__, **options))
+        yield servers
+    finally:
+        for each in servers:
+            each.end()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,312 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Completions that are asked for ahead of the update: order, seeds, correction, resuming, and lost requests."""
+
+import hashlib
+import os
+import signal
+from contextlib import suppress
+from threading import Event
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.ahead import LENGTH, Ahead, answer, answers
+from helpers.resumed_runs import REPLAY, Recording, checkpoint, few_live, logged, same_weights
+from helpers.trainer_utils import audio_rows, image_rows, make_trainer
+from transformers import TrainerCallback
+
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.generation.vllm_server import RequestLost
+from trl_multimodal_rft.rollout.in_flight import until_answered
+
+
+class GRPO(Recording, MultimodalGRPOTrainer):
+    pass
+
+
+class RLOO(Recording, MultimodalRLOOTrainer):
+    pass
+
+
+class PPO(Recording, MultimodalPPOTrainer):
+    pass
+
+
+# Two groups in a batch, two batches in an epoch
+OPTIONS = {"max_steps": 5, "max_completion_length": LENGTH}
+
+
+def make(folder, trainer_class=GRPO, k=2, send=answers, rows=None, family="qwen2_audio", **options):
+    rows = audio_rows(4) if rows is None else rows
+    trainer = make_trainer(trainer_class, family, rows, folder, **{**OPTIONS, **options})
+    trainer.sampler = Ahead(trainer, k, send)
+    return trainer
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_order_and_age(tmp_path, k):
+    """A batch is asked for once all but `k` before it are trained on, and the engine has weights of that time."""
+    trainer = make(tmp_path, k=k)
+    trainer.train()
+    expected = []
+    for place in range(5):
+        first = 0 if place == 0 else place + k
+        expected += [("weights", place), *(("ask", each) for each in range(first, min(place + k + 1, 5)))]
+        expected.append(("use", place))
+    assert trainer.sampler.events == expected
+    entries = trainer.state.log_history[:-1]
+    for name in ("staleness/mean", "staleness/max"):
+        assert [entry[name] for entry in entries] == [min(i, k) for i in range(5)]
+
+
+class Rollouts(GRPO):
+    """Records rollouts."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rollouts = []
+
+    def _roll_out(self, inputs):
+        self.rollouts.append(super()._roll_out(inputs))
+        return self.rollouts[-1]
+
+
+def test_seeds_and_versions(tmp_path):
+    """A completion depends on the seed, its batch's place, its row and its index. Batches are as without."""
+    trainer = make(tmp_path / "ahead", Rollouts)
+    trainer.train()
+    now = make_trainer(GRPO, "qwen2_audio", audio_rows(4), tmp_path / "now", **OPTIONS)
+    now.train()
+    for place, rollout in enumerate(trainer.rollouts):
+        starts = [int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16) for row in rollout.numbers]
+        salt = str(max(0, place - 2))
+        assert rollout.ids == [
+            answer(prompt.input_ids.tolist(), start + i, salt)
+            for i, (prompt, start) in enumerate(zip(rollout.prompts, starts, strict=True))
+        ]
+        first, last = rollout.versions.T
+        assert (first == max(0, place - 2)).all() and ((first <= last) & (last <= place)).all()
+    prompts = [[sorted(ids) for ids, _ in run.trained_on] for run in (now, trainer)]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 5
+
+
+class Scored(GRPO):
+    """Trains as if vLLM had sampled, and scores each micro-batch by a plain forward of the model at that time."""
+
+    _corrects = _uses_every_score = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scored = []
+
+    def _compute_loss(self, model, inputs):
+        loss, own = super()._compute_loss(model, inputs), []
+        for prompt, ids in zip(inputs.prompts, inputs["completion_ids"], strict=True):
+            sequence = torch.cat([prompt.input_ids, ids])[None]
+            given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
+            with torch.no_grad():
+                logps = model(**given).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            own.append(logps.gather(-1, ids[:, None])[:, 0])
+        self.scored.append((torch.stack(own), inputs["old_per_token_logps"], inputs["importance_sampling_ratio"]))
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_ratio_is_of_the_policy_at_use(tmp_path, mode):
+    options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 0.02}
+    trainer = make(tmp_path, Scored, learning_rate=5e-2, **options)
+    trainer.train()
+    assert len(trainer.scored) == 5
+    for own, old, ratio in trainer.scored:
+        torch.testing.assert_close(old, own, atol=1e-5, rtol=0)
+        expected = own + 1.0  # the engine's log-probabilities
+        expected = expected if mode.startswith("token") else expected.sum(1, keepdim=True)
+        torch.testing.assert_close(ratio, expected.exp().clamp(max=0.02), atol=1e-6, rtol=1e-4)
+    assert not torch.equal(trainer.scored[0][0], trainer.scored[-1][0])
+
+
+def test_share_of_ratios_within_bounds(tmp_path):
+    """The bound is the median of the first batch's ratios."""
+    trainer = make(tmp_path / "all", Scored, max_steps=1, vllm_importance_sampling_mode="token_truncate")
+    trainer.args.max_staleness = 2  # which the config refuses without vLLM
+    trainer.train()
+    [(own, _, _)] = trainer.scored
+    ratios = (own + 1).exp()
+    assert _kept(trainer) == (ratios < 3.0).float().mean().item()
+    for mode in ("token_truncate", "token_mask"):
+        options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": ratios.median().item()}
+        trainer = make(tmp_path / mode, Scored, max_steps=1, **options)
+        trainer.args.max_staleness = 2
+        trainer.train()
+        assert _kept(trainer) == pytest.approx(0.5, abs=2 / ratios.numel())
+
+
+def _kept(trainer) -> float:
+    return trainer.state.log_history[0]["sampling/importance_sampling_ratio/kept_frac"]
+
+
+# Resuming
+
+
+class Holding(TrainerCallback):
+    """
+    Lets checkpoints find answers and open requests. The last request of a batch, but the first batch, waits for the
+    first checkpoint after it was asked for, and each step for the first request of every batch.
+    """
+
+    def __init__(self, trainer):
+        self.flight, self.saved, self.waits = trainer.in_flight, Event(), {}
+        ask, send = self.flight.ask, self.flight._send
+
+        def asked(place, batch, numbers, requests, **more):
+            if place > 0:
+                self.waits[[*requests][-1][2]] = self.saved
+            ask(place, batch, numbers, requests, **more)
+
+        def held(request, *given):
+            if request.seed in self.waits:
+                self.waits[request.seed].wait()
+            return send(request, *given)
+
+        self.flight.ask, self.flight._send = asked, held
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for asked in self.flight._asked.values():
+            [*asked.answers.values()][0].result()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved.set()
+        self.saved = Event()
+
+
+RUNS = {
+    "plain": (GRPO, {}),
+    "views": (GRPO, {"rollout_view": "blank", "contrast_view": "blank", "rollout_view_fraction": 0.25}),
+    "reused": (GRPO, {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.5}),
+    "micro": (GRPO, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "media_prefetch": 0}),
+    "dynamic": (GRPO, {**REPLAY, "reward": few_live}),  # further rounds are sampled when they are needed
+    "difficulty": (GRPO, {"difficulty_sampling": True, "media_prefetch": 2}),
+    "rloo": (RLOO, {"beta": 0.1, "replay_buffer_size": 4}),
+    "ppo": (PPO, {"ema_decay": 0.9, "num_ppo_epochs": 1}),
+}
+STALE = ("staleness/", "wait/")  # of completions that are asked for again
+
+
+def history(trainer) -> list[dict]:
+    return [{k: v for k, v in entry.items() if not k.startswith(STALE)} for entry in logged(trainer)][:-1]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_run_is_the_same(tmp_path, name):
+    """Completions of a checkpoint aren't asked for, the others are, by the same seeds."""
+    trainer_class, options = RUNS[name]
+    options = {"optim": "adamw_torch", "lr_scheduler_type": "linear", **options}
+    straight = make(tmp_path / "straight", trainer_class, save_strategy="steps", save_steps=1, **options)
+    straight.add_callback(Holding(straight))
+    straight.train()
+    assert max(entry.get("staleness/max", 0) for entry in straight.state.log_history) == 2
+    if name == "views":
+        assert all({"view/reward", "contrast/accuracy"} <= entry.keys() for entry in straight.state.log_history[:-1])
+    for step in (1, 2, 4) if name == "plain" else (2,):
+        asked = []
+
+        def sent(request, *given, asked=asked):
+            asked.append(request.seed)
+            return answers(request, *given)
+
+        trainer = make(tmp_path / f"from-{step}", trainer_class, send=sent, **options)
+        loaded, load = [], trainer.in_flight.load_state_dict
+        trainer.in_flight.load_state_dict = lambda state, loaded=loaded, load=load: (loaded.append(state), load(state))
+        trainer.train(resume_from_checkpoint=checkpoint(straight, step))
+        [state] = loaded
+        known = {key[2] for key in state["answers"]}
+        assert known and known.isdisjoint(asked)
+        if name == "plain":
+            assert [*state["rows"]] == [*range(step, min(step + 2, 5))]
+            assert len(asked) == 2 * (5 - step) - len(known) and (len(known) < 4 or step > 3)
+        assert trainer.trained_on == straight.trained_on[-len(trainer.trained_on) :]
+        assert same_weights(trainer, straight) and history(trainer) == history(straight)
+
+
+# Faults
+
+
+def test_attempts_fit_into_the_patience(monkeypatch):
+    """Waits double, and their sum is the patience; each attempt gets its number."""
+    waits, numbers, warnings = [], [], []
+    monkeypatch.setattr("trl_multimodal_rft.rollout.in_flight.time.sleep", waits.append)
+
+    def attempt(n):
+        numbers.append(n)
+        raise RequestLost("The server is gone.")
+
+    with pytest.raises(RuntimeError, match="is gone. It was asked 6 times; `vllm_server_timeout` bounds it"):
+        until_answered(attempt, 5.0, warnings.append)
+    assert waits == [0.25, 0.5, 1.0, 2.0, 1.25] and numbers == [*range(6)] and len(warnings) == 5
+
+
+def test_lost_requests_are_asked_again(tmp_path, caplog):
+    """A lost request changes nothing, and one warning says so. Other errors end the run."""
+    straight = make(tmp_path / "straight")
+    straight.train()
+    lost = []
+
+    def lossy(request, salt, turn, attempt):
+        if attempt < turn % 3:
+            lost.append(turn)
+            raise RequestLost("No answer.")
+        return answers(request, salt, turn, attempt)
+
+    trainer = make(tmp_path / "lossy", send=lossy)
+    trainer.train()
+    assert len(lost) == 9 and trainer.trained_on == straight.trained_on and same_weights(trainer, straight)
+    assert [each.levelname for each in caplog.records if "It is asked again" in each.message] == ["WARNING"]
+
+    def refused(request, salt, turn, attempt):
+        if turn == 5:
+            raise RuntimeError("400: too long")
+        return answers(request, salt, turn, attempt)
+
+    with pytest.raises(RuntimeError, match="400: too long"):
+        make(tmp_path / "refused", send=refused).train()
+
+
+class KillReader(TrainerCallback):
+    """Kills the processes that read rows, after each step."""
+
+    def __init__(self, trainer):
+        self.stream, self.killed = trainer._stream, set()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.stream._pool._pool is not None:
+            for process in [*self.stream._pool._pool._processes.values()]:
+                with suppress(ProcessLookupError):  # those of a pool that is broken already
+                    os.kill(process.pid, signal.SIGKILL)
+                    self.killed.add(process.pid)
+                process.join()
+
+
+def test_killed_readers_start_again(tmp_path):
+    straight = make(tmp_path / "straight")
+    straight.train()
+    trainer = make(tmp_path / "killed", media_prefetch=1)
+    trainer.add_callback(killer := KillReader(trainer))
+    trainer.train()
+    assert len(killer.killed) > 1
+    assert trainer.trained_on == straight.trained_on and same_weights(trainer, straight)
+
+
+def test_bad_rows_are_skipped_ahead(tmp_path):
+    """Rows that can't be read are replaced when their batch is asked for, by the same rows in a resumed run."""
+    rows = [{"prompt": row["prompt"], "image": str(tmp_path / f"{i}.png")} for i, row in enumerate(image_rows(6))]
+    for i in (0, 2, 3, 5):
+        image_rows(6)[i]["image"].save(tmp_path / f"{i}.png")
+    options = {"on_media_error": "skip", "max_skipped_rows": 3, "rows": Dataset.from_list(rows)}
+    options |= {"family": "qwen2_5_vl"}
+    straight = make(tmp_path / "straight", save_strategy="steps", save_steps=1, **options)
+    straight.add_callback(Holding(straight))
+    straight.train()
+    assert set(straight._stream.skipped) == {1, 4}
+    trainer = make(tmp_path / "resumed", **options)
+    trainer.train(resume_from_checkpoint=checkpoint(straight, 2))
+    assert trainer.trained_on == straight.trained_on[2:] and same_weights(trainer, straight)

@@ -1,0 +1,136 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Asynchronous rollouts: when a trainer asks servers for completions, and what it does with their answers."""
+
+from collections.abc import Sequence
+from itertools import accumulate, cycle, islice
+from typing import Any
+
+import torch
+
+from ..data.rows import Row
+from ..encoding.prompts import EncodedPrompt
+from ..generation.transformers import Branches
+from ..generation.vllm_server import on_all_ranks, server_features
+from ..rollout.collect import collect, complete
+from ..rollout.in_flight import request_keys
+from ..rollout.rollout import Rollout
+from ..rollout.samplers import Samples
+from ..rollout.stream import EncodedRow
+from .views import sample_with_views, take_views, under_views
+
+
+# Completions of each rank that the engine is checked by, and their tokens at most
+_PROBES, _PROBE_LENGTH = 4, 16
+
+
+def row_encoder(trainer: Any) -> Any:
+    """Encodes a row, and renders its media for servers that are asked ahead, in the process that reads it."""
+    if trainer.args.max_staleness == 0 or trainer.tools:  # which continue from decoded media
+        return trainer.prompts.encode_row
+
+    def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
+        encoded = trainer.prompts.encode_row(row, prompt)
+        if encoded is not None:
+            encoded.decoded = server_features(trainer.vllm_generation.prompts.take(encoded, None, row.number))
+        return encoded
+
+    return encode
+
+
+def rollout_of(trainer: Any, rows: Sequence[EncodedRow]) -> Rollout:
+    """A rollout of rows, one per completion, with their environments and encoded prompts."""
+    return collect(
+        rows,
+        trainer.prompts,
+        trainer.toolbox,
+        encodes_text=trainer.rollout_func is None,
+        group_size=trainer._group_size,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        accelerator=trainer.accelerator,
+    )
+
+
+def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None) -> Samples:
+    """
+    Samples a rollout. If it is one that was asked for ahead, takes the answers, after the servers got the weights and
+    the requests for a batch that these allow to sample. All ranks must call this.
+    """
+    flight, place, n = trainer.in_flight, rollout.place, len(rollout)
+    if flight is None or place is None:
+        return sample_with_views(trainer, rollout, branches)
+    sampler = trainer.sampler
+    with sampler.explain():
+        sampler.load_weights(trainer.state.global_step)
+    flight.version = place
+    for each in trainer._stream.places(place, flight.max_staleness + 1):
+        if each not in flight:
+            _ask(trainer, each)
+    with sampler.explain(), sampler.profile("vLLM.generate"):
+        asked, answers, seconds = on_all_ranks(trainer.accelerator, lambda: flight.take(place))
+    completions = [each for answer in answers for each in answer.completions]
+    ids, logps = ([*each] for each in zip(*completions, strict=True))
+    versions = [[each.first, each.last] for each in answers for _ in each.completions]
+    rollout.versions = torch.tensor(versions[:n], device=trainer.accelerator.device)
+    flight.probes = asked.probes
+    ages = place - trainer.accelerator.gather(rollout.versions[:, 0]).float()
+    waits = trainer.accelerator.gather(torch.tensor([seconds], device=ages.device))
+    trainer._log_metrics(
+        {
+            "staleness/mean": ages.mean().item(),
+            "staleness/max": ages.max().item(),
+            "wait/rollout": waits[:, 0].max().item(),
+            "wait/trainer": waits[:, 1].mean().item(),
+        }
+    )
+    return take_views(trainer, rollout, asked.views, ids, logps)
+
+
+def _ask(trainer: Any, place: int) -> None:
+    """Asks servers for the completions of this rank's part of a batch. All ranks must call this."""
+    flight, engine, accelerator = trainer.in_flight, trainer.vllm_generation, trainer.accelerator
+    batch, step = trainer._stream.batch(place)
+    rows = list(batch)
+    rollout = rollout_of(trainer, rows)
+    for row, prompt in zip(rows, rollout.prompts, strict=True):
+        row.prompt = prompt  # of text, too
+    views = under_views(trainer, rollout, step)
+    n, first = len(rollout), accelerator.process_index * len(rollout)
+    places, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+    # Further completions have further seeds
+    indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
+    keys = request_keys(prompts, [rollout.numbers[i] for i in places], indices, place, trainer.args.seed)
+    requests = engine.server_requests(prompts)
+    if not trainer.tools:
+        for prompt in prompts:
+            prompt.decoded = ()
+    requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
+    check = trainer.checks.self_check
+    is_due = check is not None and check.engine_updated is None
+    starts = accumulate((request.count for request in requests.values()), initial=0)
+    probes = [(prompts[i], each) for i, each in zip(starts, requests.values(), strict=False)] if is_due else []
+    flight.ask(place, batch, rollout.numbers, requests, views=views, probes=probes)
+
+
+def probe_engine(trainer: Any, n: int) -> Rollout:
+    """
+    A few tokens after at most `n` of the last batch's prompts, sampled by the weights that the engine has. All ranks
+    must call this.
+    """
+    flight, accelerator, size = trainer.in_flight, trainer.accelerator, min(n, _PROBES)
+    prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
+    asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
+    found = on_all_ranks(accelerator, lambda: flight.sample(asked))
+    ids, logps = ([*each] for each in zip(*found, strict=True))
+    group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
+    rollout = Rollout([*prompts], group_ids, trainer._tokenizer.pad_token_id)
+    complete(
+        rollout,
+        ids,
+        logps,
+        None,
+        ends=trainer.eos_token_ids,
+        pad_to_multiple_of=None,
+        mask_truncated=False,
+        accelerator=accelerator,
+    )
+    return rollout
