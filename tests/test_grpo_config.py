@@ -412,8 +412,8 @@ MEDIA_AND_PACKING = {
     "max_skipped_rows",
     "max_tool_media",  # see test_tools.py
     "offload_during_generation",  # changes no update, see test_offload.py
-    "vllm_engine_kwargs",  # these five are about vLLM, see tests/engine and test_asynchronous.py
-    *("max_staleness", "vllm_importance_sampling_mode"),
+    "vllm_engine_kwargs",  # these four are about vLLM, see tests/engine and test_asynchronous.py
+    "max_staleness",
     "vllm_server_base_urls",
     "vllm_sync_adapter",
     "max_logged_media",  # these two change no update, see test_media_logs.py

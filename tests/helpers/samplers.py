@@ -11,16 +11,8 @@ class Wrapped:
         self.trainer, self.inner = trainer, trainer.sampler
         self.tokenizer = trainer._tokenizer
 
-    @property
-    def is_collective(self):
-        return self.inner.is_collective
-
-    @property
-    def max_length(self):
-        return self.inner.max_length
-
-    def invalidate_weights(self):
-        self.inner.invalidate_weights()
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
 
     def __call__(self, model, prompts, **options):
         """After tool results, `room` is given, and `branches.asked` holds the indices of the completions."""
