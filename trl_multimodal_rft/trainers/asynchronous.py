@@ -57,8 +57,6 @@ def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None
     """
     flight, place, n = trainer.in_flight, rollout.place, len(rollout)
     if flight is None or place is None:
-        if flight is not None and trainer.model.training:  # a further round of dynamic sampling
-            rollout.versions = torch.full((n, 2), flight.version, device=trainer.accelerator.device)
         return sample_with_views(trainer, rollout, branches)
     sampler = trainer.sampler
     with sampler.explain():
