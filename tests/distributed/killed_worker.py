@@ -18,12 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from fsdp2_on_cpu import enable_fsdp2_on_cpu
+from helpers.ahead import Ahead
 from helpers.processes import PATIENCE, free_port
 from helpers.resumed_runs import EVERYTHING, REPLAY, REUSED, answered_audio, few_live
 from helpers.trainer_utils import audio_rows, make_trainer, saved
@@ -34,11 +36,14 @@ from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.generation.vllm_server import ServerRequest, ServerSample, server_completions_once
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
 SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "difficulty_sampling": True}
-OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}}
+# Each step has a generation batch of its own, which a server samples while earlier ones are trained on
+AHEAD = {**REUSED, **SHARED, "steps_per_generation": 2, "num_iterations": 1}
+OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}, "ahead": AHEAD}
 ZERO2 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
 ZERO2 |= {"zero_optimization": {"stage": 2}}
 ENGINES = {
@@ -53,6 +58,19 @@ def die() -> None:
 
 
 # Runs
+
+
+def ask(url: str, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
+    """Returns the completions of a request from a server."""
+    return server_completions_once(url, None, request, {}, salt=salt, timeout=20.0)
+
+
+class AheadByServer(Ahead):
+    """Samples what it didn't ask for, as further rounds of dynamic sampling, in the trainer."""
+
+    def __call__(self, model, prompts, **options):
+        ids, _ = super().__call__(model, prompts, **options)
+        return ids, [[-1.0] * len(each) for each in ids]
 
 
 class Mortal:
@@ -161,7 +179,7 @@ class MortalPPO(Mortal, MultimodalPPOTrainer):
     pass
 
 
-TRAINERS = {"grpo": MortalGRPO, "ppo": MortalPPO}
+TRAINERS = {"grpo": MortalGRPO, "ppo": MortalPPO, "ahead": MortalGRPO}
 
 
 def train(job: dict) -> None:
@@ -182,6 +200,8 @@ def train(job: dict) -> None:
     objects = {"ptx_dataset": answered_audio()} if job["algorithm"] == "ppo" else None
     rows = audio_rows(5)
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
+    if job["algorithm"] == "ahead":
+        trainer.sampler = AheadByServer(trainer, send=partial(ask, options["vllm_server_base_url"]))
     trainer.death, trainer.request, trainer.resumed = (
         job["death"],
         job["request"],
@@ -208,15 +228,15 @@ def train(job: dict) -> None:
 
 
 def differences(a, b, where: str = "") -> Iterator[str]:
-    """Yields where two nested states differ. Durations don't count."""
+    """Yields where two nested states differ. What depends on time doesn't count."""
     a, b = (list(each) if type(each) is tuple else each for each in (a, b))  # FSDP restores tuples as lists
     if type(a) is not type(b):
         yield f"{where}: {type(a)} and {type(b)}"
     elif isinstance(a, (torch.Tensor, np.ndarray)):
-        if a.dtype != b.dtype or not bool((torch.equal if isinstance(a, torch.Tensor) else np.array_equal)(a, b)):
+        if a.dtype != b.dtype or not are_equal(a, b):
             yield where
     elif isinstance(a, dict):
-        keys = [{key for key in side if not is_duration(key)} for side in (a, b)]
+        keys = [{key for key in side if not depends_on_time(key)} for side in (a, b)]
         if keys[0] != keys[1]:
             yield f"{where}: {keys[0] ^ keys[1]} in one of them"
         for key in keys[0] & keys[1]:
@@ -232,8 +252,18 @@ def differences(a, b, where: str = "") -> Iterator[str]:
         yield f"{where}: {a} and {b}"
 
 
-def is_duration(key) -> bool:
-    return any(part in str(key) for part in ("time", "runtime", "per_second", "train_loss"))
+def are_equal(a, b) -> bool:
+    """Returns whether tensors or arrays are equal, and NaN at the same places."""
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    a, b = ([each.isnan(), each.nan_to_num()] if each.is_floating_point() else [each] for each in (a, b))
+    return all(map(torch.equal, a, b))
+
+
+def depends_on_time(key) -> bool:
+    """Returns whether a value's name says so, as that of what servers have done when a checkpoint is saved."""
+    parts = ("time", "runtime", "per_second", "train_loss", "wait/", "staleness/", "in_flight")
+    return any(part in str(key) for part in parts)
 
 
 def read(file: Path):

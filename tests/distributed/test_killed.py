@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.fake_server import FakeServer
 from helpers.processes import PATIENCE, python_command, python_environment
 from safetensors.torch import load_file
 
@@ -34,6 +35,7 @@ CASES = {
     "ddp": {"algorithm": "grpo", "engine": "ddp", "processes": 2},
     "zero2": {"algorithm": "grpo", "engine": "zero2", "processes": 2},
     "fsdp2": {"algorithm": "grpo", "engine": "fsdp2", "processes": 2},
+    "ahead": {"algorithm": "ahead", "engine": None, "processes": 1},
 }
 
 
@@ -66,11 +68,11 @@ class Worker:
         assert answer, f"the worker {'ended' if ready else 'hangs'}\n{(self.folder / 'log.txt').read_text()[-8000:]}"
         return json.loads(answer)
 
-    def straight(self, name: str) -> Path:
+    def straight(self, name: str, **options) -> Path:
         """Returns the folder of a case's uninterrupted run."""
         if name not in self._straight:
             folder = self.folder / name
-            self._straight[name] = [folder, Processes(self, train(name, folder, folder / "output"))]
+            self._straight[name] = [folder, Processes(self, train(name, folder, folder / "output", **options))]
         folder, processes = self._straight[name]
         codes = processes.wait()
         assert set(codes) == {0}, processes.logs()
@@ -133,9 +135,9 @@ def train(name: str, folder: Path, output: Path, death=None, resume=None, reques
 class Restarted:
     """A run that restarts after each kill."""
 
-    def __init__(self, worker: Worker, name: str, folder: Path, seed: int):
+    def __init__(self, worker: Worker, name: str, folder: Path, seed: int, **options):
         self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
-        self.straight = worker.straight(name)
+        self.straight, self.options = worker.straight(name, **options), {"save_total_limit": KEPT, **options}
         self.random = random.Random(seed)
         self.story = [f"seed {seed}"]  # for the message of a failure
         self.n_starts = 0
@@ -144,7 +146,7 @@ class Restarted:
     def start(self, death=None, resume=None) -> Processes:
         self.n_starts += 1
         folder = self.folder / str(self.n_starts)
-        return Processes(self.worker, train(self.name, folder, self.output, death, resume, save_total_limit=KEPT))
+        return Processes(self.worker, train(self.name, folder, self.output, death, resume, **self.options))
 
     def step(self) -> int:
         return max([0, *(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*"))])
@@ -295,6 +297,38 @@ def test_killed_at_random(worker, case, tmp_path):
     assert {f"checkpoint-{step}" for step in (LAST - 1, LAST)} <= set(found["checkpoints"])
 
 
+def test_killed_while_a_server_samples_ahead(worker, tmp_path):
+    """Killed 30 times. Some requests fail, too: once, so that they are asked again, or with the whole server."""
+    seed, n_kills, runs = random.randrange(2**32), 0, []
+    chance, server = random.Random(seed), FakeServer({"model": "served"}, unit=0.05, slots=8)
+    try:
+        options = {"vllm_server_base_url": server.url}
+        folder = worker.straight("ahead", **options)
+        n_asked = server.counters["completions"]
+        saved = [folder / "output" / f"checkpoint-{step}" for step in (1, LAST)]
+        of_a_step = (saved[1].stat().st_mtime - saved[0].stat().st_mtime) / (LAST - 1)
+        while n_kills < 30:
+            runs.append(Restarted(worker, "ahead", tmp_path / f"run-{len(runs)}", seed + len(runs), **options))
+            goes_on, run = True, runs[-1]
+            while goes_on and n_kills < 30:
+                server.fault(chance.choice(["drop", "error", "slow", "die"]), chance.randrange(6), seconds=0.2)
+                before = run.step()
+                moments = {
+                    "its start": lambda processes: (processes.folder / "resumed-0.json").exists(),
+                    "a checkpoint": lambda _, run=run, before=before: run.step() > before,
+                }
+                moment = chance.choice([*moments])
+                goes_on = run.killed(moments[moment], moment, 2 * of_a_step * chance.random())
+                n_kills += goes_on
+        if goes_on:
+            run.ends()
+        assert server.counters["completions"] > n_asked * len(runs)  # those in flight are asked again
+    finally:
+        server.end()
+    history = json.loads((saved[1] / "trainer_state.json").read_text())["log_history"]
+    assert [entry["staleness/mean"] for entry in history] == [min(step, 2) for step in range(LAST)]
+
+
 class Asked:
     """A run that receives a signal, saves only the resulting checkpoint, and restarts."""
 
@@ -320,7 +354,7 @@ class Asked:
         return json.loads((inspection.folder / "found.json").read_text())["final"]
 
 
-@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("case", ["grpo", "ppo", "ddp", "zero2", "fsdp2"], indirect=True)
 def test_signalled_to_end(worker, case, tmp_path):
     run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
     expected = []

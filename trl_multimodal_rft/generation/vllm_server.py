@@ -27,7 +27,6 @@ if engine_obstacle() is None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import renderer_from_config
-    from vllm.sampling_params import RequestOutputKind
 
     from .vllm_versions import mm_serde
 
@@ -324,8 +323,8 @@ def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> 
         "model": model,
         "token_ids": request.ids,
         "features": request.features,
-        # Otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
-        "sampling_params": {**given, "output_kind": RequestOutputKind.FINAL_ONLY.value},
+        # FINAL_ONLY: otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
+        "sampling_params": {**given, "output_kind": 2},
     }
 
 
