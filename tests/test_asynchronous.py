@@ -5,7 +5,7 @@ import hashlib
 import os
 import signal
 from contextlib import suppress
-from threading import Event
+from threading import Event, current_thread, main_thread
 
 import pytest
 import torch
@@ -226,6 +226,79 @@ def test_resumed_run_is_the_same(tmp_path, name):
             assert len(asked) == 2 * (5 - step) - len(known) and (len(known) < 4 or step > 3)
         assert trainer.trained_on == straight.trained_on[-len(trainer.trained_on) :]
         assert same_weights(trainer, straight) and history(trainer) == history(straight)
+
+
+# Rewards
+
+
+def evens(completion_ids, completions, log_metric, log_extra, **columns) -> list[float]:
+    """The share of even tokens."""
+    rewards = [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
+    log_metric("evens", sum(rewards) / len(rewards))
+    log_extra("text", [each[0]["content"] for each in completions])
+    return rewards
+
+
+class Evens:
+    """The same, and records the steps and threads in which it is called."""
+
+    def __init__(self):
+        self.calls, self.__name__ = [], "evens"
+
+    def record(self, trainer_state, prompts, group_ids):
+        self.calls.append((trainer_state.global_step, current_thread() is main_thread()))
+        assert len(prompts) == 4 and len(set(group_ids)) == 1
+
+
+class Async(Evens):
+    async def __call__(self, trainer_state, prompts, group_ids, **columns):
+        self.record(trainer_state, prompts, group_ids)
+        return evens(**columns)
+
+
+class Waits(Evens):
+    only_waits = True
+
+    def __call__(self, trainer_state, prompts, group_ids, **columns):
+        self.record(trainer_state, prompts, group_ids)
+        return evens(**columns)
+
+
+def first_token(completion_ids, **columns) -> list[float]:
+    return [float(ids[0] % 3) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("kind", [Async, Waits])
+def test_functions_that_wait_are_called_when_a_group_comes(tmp_path, kind):
+    """They have the results and the logs of functions that are called with a whole batch, also of a resumed run."""
+
+    class Logging(GRPO):
+        def _reward(self, rollout):
+            super()._reward(rollout)
+            self.texts = [*getattr(self, "texts", []), [*self._pending_extra_logs["text"]]]
+
+    options = {"save_strategy": "steps", "save_steps": 1}
+    now = make(tmp_path / "now", Logging, reward=[first_token, evens], **options)
+    now.add_callback(Holding(now))
+    now.train()
+    ahead = make(tmp_path / "ahead", Logging, reward=[first_token, early := kind()], **options)
+    ahead.add_callback(Holding(ahead))
+    ahead.train()
+    assert same_weights(ahead, now) and history(ahead) == history(now) and ahead.texts == now.texts
+    assert all(0 < entry["evens"] < 1 for entry in history(ahead))
+    steps, in_main = zip(*early.calls, strict=True)
+    assert len(steps) == 10 and not any(in_main) and steps[4] < 2  # before the first batch of that age is due
+    resumed = make(tmp_path / "resumed", Logging, reward=[first_token, kind()], **options)
+    resumed.train(resume_from_checkpoint=checkpoint(ahead, 2))
+    assert same_weights(resumed, ahead) and history(resumed) == history(ahead)
+
+
+def test_error_of_a_function_that_waits_names_its_row(tmp_path):
+    async def failing(prompts, **columns):
+        return [float("nan")] * len(prompts)
+
+    with pytest.raises(ValueError, match=r"'failing' returned nan for row \d"):
+        make(tmp_path, reward=failing).train()
 
 
 # Faults

@@ -1,16 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Servers sample ahead of the update: what they are asked, with which weights they answer, and servers that fail."""
 
-import copy
 import hashlib
 
 import pytest
-import torch
-from helpers.engine_runs import RecordedOmni
+from helpers.chats import image
 from helpers.fake_server import LENGTH, digest, fake_servers
 from helpers.resumed_runs import Recording, same_weights
-from helpers.trainer_utils import length_and_sum
+from helpers.tools import talking
+from helpers.trainer_utils import image_rows, length_and_sum, saved
 from omni import load_omni, omni_rows
+from serving import serve
+from talking import TalkingGRPO
+from talking import make as make_talking
+from weights import OfVersions
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
@@ -127,26 +130,6 @@ def test_servers_share_requests(omni, tmp_path, straight):
     assert trainer.trained_on == straight[0].trained_on and same_weights(trainer, straight[0])
 
 
-class OfVersions(RecordedOmni):
-    """Compares completions with the model of the version that they claim, if they claim one."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.weights, self.found = {}, []
-
-    def _roll_out(self, inputs):
-        self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
-        rollout = super()._roll_out(inputs)
-        for i, (first, last) in enumerate(rollout.versions.tolist()):
-            if first == last:
-                self.model.load_state_dict(self.weights[first])
-                ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
-                difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
-                self.found.append((rollout.place - first, difference.abs().max().item()))
-        self.model.load_state_dict(self.weights[rollout.place])
-        return rollout
-
-
 def test_real_server_answers_by_the_versions_that_completions_know(server, omni, tmp_path):
     """Also runs the engine check, on the first batch and after an update."""
     trainer = make(omni, tmp_path, [server], OfVersions, self_check=True, max_steps=4, max_completion_length=6)
@@ -155,3 +138,35 @@ def test_real_server_answers_by_the_versions_that_completions_know(server, omni,
     assert check.engine[0] < 1e-4 and check.engine_updated[0] < 1e-4
     ages = {age for age, _ in trainer.found}
     assert ages >= {0, 1} and max(difference for _, difference in trainer.found) < 1e-4
+
+
+class TalkingAhead(TalkingGRPO):
+    def _roll_out(self, inputs):
+        self.versions.append(None)
+        rollout = super()._roll_out(inputs)
+        self.versions[-1] = rollout.versions.tolist()
+        return rollout
+
+
+def test_turns_after_tools_are_by_the_newest_weights(tmp_path):
+    """Each first turn is by the weights that its completion claims, of which the first batch has but one."""
+    with serve(saved("qwen2_5_vl"), tmp_path) as address:
+        options = {"vllm_mode": "server", "vllm_server_base_url": address, "vllm_engine_kwargs": None}
+        options |= {"max_staleness": 1, "self_check": False, "max_steps": 3}
+        text = {"type": "text", "text": "Is there a cat?"}
+        media = [[image(56, 84, 0), text], [text], [image(84, 56, 1), image(56, 56, 2)]]
+        trainer = make_talking(
+            TalkingAhead, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), media, tmp_path / "out", **options
+        )
+        trainer.versions = []
+        trainer.train()
+    assert len(trainer.differences) == 3
+    for place, (draw, versions) in enumerate(zip(trainer.differences, trainer.versions, strict=True)):
+        for i, difference in enumerate(draw):
+            is_sampled = trainer.conversations[8 * place + i][3]
+            calls = not is_sampled.all()
+            first = is_sampled.tolist().index(False) if calls else len(is_sampled)
+            age = place - versions[i][0]
+            assert age == min(place, 1) and (difference[:first].abs().max() < 1e-4) == (age == 0)
+            if calls:
+                assert versions[i][1] == place and difference[first:].abs().max() < 1e-4

@@ -8,25 +8,31 @@ import requests
 from helpers.trainer_utils import image_rows, saved
 from peft import LoraConfig
 from serving import serve
-from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
+from weights import DECODER, QWEN_TOWER, OfVersions, assert_follows, change, difference, trainer_of
 
 
-FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--enable-tower-connector-lora"]
+FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "3", "--enable-tower-connector-lora"]
+LORA = LoraConfig(r=8, target_modules=f"{DECODER}|{QWEN_TOWER}")
 
 
-@pytest.fixture
-def server(tmp_path):
-    with serve(saved("qwen2_5_vl"), tmp_path, *FLAGS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as address:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve(
+        saved("qwen2_5_vl"), tmp_path_factory.mktemp("server"), *FLAGS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True"
+    ) as address:
         yield address
 
 
+def models(server) -> list[str]:
+    return [each["id"] for each in requests.get(f"{server}/v1/models").json()["data"]]
+
+
 def test_adapter_by_a_server(server, tmp_path, monkeypatch):
-    lora = LoraConfig(r=8, target_modules=f"{DECODER}|{QWEN_TOWER}")
     options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None}
-    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, lora, vllm_sync_adapter=True, **options)
+    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, vllm_sync_adapter=True, **options)
     assert_follows(trainer)
     client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "_vllm_adapter")
-    served = [each["id"] for each in requests.get(f"{server}/v1/models").json()["data"]]
+    served = models(server)
     assert served == [str(saved("qwen2_5_vl")), client.model]
     assert [each.name for each in folder.iterdir()] == [client.model]
     change(trainer)
@@ -37,3 +43,19 @@ def test_adapter_by_a_server(server, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "reset_encoder_caches", lambda: None)
     with pytest.raises(RuntimeError, match="404.*--enable-lora --max-lora-rank 8 --max-loras 1 --enable-tower"):
         trainer.vllm_generation.sync_weights()
+
+
+def test_requests_in_flight_keep_their_adapter(server, tmp_path):
+    """Servers have the adapters of so many versions as completions may be of."""
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None, "max_staleness": 2}
+    options |= {"learning_rate": 1e-1, "max_steps": 5, "save_strategy": "no", "logging_steps": 1}
+    trainer = trainer_of(
+        saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, vllm_sync_adapter=True, **options
+    )
+    folder, before = Path(trainer.args.output_dir, "_vllm_adapter"), models(server)
+    trainer.train()
+    assert len(trainer.found) == 5 * 8 and {age for age, _ in trainer.found} == {0, 1, 2}
+    assert max(difference for _, difference in trainer.found) < 1e-4
+    assert len(models(server)) == len(before) + 3 == len(before) + len([*folder.iterdir()])
+    first, *_, last = trainer.weights.values()
+    assert max((first[name] - last[name]).abs().max() for name in first if "lora_B" in name) > 1e-3

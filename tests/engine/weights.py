@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Changes weights under an engine that follows them."""
+"""Changes weights under an engine that follows them, or samples with several versions of them."""
+
+import copy
 
 import torch
 import vllm_cpu
@@ -13,7 +15,9 @@ DECODER = r"(?!.*(visual|tower)).*\.(q|k|v|o|gate|up|down)_proj"
 QWEN_TOWER = r".*visual\.(blocks|merger).*\.(qkv|proj|gate_proj|up_proj|down_proj|mlp\.0|mlp\.2)"
 
 
-def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=None, **options):
+def trainer_of(
+    folder, rows, tmp_path, peft_config=None, quantization_config=None, trainer_class=RecordedOmni, **options
+):
     arguments = {
         "output_dir": str(tmp_path / "out"),
         "use_cpu": not torch.cuda.is_available(),
@@ -30,7 +34,7 @@ def trainer_of(folder, rows, tmp_path, peft_config=None, quantization_config=Non
     }
     args = MultimodalGRPOConfig(**{**arguments, **options})
     objects = {"peft_config": peft_config, "quantization_config": quantization_config}
-    return RecordedOmni(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
+    return trainer_class(str(folder), length_and_sum, args, train_dataset=rows(4), **objects)
 
 
 def difference(trainer) -> float:
@@ -53,3 +57,23 @@ def assert_follows(trainer, tolerance=1e-5) -> None:
     for _ in range(2):
         change(trainer)
         assert difference(trainer) < tolerance
+
+
+class OfVersions(RecordedOmni):
+    """Compares completions with the model of the version that they claim, if they claim one, by their ages."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weights, self.found = {}, []
+
+    def _roll_out(self, inputs):
+        self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
+        rollout = super()._roll_out(inputs)
+        for i, (first, last) in enumerate(rollout.versions.tolist()):
+            if first == last:
+                self.model.load_state_dict(self.weights[first])
+                ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
+                difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
+                self.found.append((rollout.place - first, difference.abs().max().item()))
+        self.model.load_state_dict(self.weights[rollout.place])
+        return rollout

@@ -46,6 +46,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
 )
 from vllm.model_executor.models import qwen2_audio  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils import system_utils  # noqa: E402
 
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
 
@@ -80,6 +81,8 @@ def install() -> None:
         setattr(engine, name, _in_a_reload(getattr(engine, name)))
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
+    # The engine of a server is in a process of its own, which a spawn would start without these patches
+    system_utils._maybe_force_spawn = lambda: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="fork")
 
 
 def _in_a_reload(in_place):

@@ -323,16 +323,21 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return checkpoint_weights(unwrapped(self.accelerator, self.model), weights)
 
     @property
+    def adapter_alone(self) -> EngineAdapter | None:
+        """The adapter, if the engine gets it instead of weights."""
+        return self._adapter if self._adapter and self._adapter.alone else None
+
+    @property
     def _needs_base_weights(self) -> bool:
         """
         Whether an engine with an adapter also needs weights that aren't trained: dequantized ones, or after sleep.
         """
-        adapter = self._adapter
-        return adapter is not None and adapter.alone and (adapter.is_4bit or self.enable_sleep_mode)
+        adapter = self.adapter_alone
+        return adapter is not None and (adapter.is_4bit or self.enable_sleep_mode)
 
     def sync_weights(self):
         """Updates the engine's weights, or its adapter, and resets its caches."""
-        adapter = self._adapter if self._adapter and self._adapter.alone else None
+        adapter = self.adapter_alone
         is_first = self._adapter_request is None
         gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":

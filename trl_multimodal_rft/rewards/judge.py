@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data.columns import as_text, has_media, iter_refs, rows_to_messages, strip_media, without_credentials
 from ..data.http import Answer, TooLarge
@@ -136,6 +136,7 @@ class JudgeReward:
     input_price: float = 0.0
     output_price: float = 0.0
     name: str = "judge_reward"
+    only_waits: ClassVar[bool] = True  # so that threads may call it while the policy is trained
 
     def __post_init__(self):
         self.__name__ = self.name

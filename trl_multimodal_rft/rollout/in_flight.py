@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate.logging import get_logger
 
 from ..generation.vllm_server import RequestLost, ServerRequest, ServerSample
+from .reward import EarlyRewards
 
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ class Asked:
     batch: Any  # which the loader yields later, so that its rows are read once
     numbers: list[int]  # of its completions' rows
     answers: dict[Key, Future[Answer]]
+    rewards: dict[Key, Future[EarlyRewards]]  # by functions that only wait, if there are any
     views: Any  # of completions that are sampled from other media than the batch's
     probes: list[tuple[Any, ServerRequest]]  # prompts and requests by which the engine is checked
 
@@ -61,6 +63,8 @@ class InFlight:
             Number of batches that may be asked for beyond the one that is to be trained on.
         patience (`float`):
             Seconds to wait between attempts, all waits together.
+        changes_weights (`bool`):
+            Whether requests go on with newer weights when servers get these.
     """
 
     def __init__(
@@ -68,28 +72,43 @@ class InFlight:
         send: Callable[[ServerRequest, str, int, int], list[ServerSample]],
         max_staleness: int,
         patience: float,
+        changes_weights: bool = True,
     ):
         self.max_staleness, self.version = max_staleness, 0
         self._send, self._patience, self._warned = send, patience, False
+        self._changes_weights = changes_weights
         self._asked: dict[int, Asked] = {}
         self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
         self._known: dict[Key, Answer] = {}
         self._n_sent = 0
+        self.processor: Any = None  # which reads completions for the threads
         self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
 
     def __contains__(self, place: int) -> bool:
         return place in self._asked
 
-    def ask(self, place: int, batch: Any, numbers: list[int], requests: dict[Key, ServerRequest], **more: Any) -> None:
-        """Asks for the completions of a batch, but for those that a checkpoint has."""
+    def ask(
+        self,
+        place: int,
+        batch: Any,
+        numbers: list[int],
+        requests: dict[Key, ServerRequest],
+        reward: dict[Key, Callable[[list[ServerSample]], EarlyRewards]],
+        **more: Any,
+    ) -> None:
+        """
+        Asks for the completions of a batch, but for those that a checkpoint has, and has those of some requests
+        rewarded when they come.
+        """
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, place - self.max_staleness))
         answers = {
             key: _started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
+        rewards = {key: _started(_rewarded, answers[key], each) for key, each in reward.items()}
         self._n_sent += len(requests)
-        self._asked[place] = Asked(batch, numbers, answers, **more)
+        self._asked[place] = Asked(batch, numbers, answers, rewards, **more)
 
     def take(self, place: int) -> tuple[Asked, list[Answer], tuple[float, float]]:
         """
@@ -123,7 +142,8 @@ class InFlight:
 
         def attempt(n: int) -> Answer:
             first = self.version
-            return Answer(self._send(request, salt, turn, n), first, self.version, time.monotonic())
+            found = self._send(request, salt, turn, n)
+            return Answer(found, first, self.version if self._changes_weights else first, time.monotonic())
 
         return until_answered(attempt, self._patience, self._warn)
 
@@ -187,9 +207,9 @@ def request_keys(
     return keys
 
 
-def _started(work: Callable[..., Answer], *given: Any) -> Future[Answer]:
+def _started(work: Callable[..., T], *given: Any) -> Future[T]:
     """The result of work in a thread that doesn't keep the process from ending."""
-    future: Future[Answer] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -199,3 +219,7 @@ def _started(work: Callable[..., Answer], *given: Any) -> Future[Answer]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _rewarded(answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]) -> EarlyRewards:
+    return reward(answer.result().completions)

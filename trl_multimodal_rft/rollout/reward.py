@@ -2,12 +2,15 @@
 """Rewards of a rollout's completions."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from trl.trainer.utils import nanstd
+from trl.trainer.utils import is_async_callable, nanstd
 
 from ..data.columns import iter_refs
 from ..data.features import restore_media
@@ -19,6 +22,23 @@ from .rollout import Rollout
 
 
 logger = get_logger(__name__)
+
+
+class EarlyRewards(NamedTuple):
+    """Rewards by some functions, of completions that were asked for ahead, and what these functions logged."""
+
+    values: dict[str, list[float | None]]
+    logged: list[tuple[str, str, Any]]  # the argument that was called, the name, and what
+
+    @classmethod
+    def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
+        """Those of all parts, in their order."""
+        values = {name: sum((each.values[name] for each in parts), []) for name in parts[0].values}
+        return cls(values, sum((each.logged for each in parts), []))
+
+
+# Functions that only wait use as many connections as they were told, whichever completions come
+_ONE_BY_ONE = Lock()
 
 
 def checked_functions(
@@ -59,21 +79,48 @@ def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]
     return {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **groups, **given}
 
 
+def only_waits(reward_func: Any) -> bool:
+    """
+    Whether a thread may call a function while the policy is trained: it is async, or has a true `only_waits`, as those
+    that ask servers. Others may use collectives, signals or the device.
+    """
+    return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
+
+
+def reward_early(rollout: Rollout, functions: Mapping[str, Callable], state: Any, loop: Any) -> EarlyRewards:
+    """Calls reward functions in a thread of their own. What they log is kept."""
+    logged: list[tuple[str, str, Any]] = []
+    given = {key: partial(_log_later, logged, key) for key in ("log_extra", "log_metric")}
+    arguments = rollout_arguments(rollout, {"trainer_state": state, **given})
+    with _ONE_BY_ONE if not all(map(is_async_callable, functions.values())) else nullcontext():
+        return EarlyRewards(call_rewards(functions, arguments, loop), logged)
+
+
+def _log_later(logged: list[tuple[str, str, Any]], key: str, name: str, value: Any) -> None:
+    logged.append((key, name, value))
+
+
 def reward_rollout(
     rollout: Rollout,
     functions: Mapping[str, Callable],
     given: dict[str, Any],
     loop: Any,
     profile: Callable[[str], Any],
+    early: EarlyRewards | None = None,
 ) -> torch.Tensor:
     """
-    Calls reward functions as TRL does, with the keyword arguments `given`; media are as in the dataset.
+    Calls reward functions as TRL does, with the keyword arguments `given`, but for those that were called early; media
+    are as in the dataset.
 
     Shapes: returns `(N, number of functions)`, NaN where a function returned `None`.
     """
-    arguments = rollout_arguments(rollout, given)
-    found = call_rewards(functions, arguments, loop, profile)
-    rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in found.values()]).T
+    arguments, known = rollout_arguments(rollout, given), {} if early is None else early.values
+    for key, *what in () if early is None else early.logged:
+        given[key](*what)
+    called = {name: each for name, each in functions.items() if name not in known}
+    found = call_rewards(called, arguments, loop, profile) | known
+    columns = (found[name] for name in functions)
+    rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
     warn_of_unscorable(rewards, arguments)
     return rewards.contiguous()
 

@@ -30,7 +30,7 @@ _PER_TOKEN = {
 
 # What only rewards, logs and checks read
 _BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra", "rewards_per_func")
-_BEFORE_LOSS += ("place", "versions", "from_view", "contrast", "bonus")
+_BEFORE_LOSS += ("place", "versions", "early_rewards", "from_view", "contrast", "bonus")
 
 
 @dataclass(eq=False)
@@ -61,6 +61,7 @@ class Rollout:
     sampling_per_token_logps: Any = None  # (N, C), NaN where the engine returned none
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
     versions: Any = None  # (N, 2), of the weights by which servers sampled first and last tokens ahead of the update
+    early_rewards: Any = None  # of completions that were asked for ahead, by functions that only wait
     from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None

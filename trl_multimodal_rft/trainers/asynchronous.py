@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Asynchronous rollouts: when a trainer asks servers for completions, and what it does with their answers."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
 
@@ -10,12 +12,14 @@ import torch
 from ..data.rows import Row
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
-from ..generation.vllm_server import on_all_ranks, server_features
+from ..generation.vllm_server import ServerSample, on_all_ranks, server_features
 from ..rollout.collect import collect, complete
-from ..rollout.in_flight import request_keys
+from ..rollout.in_flight import Key, request_keys
+from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Samples
 from ..rollout.stream import EncodedRow
+from ..rollout.turns import without_tools
 from .views import sample_with_views, take_views, under_views
 
 
@@ -71,6 +75,9 @@ def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None
     ids, logps = ([*each] for each in zip(*completions, strict=True))
     versions = [[each.first, each.last] for each in answers for _ in each.completions]
     rollout.versions = torch.tensor(versions[:n], device=trainer.accelerator.device)
+    if asked.rewards:
+        rewards = on_all_ranks(trainer.accelerator, lambda: [each.result() for each in asked.rewards.values()])
+        rollout.early_rewards = EarlyRewards.join(rewards)
     flight.probes = asked.probes
     ages = place - trainer.accelerator.gather(rollout.versions[:, 0]).float()
     waits = trainer.accelerator.gather(torch.tensor([seconds], device=ages.device))
@@ -106,9 +113,31 @@ def _ask(trainer: Any, place: int) -> None:
     requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
     check = trainer.checks.self_check
     is_due = check is not None and check.engine_updated is None
-    starts = accumulate((request.count for request in requests.values()), initial=0)
-    probes = [(prompts[i], each) for i, each in zip(starts, requests.values(), strict=False)] if is_due else []
-    flight.ask(place, batch, rollout.numbers, requests, views=views, probes=probes)
+    starts = dict(zip(requests, accumulate((each.count for each in requests.values()), initial=0), strict=False))
+    probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
+    parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
+    reward = _early_rewards(trainer, parts)
+    flight.ask(place, batch, rollout.numbers, requests, reward=reward, views=views, probes=probes)
+
+
+def _early_rewards(trainer: Any, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], Any]]:
+    """How to reward the completions of requests when they come, by functions that only wait."""
+    every = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+    chosen = [each for each in every if only_waits(each[1])]
+    if not chosen or trainer.tools:  # whose results follow
+        return {}
+    names, funcs, processors = zip(*chosen, strict=True)
+    flight, args, loop = trainer.in_flight, trainer.args, getattr(trainer, "async_loop", None)
+    if flight.processor is None:  # the trainer's own can't be used by several threads
+        flight.processor = copy.deepcopy(trainer.processing_class)
+
+    def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
+        part.ids, part.whole_groups = [ids for ids, _ in samples], len(part) == trainer.num_generations
+        part.completions = without_tools(part, part.ids, flight.processor, trainer.toolbox)
+        functions = checked_functions(part, names, funcs, processors, trainer.chat_template_kwargs, args.media_rules)
+        return reward_early(part, functions, trainer.state, loop)
+
+    return {key: partial(reward, part) for key, part in parts.items()}
 
 
 def probe_engine(trainer: Any, n: int) -> Rollout:

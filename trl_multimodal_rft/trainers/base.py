@@ -394,8 +394,8 @@ class MultimodalTrainer(CheckpointMixin):
         )
         loop, profile = getattr(self, "async_loop", None), functools.partial(profiling_context, self)
         given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
-        rewards = reward_rollout(rollout, functions, given, loop, profile).to(self.accelerator.device)
-        rollout.rewards_per_func = self.accelerator.gather(rewards)
+        rewards = reward_rollout(rollout, functions, given, loop, profile, rollout.early_rewards)
+        rollout.rewards_per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
         rollout.bonus = bonus_of_contrast(self, rollout)
 
     def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:

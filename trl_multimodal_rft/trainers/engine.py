@@ -202,8 +202,11 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
     if trainer.tools:
         logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")
     if args.max_staleness > 0:
-        send = trainer.vllm_generation.ask
-        trainer.in_flight = InFlight(send, args.max_staleness, args.vllm_server_timeout)
+        engine = trainer.vllm_generation
+        # An adapter of which servers get a new version keeps its name for requests in flight
+        trainer.in_flight = InFlight(
+            engine.ask, args.max_staleness, args.vllm_server_timeout, changes_weights=engine.adapter_alone is None
+        )
     return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context, in_flight=trainer.in_flight)
 
 
