@@ -51,8 +51,8 @@ from trl_multimodal_rft.rewards import accuracy_reward
 
 # Quantiles of Student's t distribution for 95 % intervals, by the degrees of freedom
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
-# The audio of a prompt has 50 tokens
-LIMITS = ["--max-model-len", "128", "--max-num-seqs", "256"]
+# On a CPU, vLLM can't prefill a part of a prompt whose request has a seed
+LIMITS = ["--max-model-len", "128", "--max-num-seqs", "256", "--max-num-batched-tokens", "65536"]
 
 
 def bound(staleness: int, steps: int, completions: int, slots: int, update: float) -> float:
