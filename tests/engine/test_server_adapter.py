@@ -52,6 +52,7 @@ def test_requests_in_flight_keep_their_adapter(server, tmp_path):
     trainer = trainer_of(
         saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, vllm_sync_adapter=True, **options
     )
+    assert trainer.vllm_generation.adapter_alone.engine_kwargs["max_loras"] == 3
     folder, before = Path(trainer.args.output_dir, "_vllm_adapter"), models(server)
     trainer.train()
     assert len(trainer.found) == 5 * 8 and {age for age, _ in trainer.found} == {0, 1, 2}

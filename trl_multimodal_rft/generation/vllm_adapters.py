@@ -31,12 +31,15 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineAdapter:
-    """The LoRA adapter of a policy for vLLM: by itself (`alone`), or merged into dequantized 4-bit weights."""
+    """
+    The LoRA adapter of a policy for vLLM: by itself (`alone`), of which the engine has several `versions` at a time, or
+    merged into dequantized 4-bit weights.
+    """
 
-    def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True):
+    def __init__(self, model: "PeftModel", accelerator: Accelerator, alone: bool = True, versions: int = 1):
         self._dist = DistributedBackend(accelerator)
         self._base = base = unwrapped(accelerator, model)
-        self.alone = alone
+        self.alone, self.versions = alone, versions
         self.is_4bit = is_4bit(base)
         if not is_peft_model(model):
             raise ValueError("`vllm_sync_adapter=True` needs an adapter; pass `peft_config`, or drop the argument.")
@@ -91,7 +94,8 @@ class EngineAdapter:
         rank = max(layer.r[self._name] for layer in self._layers.values())
         if rank > _RANKS[-1]:
             raise self._error(f"has the rank {rank}", f"lower it to {_RANKS[-1]}")
-        options = {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank), "max_loras": 1}
+        options = {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
+        options["max_loras"] = self.versions
         decoder = {id(module) for module in self._base.get_decoder().modules()}
         head = self._base.get_output_embeddings()
         if any(id(each) not in decoder and each is not head for each in self._layers.values()):

@@ -63,7 +63,9 @@ def make_engine(
     in_4bit = is_peft_model(model) and is_4bit(model)
     adapter_only = in_4bit if args.vllm_sync_adapter is None else args.vllm_sync_adapter
     # TRL would round to 4 bits what it merges
-    adapter = EngineAdapter(model, accelerator, adapter_only) if adapter_only or in_4bit else None
+    adapter = None
+    if adapter_only or in_4bit:
+        adapter = EngineAdapter(model, accelerator, adapter_only, versions=args.max_staleness + 1)
     dtype = computing_dtype(accelerator, unwrapped(accelerator, model))
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
