@@ -7,12 +7,14 @@ import signal
 from contextlib import suppress
 from threading import Event, current_thread, main_thread
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
 from helpers.ahead import LENGTH, Ahead, answer, answers
-from helpers.resumed_runs import REPLAY, Recording, checkpoint, few_live, logged, same_weights
-from helpers.trainer_utils import audio_rows, image_rows, make_trainer
+from helpers.resumed_runs import REPLAY, checkpoint, few_live, logged, same_weights
+from helpers.resumed_runs import Recording as TrainedOn
+from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, make_trainer
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
@@ -20,15 +22,15 @@ from trl_multimodal_rft.generation.vllm_server import RequestLost
 from trl_multimodal_rft.rollout.in_flight import until_answered
 
 
-class GRPO(Recording, MultimodalGRPOTrainer):
+class GRPO(TrainedOn, MultimodalGRPOTrainer):
     pass
 
 
-class RLOO(Recording, MultimodalRLOOTrainer):
+class RLOO(TrainedOn, MultimodalRLOOTrainer):
     pass
 
 
-class PPO(Recording, MultimodalPPOTrainer):
+class PPO(TrainedOn, MultimodalPPOTrainer):
     pass
 
 
@@ -59,25 +61,17 @@ def test_order_and_age(tmp_path, k):
         assert [entry[name] for entry in entries] == [min(i, k) for i in range(5)]
 
 
-class Rollouts(GRPO):
-    """Records rollouts."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.rollouts = []
-
-    def _roll_out(self, inputs):
-        self.rollouts.append(super()._roll_out(inputs))
-        return self.rollouts[-1]
+class Draws(Recording, GRPO):
+    pass
 
 
 def test_seeds_and_versions(tmp_path):
     """A completion depends on the seed, its batch's place, its row and its index. Batches are as without."""
-    trainer = make(tmp_path / "ahead", Rollouts)
+    trainer = make(tmp_path / "ahead", Draws)
     trainer.train()
     now = make_trainer(GRPO, "qwen2_audio", audio_rows(4), tmp_path / "now", **OPTIONS)
     now.train()
-    for place, rollout in enumerate(trainer.rollouts):
+    for place, rollout in enumerate(draw.batch for draw in trainer.draws):
         starts = [int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16) for row in rollout.numbers]
         salt = str(max(0, place - 2))
         assert rollout.ids == [
@@ -90,25 +84,30 @@ def test_seeds_and_versions(tmp_path):
     assert prompts[0] == prompts[1] and len(prompts[0]) == 5
 
 
-class Scored(GRPO):
-    """Trains as if vLLM had sampled, and scores each micro-batch by a plain forward of the model at that time."""
+class Scored(Draws):
+    """Trains as if vLLM had sampled."""
 
     _corrects = _uses_every_score = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.scored = []
+        self.weights = Weights()
+        self.add_callback(self.weights)
 
-    def _compute_loss(self, model, inputs):
-        loss, own = super()._compute_loss(model, inputs), []
-        for prompt, ids in zip(inputs.prompts, inputs["completion_ids"], strict=True):
-            sequence = torch.cat([prompt.input_ids, ids])[None]
-            given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
-            with torch.no_grad():
-                logps = model(**given).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-            own.append(logps.gather(-1, ids[:, None])[:, 0])
-        self.scored.append((torch.stack(own), inputs["old_per_token_logps"], inputs["importance_sampling_ratio"]))
-        return loss
+    def scored(self) -> list[tuple]:
+        """Returns scores of micro-batches by a plain forward of the model at that time, the old ones, and ratios."""
+        found = []
+        for each in self.micro_batches:
+            self.model.load_state_dict(self.weights[each.step])
+            own, batch = [], each.batch
+            for prompt, ids in zip(batch.prompts, batch.completion_ids, strict=True):
+                sequence = torch.cat([prompt.input_ids, ids])[None]
+                given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
+                with torch.no_grad():
+                    logps = self.model(**given).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+                own.append(logps.gather(-1, ids[:, None])[:, 0])
+            found.append((torch.stack(own), batch.old_per_token_logps, batch.importance_sampling_ratio))
+        return found
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
@@ -116,13 +115,14 @@ def test_ratio_is_of_the_policy_at_use(tmp_path, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 0.02}
     trainer = make(tmp_path, Scored, learning_rate=5e-2, **options)
     trainer.train()
-    assert len(trainer.scored) == 5
-    for own, old, ratio in trainer.scored:
+    scored = trainer.scored()
+    assert len(scored) == 5
+    for own, old, ratio in scored:
         torch.testing.assert_close(old, own, atol=1e-5, rtol=0)
         expected = own + 1.0  # the engine's log-probabilities
         expected = expected if mode.startswith("token") else expected.sum(1, keepdim=True)
         torch.testing.assert_close(ratio, expected.exp().clamp(max=0.02), atol=1e-6, rtol=1e-4)
-    assert not torch.equal(trainer.scored[0][0], trainer.scored[-1][0])
+    assert not torch.equal(scored[0][0], scored[-1][0])
 
 
 def test_share_of_ratios_within_bounds(tmp_path):
@@ -130,7 +130,7 @@ def test_share_of_ratios_within_bounds(tmp_path):
     trainer = make(tmp_path / "all", Scored, max_steps=1, vllm_importance_sampling_mode="token_truncate")
     trainer.args.max_staleness = 2  # which the config refuses without vLLM
     trainer.train()
-    [(own, _, _)] = trainer.scored
+    [(own, _, _)] = trainer.scored()
     ratios = (own + 1).exp()
     assert _kept(trainer) == (ratios < 3.0).float().mean().item()
     for mode in ("token_truncate", "token_mask"):
@@ -272,23 +272,23 @@ def first_token(completion_ids, **columns) -> list[float]:
 def test_functions_that_wait_are_called_when_a_group_comes(tmp_path, kind):
     """They have the results and the logs of functions that are called with a whole batch, also of a resumed run."""
 
-    class Logging(GRPO):
-        def _reward(self, rollout):
-            super()._reward(rollout)
-            self.texts = [*getattr(self, "texts", []), [*self._pending_extra_logs["text"]]]
-
-    options = {"save_strategy": "steps", "save_steps": 1}
-    now = make(tmp_path / "now", Logging, reward=[first_token, evens], **options)
+    options = {"save_strategy": "steps", "save_steps": 1, "log_completions": True, "num_completions_to_print": 1}
+    now = make(tmp_path / "now", reward=[first_token, evens], **options)
     now.add_callback(Holding(now))
     now.train()
-    ahead = make(tmp_path / "ahead", Logging, reward=[first_token, early := kind()], **options)
+    ahead = make(tmp_path / "ahead", reward=[first_token, early := kind()], **options)
     ahead.add_callback(Holding(ahead))
     ahead.train()
-    assert same_weights(ahead, now) and history(ahead) == history(now) and ahead.texts == now.texts
+    assert same_weights(ahead, now) and history(ahead) == history(now)
+    files = [sorted(tmp_path.glob(f"{name}/_private/completions/*")) for name in ("now", "ahead")]
+    tables = [[*map(pd.read_parquet, each)] for each in files]
+    assert len(tables[0]) == 5 and all(table["text"].str.len().all() for table in tables[0])
+    for name in ("completion", "text", "evens"):
+        assert [[*table[name]] for table in tables[0]] == [[*table[name]] for table in tables[1]]
     assert all(0 < entry["evens"] < 1 for entry in history(ahead))
     steps, in_main = zip(*early.calls, strict=True)
     assert len(steps) == 10 and not any(in_main) and steps[4] < 2  # before the first batch of that age is due
-    resumed = make(tmp_path / "resumed", Logging, reward=[first_token, kind()], **options)
+    resumed = make(tmp_path / "resumed", reward=[first_token, kind()], **options)
     resumed.train(resume_from_checkpoint=checkpoint(ahead, 2))
     assert same_weights(resumed, ahead) and history(resumed) == history(ahead)
 

@@ -65,14 +65,6 @@ def ask(url: str, request: ServerRequest, salt: str, turn: int, attempt: int) ->
     return server_completions_once(url, None, request, {}, salt=salt, timeout=20.0)
 
 
-class AheadByServer(Ahead):
-    """Samples what it didn't ask for, as further rounds of dynamic sampling, in the trainer."""
-
-    def __call__(self, model, prompts, **options):
-        ids, _ = super().__call__(model, prompts, **options)
-        return ids, [[-1.0] * len(each) for each in ids]
-
-
 class Mortal:
     """
     Dies at a given point of saving, and records what it resumes from.
@@ -201,7 +193,7 @@ def train(job: dict) -> None:
     rows = audio_rows(5)
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
     if job["algorithm"] == "ahead":
-        trainer.sampler = AheadByServer(trainer, send=partial(ask, options["vllm_server_base_url"]))
+        trainer.sampler = Ahead(trainer, send=partial(ask, options["vllm_server_base_url"]))
     trainer.death, trainer.request, trainer.resumed = (
         job["death"],
         job["request"],

@@ -6,9 +6,10 @@ import hashlib
 import pytest
 from helpers.chats import image
 from helpers.fake_server import LENGTH, digest, fake_servers
-from helpers.resumed_runs import Recording, same_weights
+from helpers.resumed_runs import Recording as TrainedOn
+from helpers.resumed_runs import same_weights
 from helpers.tools import talking
-from helpers.trainer_utils import image_rows, length_and_sum, saved
+from helpers.trainer_utils import Recording, image_rows, length_and_sum, saved
 from omni import load_omni, omni_rows
 from serving import serve
 from talking import TalkingGRPO
@@ -39,12 +40,12 @@ OPTIONS = {
 }
 
 
-class Rollouts(Recording, MultimodalGRPOTrainer):
-    """Records rollouts, and the hashes of media by prompt that servers get."""
+class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
+    """Records the hashes of media by prompt that servers get."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.rollouts, self.hashes, ask = [], {}, self.in_flight.ask
+        self.hashes, ask = {}, self.in_flight.ask
 
         def asked(place, batch, numbers, requests, **more):
             for request in requests.values():
@@ -53,12 +54,8 @@ class Rollouts(Recording, MultimodalGRPOTrainer):
 
         self.in_flight.ask = asked
 
-    def _roll_out(self, inputs):
-        self.rollouts.append(super()._roll_out(inputs))
-        return self.rollouts[-1]
 
-
-def make(omni, folder, servers, trainer_class=Rollouts, **options):
+def make(omni, folder, servers, trainer_class=Hashing, **options):
     urls = [getattr(each, "url", each) for each in servers]
     where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
     args = MultimodalGRPOConfig(output_dir=str(folder), **{**OPTIONS, **where, **options})
@@ -81,9 +78,10 @@ def test_what_servers_are_asked(straight):
     its index there. Servers pause while they get weights.
     """
     trainer, posts = straight
-    assert len({tuple(ids) for rollout in trainer.rollouts for ids in rollout.ids}) == 40
+    rollouts = [draw.batch for draw in trainer.draws]
+    assert len({tuple(ids) for rollout in rollouts for ids in rollout.ids}) == 40
     assert any(trainer.hashes.values()) and not all(trainer.hashes.values())
-    for place, rollout in enumerate(trainer.rollouts):
+    for place, rollout in enumerate(rollouts):
         expected = []
         for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.numbers, strict=True)):
             ids = prompt.input_ids.tolist()
@@ -136,16 +134,31 @@ def test_real_server_answers_by_the_versions_that_completions_know(server, omni,
     trainer.train()
     check = trainer.checks.self_check
     assert check.engine[0] < 1e-4 and check.engine_updated[0] < 1e-4
-    ages = {age for age, _ in trainer.found}
-    assert ages >= {0, 1} and max(difference for _, difference in trainer.found) < 1e-4
+    found = trainer.differences_by_age()
+    assert {age for age, _ in found} >= {0, 1} and max(difference for _, difference in found) < 1e-4
 
 
-class TalkingAhead(TalkingGRPO):
-    def _roll_out(self, inputs):
-        self.versions.append(None)
-        rollout = super()._roll_out(inputs)
-        self.versions[-1] = rollout.versions.tolist()
-        return rollout
+def test_resumed_run_takes_a_real_servers_answers(server, omni, tmp_path):
+    """Rows are the same, and so are completions that the checkpoint has."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    straight = make(omni, tmp_path / "straight", [server], **options)
+    straight.train()
+    resumed = make(omni, tmp_path / "resumed", [server], **options)
+    loaded, load = [], resumed.in_flight.load_state_dict
+    resumed.in_flight.load_state_dict = lambda state: loaded.append(state) or load(state)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    batches = [draw.batch for draw in resumed.draws]
+    assert [each.numbers for each in batches] == [draw.batch.numbers for draw in straight.draws[2:]]
+    [state] = loaded
+    assert state["answers"]
+    for (place, row, _, count), (completions, *_) in state["answers"].items():
+        rollout = batches[place - 2]
+        start = rollout.numbers.index(row)
+        assert rollout.ids[start : start + count] == [ids for ids, _ in completions]
+
+
+class TalkingAhead(Recording, TalkingGRPO):
+    pass
 
 
 def test_turns_after_tools_are_by_the_newest_weights(tmp_path):
@@ -158,15 +171,15 @@ def test_turns_after_tools_are_by_the_newest_weights(tmp_path):
         trainer = make_talking(
             TalkingAhead, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), media, tmp_path / "out", **options
         )
-        trainer.versions = []
         trainer.train()
     assert len(trainer.differences) == 3
-    for place, (draw, versions) in enumerate(zip(trainer.differences, trainer.versions, strict=True)):
+    versions = [draw.batch.versions.tolist() for draw in trainer.draws]
+    for place, draw in enumerate(trainer.differences):
         for i, difference in enumerate(draw):
             is_sampled = trainer.conversations[8 * place + i][3]
             calls = not is_sampled.all()
             first = is_sampled.tolist().index(False) if calls else len(is_sampled)
-            age = place - versions[i][0]
+            age = place - versions[place][i][0]
             assert age == min(place, 1) and (difference[:first].abs().max() < 1e-4) == (age == 0)
             if calls:
-                assert versions[i][1] == place and difference[first:].abs().max() < 1e-4
+                assert versions[place][i][1] == place and difference[first:].abs().max() < 1e-4

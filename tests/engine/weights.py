@@ -1,12 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Changes weights under an engine that follows them, or samples with several versions of them."""
 
-import copy
-
 import torch
 import vllm_cpu
 from helpers.engine_runs import RecordedOmni
-from helpers.trainer_utils import length_and_sum
+from helpers.trainer_utils import Recording, Weights, length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 
@@ -59,21 +57,22 @@ def assert_follows(trainer, tolerance=1e-5) -> None:
         assert difference(trainer) < tolerance
 
 
-class OfVersions(RecordedOmni):
-    """Compares completions with the model of the version that they claim, if they claim one, by their ages."""
+class OfVersions(Recording, RecordedOmni):
+    """Compares completions with the model of the version that they claim, if they claim one."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.weights, self.found = {}, []
+        self.weights = Weights()
+        self.add_callback(self.weights)
 
-    def _roll_out(self, inputs):
-        self.weights[len(self.weights)] = copy.deepcopy(self.model.state_dict())
-        rollout = super()._roll_out(inputs)
-        for i, (first, last) in enumerate(rollout.versions.tolist()):
-            if first == last:
-                self.model.load_state_dict(self.weights[first])
-                ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
-                difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
-                self.found.append((rollout.place - first, difference.abs().max().item()))
-        self.model.load_state_dict(self.weights[rollout.place])
-        return rollout
+    def differences_by_age(self) -> list[tuple[int, float]]:
+        """Returns how many updates old a completion was, and its largest difference, after training."""
+        found = []
+        for place, rollout in enumerate(draw.batch for draw in self.draws):
+            for i, (first, last) in enumerate(rollout.versions.tolist()):
+                if first == last:
+                    self.model.load_state_dict(self.weights[first])
+                    ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
+                    difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
+                    found.append((place - first, difference.abs().max().item()))
+        return found

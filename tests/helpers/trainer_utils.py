@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import accelerate
 import torch
 from datasets import Dataset
-from transformers import AutoProcessor
+from transformers import AutoProcessor, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from helpers.chats import RATE, audio, image, video
@@ -231,6 +231,13 @@ class Recording:
 
     def _moment(self, **values):
         return SimpleNamespace(step=self.state.global_step, training=self.model.training, **values)
+
+
+class Weights(TrainerCallback, dict):
+    """Keeps a model's weights as they are before each optimizer step, by its number."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self[state.global_step] = copy.deepcopy(model.state_dict())
 
 
 def _cloned(rollout):

@@ -32,7 +32,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    The LoRA adapter of a policy for vLLM: by itself (`alone`), of which the engine has several `versions` at a time, or
+    The LoRA adapter of a policy for vLLM: by itself (`alone`), the engine has as many `versions` of it at a time, or
     merged into dequantized 4-bit weights.
     """
 
