@@ -120,13 +120,18 @@ def run_steps(args: argparse.Namespace) -> dict:
                 counters = server.counters
         if counters["completions"] != args.steps * completions or counters["torn"]:
             raise SystemExit(f"The server was asked for something else than the trained completions: {counters}")
-        seconds = (watch.end - watch.start) / args.steps
+        step = (watch.end - watch.start) / args.steps
         least = args.unit * bound(staleness, args.steps, completions, args.slots, args.update)
         waits = [each["wait/rollout"] for each in trainer.state.log_history if "wait/rollout" in each]
-        result[staleness] = {"step_s": seconds, "bound_s": least, "ratio": least / seconds}
+        result[staleness] = {"step_s": step, "bound_s": least, "ratio": least / step}
         result[staleness]["wait_s"] = fmean(waits) if waits else math.nan
-        print(f"staleness {staleness}: {seconds:.2f} s, {least / seconds:.2f} of the bound", flush=True)
+        print(f"staleness {staleness}: {step:.2f} s, {least / step:.2f} of the bound", flush=True)
     return {"staleness": result, **conditions(args, "trl", "transformers")}
+
+
+def seconds(value: float) -> str:
+    """Empty without a value, as a run that samples nothing ahead doesn't log that it waits."""
+    return "" if math.isnan(value) else f"{value:.2f} s"
 
 
 def table_of_steps(result: dict) -> str:
@@ -134,7 +139,7 @@ def table_of_steps(result: dict) -> str:
     found = result["staleness"]
     first = next(iter(found.values()))["step_s"]
     rows = [
-        [str(staleness), *(f"{each[name]:.2f} s" for name in ("step_s", "bound_s", "wait_s"))]
+        [str(staleness), *(seconds(each[name]) for name in ("step_s", "bound_s", "wait_s"))]
         + [f"{each['ratio']:.2f}", f"{first / each['step_s']:.2f}x"]
         for staleness, each in found.items()
     ]
@@ -168,8 +173,9 @@ def run_accuracy(args: argparse.Namespace) -> dict:
                     evaluation = EvaluationConfig(max_completion_length=3, batch_size=100)
                     found = evaluate_trainer(trainer, test, accuracy_reward, evaluation).metrics["accuracy"]
                     accuracies[staleness].append(found)
-                    logs = [each.get("staleness/mean", 0.0) for each in trainer.state.log_history]
-                    staleness_mean[staleness].append(fmean(logs))
+                    logs = trainer.state.log_history
+                    ages = [each["staleness/mean"] for each in logs if "staleness/mean" in each]
+                    staleness_mean[staleness].append(fmean(ages or [0.0]))
                     print(f"staleness {staleness}, seed {seed}: {found:.1%}", flush=True)
     return {
         "accuracy": accuracies,
