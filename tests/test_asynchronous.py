@@ -4,6 +4,8 @@
 import hashlib
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event, current_thread, main_thread
 
@@ -18,8 +20,10 @@ from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, ma
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 from trl_multimodal_rft.generation.vllm_server import RequestLost
 from trl_multimodal_rft.rollout.in_flight import until_answered
+from trl_multimodal_rft.rollout.reward import EarlyCalls
 
 
 class GRPO(TrainedOn, MultimodalGRPOTrainer):
@@ -293,6 +297,52 @@ def test_functions_that_wait_are_called_when_a_group_comes(tmp_path, kind):
     assert same_weights(resumed, ahead) and history(resumed) == history(ahead)
 
 
+def test_groups_from_two_prompts_are_rewarded_whole(tmp_path):
+    sizes = []
+
+    async def function(group_ids, completion_ids, **columns):
+        sizes.append(len(group_ids))
+        return [float(ids[0] % 3) for ids in completion_ids]
+
+    make(tmp_path, reward=function, rollout_view="blank").train()
+    assert sizes == [8] * 5
+
+
+def test_early_calls_wait_for_each_other_and_share_an_error():
+    calls, running, n_most = EarlyCalls(), [], []
+
+    def function(fails):
+        running.append(1)
+        n_most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        if fails:
+            raise ValueError("no judge")
+        return len(n_most)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(lambda _: calls("function", function, fails=False), range(4))) == [1, 2, 3, 4]
+    assert n_most == [1] * 4
+    for name in ("function", "other"):
+        with pytest.raises(ValueError, match="no judge"):
+            calls(name, function, fails=True)
+    assert len(n_most) == 5
+
+
+def test_evaluation_leaves_what_is_in_flight(tmp_path):
+    runs = []
+    for name in ("without", "with"):
+        trainer = make(tmp_path / name)
+        if name == "with":
+            config = EvaluationConfig(max_completion_length=2)
+            trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(2), first_token, config, freq=1))
+        trainer.train()
+        runs.append(trainer)
+    asked = [[place for kind, place in run.sampler.events if kind == "ask"] for run in runs]
+    assert asked == [[*range(5)]] * 2
+    assert runs[0].trained_on == runs[1].trained_on and same_weights(*runs)
+
+
 def test_error_of_a_function_that_waits_names_its_row(tmp_path):
     async def failing(prompts, **columns):
         return [float("nan")] * len(prompts)
@@ -340,8 +390,10 @@ def test_lost_requests_are_asked_again(tmp_path, caplog):
             raise RuntimeError("400: too long")
         return answers(request, salt, turn, attempt)
 
+    trainer = make(tmp_path / "refused", send=refused)
     with pytest.raises(RuntimeError, match="400: too long"):
-        make(tmp_path / "refused", send=refused).train()
+        trainer.train()
+    assert trainer.in_flight.state_dict() == {"rows": {}, "answers": {}}
 
 
 class KillReader(TrainerCallback):

@@ -101,7 +101,8 @@ def test_requests_are_asked_again(omni, tmp_path, straight, kind, caplog):
         trainer = make(omni, tmp_path, servers, vllm_server_timeout=1.0 if kind == "slow" else 20.0)
         for adapter in trainer.vllm_generation.vllm_client.session.adapters.values():
             adapter.max_retries.backoff_factor = 0.1
-        servers[0].fault(kind, after=5, count=3 if kind in ("drop", "error") else 1, seconds=1.5)
+        count, seconds = 3 if kind in ("drop", "error") else 1, 4.5 if kind == "slow" else 1.5
+        servers[0].fault(kind, after=5, count=count, seconds=seconds)
         trainer.train()
         assert servers[0].counters["requests"] > 10
     assert [each.levelname for each in caplog.records if "It is asked again" in each.message] == ["WARNING"]

@@ -55,6 +55,3 @@ class Ahead(Wrapped):
 
     def load_weights(self, step: int) -> None:
         self.events.append(("weights", step))
-
-    def invalidate_weights(self) -> None:
-        self.flight.clear()

@@ -107,7 +107,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._while_sampling = while_sampling  # entered when the engine has the weights
         self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
         self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
-        self._adapters: list[Path] = []  # that servers have, as they may still sample with those before the last
+        self.place = 0  # of the batch for which the engine gets weights
+        # That servers have, by the places of batches, as they may still sample with those before the last
+        self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # known after the first sync
         super().__init__(**kwargs)
 
@@ -246,7 +248,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             request,
             options,
             salt=salt,
-            timeout=self.server_timeout * 2 ** min(attempt, _MOST_DOUBLINGS),
+            timeout=self.server_timeout * (1 + self._max_staleness) * 2 ** min(attempt, _MOST_DOUBLINGS),
         )
 
     def _sampling(self) -> dict[str, Any]:
@@ -350,6 +352,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:
                     self._load_adapter_by_servers(adapter)
+                self._by_main(stack.close)
             return
         if self.enable_sleep_mode:
             empty_cache()
@@ -411,8 +414,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if is_main:
             folder.mkdir(parents=True)
         adapter.write(folder if is_main else None)
-        self._adapters.append(folder)
-        before = self._adapters.pop(0) if len(self._adapters) > self._max_staleness + 1 else None
+        oldest = self.place - self._max_staleness if self._max_staleness > 0 else math.inf
+        before = [each for place, each in self._adapters if place < oldest]
+        kept = [each for each in self._adapters if each[0] >= oldest]
+        self._adapters = [*kept, (self.place, folder)]
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name

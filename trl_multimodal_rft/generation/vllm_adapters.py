@@ -133,8 +133,8 @@ class EngineAdapter:
         Path(folder, "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
-    def replace_on_servers(self, clients: Sequence[Any], folder: Path, last: Path | None) -> None:
-        """Loads the adapter into servers, in place of the last one."""
+    def replace_on_servers(self, clients: Sequence[Any], folder: Path, before: Sequence[Path]) -> None:
+        """Loads the adapter into servers, in place of others."""
         for client in clients:
             adapter = {"lora_name": folder.name, "lora_path": str(folder)}
             loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
@@ -149,8 +149,9 @@ class EngineAdapter:
                     f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
                     f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
                 )
-            if last is not None:
-                before = {"lora_name": last.name}
-                requests.post(f"{client.base_url}/v1/unload_lora_adapter", json=before).raise_for_status()
-        if last is not None:
-            shutil.rmtree(last)
+            for each in before:
+                unloaded = requests.post(f"{client.base_url}/v1/unload_lora_adapter", json={"lora_name": each.name})
+                if unloaded.status_code != 404:  # which a server that was started again doesn't know
+                    unloaded.raise_for_status()
+        for each in before:
+            shutil.rmtree(each)

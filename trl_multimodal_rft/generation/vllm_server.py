@@ -8,7 +8,7 @@ themselves never travel: HTTP would encode them again, and has no place for the 
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,13 +114,11 @@ class ServerGroup(VLLMClient):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """All servers drop their caches and keep their requests, which go on after the context."""
-        try:
+        with ExitStack() as stack:
             for each in self.clients:
+                stack.callback(_answer, each, "/resume")  # also after others have failed
                 _answer(each, "/pause?mode=keep")
             yield
-        finally:
-            for each in self.clients:
-                _answer(each, "/resume")
 
     def _post(self, url: str, **given) -> dict[str, Any]:
         """Posts to all servers at once, which wait for each other; returns the first answer."""
@@ -276,7 +274,8 @@ def server_completions_once(
             if len(choices) == request.count and all(each.get("finish_reason") != "abort" for each in choices):
                 return _completions({"choices": choices})
             problem = "completions were aborted"
-        elif response.status_code < 500 and response.status_code != 429:
+        # A server that was started again doesn't know the adapter
+        elif response.status_code < 500 and response.status_code not in (429, 429 if model is None else 404):
             raise RuntimeError(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).")
     except requests.RequestException as error:
         problem = error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate.logging import get_logger
 
 from ..generation.vllm_server import RequestLost, ServerRequest, ServerSample
-from .reward import EarlyRewards
+from .reward import EarlyCalls, EarlyRewards
 
 
 logger = get_logger(__name__)
@@ -81,7 +81,9 @@ class InFlight:
         self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
         self._known: dict[Key, Answer] = {}
         self._n_sent = 0
+        self._n_cleared = 0
         self.processor: Any = None  # which reads completions for the threads
+        self.calls = EarlyCalls()
         self.probes: list[tuple[Any, ServerRequest]] = []  # of the last batch
 
     def __contains__(self, place: int) -> bool:
@@ -106,7 +108,7 @@ class InFlight:
             key: _started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
-        rewards = {key: _started(_rewarded, answers[key], each) for key, each in reward.items()}
+        rewards = {key: _started(self._rewarded, self._n_cleared, answers[key], each) for key, each in reward.items()}
         self._n_sent += len(requests)
         self._asked[place] = Asked(batch, numbers, answers, rewards, **more)
 
@@ -128,8 +130,9 @@ class InFlight:
         return [sample for each in asked for sample in each.result().completions]
 
     def clear(self) -> None:
-        """Forgets all batches."""
+        """Forgets all batches. What was asked for is neither asked for again nor rewarded."""
         self._asked, self._rows, self._known = {}, {}, {}
+        self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
 
     def _forget(self, place: int) -> None:
         """Forgets what a checkpoint has of batches up to a place."""
@@ -140,12 +143,26 @@ class InFlight:
         if key is not None and key in self._known:
             return self._known[key]
 
+        n_cleared = self._n_cleared
+
         def attempt(n: int) -> Answer:
+            self._check(n_cleared)
             first = self.version
             found = self._send(request, salt, turn, n)
             return Answer(found, first, self.version if self._changes_weights else first, time.monotonic())
 
         return until_answered(attempt, self._patience, self._warn)
+
+    def _rewarded(
+        self, n_cleared: int, answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]
+    ) -> EarlyRewards:
+        completions = answer.result().completions
+        self._check(n_cleared)
+        return reward(completions)
+
+    def _check(self, n_cleared: int) -> None:
+        if n_cleared != self._n_cleared:
+            raise RuntimeError("The run has ended.")  # where nobody reads it
 
     def _warn(self, error: RequestLost) -> None:
         if not self._warned:
@@ -219,7 +236,3 @@ def _started(work: Callable[..., T], *given: Any) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def _rewarded(answer: Future[Answer], reward: Callable[[list[ServerSample]], EarlyRewards]) -> EarlyRewards:
-    return reward(answer.result().completions)

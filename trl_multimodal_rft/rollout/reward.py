@@ -1,8 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards of a rollout's completions."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -37,8 +37,25 @@ class EarlyRewards(NamedTuple):
         return cls(values, sum((each.logged for each in parts), []))
 
 
-# Functions that only wait use as many connections as they were told, whichever completions come
-_ONE_BY_ONE = Lock()
+class EarlyCalls:
+    """
+    Calls functions one by one, each of them, as they use so many connections as they were told. After an error, it
+    raises that one again.
+    """
+
+    def __init__(self):
+        self._locks: defaultdict[str, Lock] = defaultdict(Lock)
+        self._failure: BaseException | None = None
+
+    def __call__(self, name: str, function: Callable, **arguments: Any) -> Any:
+        with self._locks[name]:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return function(**arguments)
+            except BaseException as error:
+                self._failure = error
+                raise
 
 
 def checked_functions(
@@ -87,13 +104,15 @@ def only_waits(reward_func: Any) -> bool:
     return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
 
 
-def reward_early(rollout: Rollout, functions: Mapping[str, Callable], state: Any, loop: Any) -> EarlyRewards:
+def reward_early(
+    rollout: Rollout, functions: Mapping[str, Callable], state: Any, loop: Any, calls: EarlyCalls
+) -> EarlyRewards:
     """Calls reward functions in a thread of their own. What they log is kept."""
     logged: list[tuple[str, str, Any]] = []
     given = {key: partial(_log_later, logged, key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **given})
-    with _ONE_BY_ONE if not all(map(is_async_callable, functions.values())) else nullcontext():
-        return EarlyRewards(call_rewards(functions, arguments, loop), logged)
+    one_by_one = {name: partial(calls, name, each) for name, each in functions.items() if not is_async_callable(each)}
+    return EarlyRewards(call_rewards({**functions, **one_by_one}, arguments, loop), logged)
 
 
 def _log_later(logged: list[tuple[str, str, Any]], key: str, name: str, value: Any) -> None:

@@ -17,7 +17,6 @@ from ..generation.transformers import Branches, as_generation_config, trim_after
 from ..generation.vllm import MultimodalVLLMGeneration, sampling_parameters
 from ..models.wrapped import is_unsharded
 from ..policy import PolicyForward
-from .in_flight import InFlight
 
 
 # Ids of each completion, and their log-probabilities if the engine returns any
@@ -136,7 +135,6 @@ class VLLMSampler:
     # Entered around each call, to explain errors
     explain: Callable[[], AbstractContextManager] = nullcontext
     loaded_step: int = -1  # the step whose weights the engine has
-    in_flight: InFlight | None = None  # completions that servers are asked for ahead
 
     @property
     def max_length(self) -> int:
@@ -162,10 +160,8 @@ class VLLMSampler:
         return ids, [[logp for [logp] in each] for each in logps]
 
     def invalidate_weights(self) -> None:
-        """The next call loads the weights, and what was sampled ahead is dropped."""
+        """The next call loads the weights."""
         self.loaded_step = -1
-        if self.in_flight is not None:
-            self.in_flight.clear()
 
     def load_weights(self, step: int) -> None:
         """Gives the engine the weights of a step, if it doesn't have them."""

@@ -62,7 +62,7 @@ def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None
     flight, place, n = trainer.in_flight, rollout.place, len(rollout)
     if flight is None or place is None:
         return sample_with_views(trainer, rollout, branches)
-    sampler = trainer.sampler
+    sampler, trainer.vllm_generation.place = trainer.sampler, place
     with sampler.explain():
         sampler.load_weights(trainer.state.global_step)
     flight.version = place
@@ -98,6 +98,7 @@ def _ask(trainer: Any, place: int) -> None:
     batch, step = trainer._stream.batch(place)
     rows = list(batch)
     rollout = rollout_of(trainer, rows)
+    rollout.group_ids = rollout.group_ids.cpu()  # which threads read
     for row, prompt in zip(rows, rollout.prompts, strict=True):
         row.prompt = prompt  # of text, too
     views = under_views(trainer, rollout, step)
@@ -124,7 +125,8 @@ def _early_rewards(trainer: Any, parts: dict[Key, Rollout]) -> dict[Key, Callabl
     """How to reward the completions of requests when they come, by functions that only wait."""
     every = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
     chosen = [each for each in every if only_waits(each[1])]
-    if not chosen or trainer.tools:  # whose results follow
+    # Results of tools follow, and a group that is sampled from two prompts comes in two parts
+    if not chosen or trainer.tools or trainer.args.rollout_view is not None:
         return {}
     names, funcs, processors = zip(*chosen, strict=True)
     flight, args, loop = trainer.in_flight, trainer.args, getattr(trainer, "async_loop", None)
@@ -135,7 +137,7 @@ def _early_rewards(trainer: Any, parts: dict[Key, Rollout]) -> dict[Key, Callabl
         part.ids, part.whole_groups = [ids for ids, _ in samples], len(part) == trainer.num_generations
         part.completions = without_tools(part, part.ids, flight.processor, trainer.toolbox)
         functions = checked_functions(part, names, funcs, processors, trainer.chat_template_kwargs, args.media_rules)
-        return reward_early(part, functions, trainer.state, loop)
+        return reward_early(part, functions, trainer.state, loop, flight.calls)
 
     return {key: partial(reward, part) for key, part in parts.items()}
 

@@ -37,7 +37,6 @@ from ..rewards.named import as_reward_funcs
 from ..rollout.balance import arranged, rank_metrics
 from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
-from ..rollout.in_flight import InFlight
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
@@ -97,7 +96,6 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
-    in_flight: InFlight | None = None  # with `max_staleness`
     _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
@@ -418,7 +416,8 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
-        if self.in_flight is not None and state["batches"] == self._batches() and state.get("in_flight"):
+        is_same = state["batches"] == self._batches() and not self.args.ignore_data_skip
+        if self.in_flight is not None and is_same and state.get("in_flight"):
             self._stream.restore_batches(state["in_flight"]["rows"])
             self.in_flight.load_state_dict(state["in_flight"])
 

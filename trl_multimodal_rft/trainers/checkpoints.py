@@ -79,6 +79,7 @@ class CheckpointMixin(Trainer):
     sampler: Any = None
     _stream: Any
     _kinds_seen: set[str]
+    in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _resumed_from: str | None = None  # a checkpoint
@@ -142,6 +143,7 @@ class CheckpointMixin(Trainer):
             if self._end_on_signal is not None:
                 stack.enter_context(self._end_on_signal.listening())
             stack.callback(self._stream.close)
+            stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
             return super().train(checkpoint, *args, **kwargs)
 

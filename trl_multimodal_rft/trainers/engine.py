@@ -209,7 +209,7 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         trainer.in_flight = InFlight(
             engine.ask, args.max_staleness, args.vllm_server_timeout, changes_weights=engine.adapter_alone is None
         )
-    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context, in_flight=trainer.in_flight)
+    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
 
 
 @contextmanager
