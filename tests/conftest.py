@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # Tiny models run fastest on one thread. The other cores stay free for the other workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise each kind of CPU rounds in its own way, which a few updates at a high learning rate show (`tests/golden`)
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 sys.path.insert(0, str(Path(__file__).parent))
 for folder in ("examples", "benchmarks"):
@@ -24,4 +26,4 @@ from helpers.reward_server import serve  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["helpers.cpu_seconds"]
+pytest_plugins = ["helpers.cpu_seconds", "helpers.forked"]

@@ -8,7 +8,6 @@ need a GPU, `make demo` installs `examples`, and `make test` installs `docs`, `t
 """
 
 import argparse
-import io
 import json
 import os
 import shutil
@@ -19,10 +18,10 @@ import tomllib
 import urllib.request
 from pathlib import Path
 
-import soundfile
 from datasets import Audio, Dataset, Features, Image, List, Value, Video
-from helpers.chats import RATE, audio, image, video
+from helpers.chats import audio, image, video
 from helpers.families import FAMILIES
+from helpers.files import image_file, sound_file, video_file
 
 
 ROOT = Path(__file__).parents[1]
@@ -46,33 +45,11 @@ OPTIONS = {
 }
 
 
-def recording(seed: int) -> dict:
-    file = io.BytesIO()
-    soundfile.write(file, audio(0.5, seed)["audio"], RATE, format="MP3" if seed % 2 else "WAV")
-    return {"bytes": file.getvalue(), "path": None}
-
-
-def picture(seed: int) -> dict:
-    file = io.BytesIO()
-    image(84, 56, seed=seed)["image"].save(file, format="PNG")
-    return {"bytes": file.getvalue(), "path": None}
-
-
-def clip(seed: int) -> dict:
-    import av
-
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=2)
-        frames = video(4, 84, 56, seed=seed)["video"]
-        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
-    return {"bytes": file.getvalue(), "path": None}
-
-
-MEDIA = {"audio": (Audio(), recording), "image": (Image(), picture), "video": (Video(), clip)}
+MEDIA = {
+    "audio": (Audio(), lambda i: sound_file(audio(0.5, i)["audio"], name="MP3" if i % 2 else "WAV")),
+    "image": (Image(), lambda i: image_file(image(84, 56, seed=i)["image"])),
+    "video": (Video(), lambda i: video_file(video(4, 84, 56, seed=i)["video"], codec="mpeg4", rate=2)),
+}
 
 
 def write_inputs(folder: Path) -> None:
@@ -84,7 +61,7 @@ def write_inputs(folder: Path) -> None:
         rows = [{"prompt": f"What is it? {i}", "solution": str(i), "choices": ["0", "1", "2", "3"]} for i in range(4)]
         if make is not None:
             features[kind] = feature
-            rows = [{**row, kind: make(i)} for i, row in enumerate(rows)]
+            rows = [{**row, kind: {"bytes": make(i), "path": None}} for i, row in enumerate(rows)]
         for split in ("train", "test"):
             Dataset.from_list(rows, Features(features)).to_parquet(folder / "rows" / kind / f"{split}.parquet")
 

@@ -13,10 +13,8 @@ from helpers.chats import RATE
 from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
 from helpers.marks import slow_but
 from helpers.trainer_utils import Recording, load, make_trainer
-from PIL import Image
 
 from trl_multimodal_rft import (
-    GenerationEvalCallback,
     MultimodalGRPOTrainer,
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
@@ -24,7 +22,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.checks.media_contribution import is_due
 from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer, paired_interval
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, paired_interval
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
@@ -200,27 +198,12 @@ def test_why_rows_are_dropped(correct, without, reason):
 
 
 def placed(family):
-    """Returns prompts of a family as trainers encode them, messages with references, and the format of processors."""
+    """Returns prompts of a family as trainers encode them, messages with references."""
     for chat in ALL_FAMILIES[family].prompts():
         for block in chat[0]["content"]:
             if block["type"] == "audio":
                 block["sampling_rate"] = RATE
-        yield rows_to_messages([{"prompt": chat}])[0]["prompt"], chat
-
-
-def blanked(chat, kind):
-    """Returns the same chat with silence or grey."""
-    blocks = []
-    for block in chat[0]["content"]:
-        if block["type"] == kind:
-            medium = block[kind]
-            if kind == "image":
-                medium = Image.new("RGB", medium.size, (128, 128, 128))
-            else:
-                medium = np.full_like(medium, 128) if kind == "video" else np.zeros_like(medium)
-            block = {**block, kind: medium}
-        blocks.append(block)
-    return [{**chat[0], "content": blocks}]
+        yield rows_to_messages([{"prompt": chat}])[0]["prompt"]
 
 
 FAMILIES = [name for name, family in ALL_FAMILIES.items() if family.modalities]
@@ -231,7 +214,7 @@ def test_nothing_changes_but_the_features(family):
     """Tokens and shapes stay unchanged, and features are finite, for every family."""
     model, processor = ALL_FAMILIES[family].build()
     found = set()
-    for messages, _ in placed(family):
+    for messages in placed(family):
         plain = encode_prompt(messages, processor, model)
         for kind in plain.modalities - found:
             found.add(kind)
@@ -244,18 +227,6 @@ def test_nothing_changes_but_the_features(family):
                 if not view.others:
                     assert any(not torch.equal(other.media[name], plain.media[name]) for name in plain.media)
     assert found == {*ALL_FAMILIES[family].modalities}
-
-
-@pytest.mark.parametrize(("family", "kind"), [("qwen2_audio", "audio"), ("gemma3", "image"), ("qwen2_5_vl", "video")])
-def test_features_are_those_of_silence_and_grey(family, kind):
-    model, processor = ALL_FAMILIES[family].build()
-    messages, chat = next((m, c) for m, c in placed(family) if any(b["type"] == kind for b in c[0]["content"]))
-    ours = encode_prompt(messages, processor, model, view=as_view("blank").only(kind))
-    options = {"processor_kwargs": {"videos_kwargs": {"do_sample_frames": False}}} if kind == "video" else {}
-    theirs = encode(processor, blanked(chat, kind), **options)
-    assert torch.equal(ours.input_ids, theirs["input_ids"][0])
-    for name, value in ours.media.items():
-        assert torch.equal(value, theirs[name]), name
 
 
 # During training
@@ -302,8 +273,8 @@ def test_who_does_not_listen_gains_nothing(tones, tmp_path):
     for parameter in model.model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(parameter)
     objects = {"model": model, "processing_class": processor}
-    options = {"objects": objects, "max_steps": 4, "learning_rate": 0.0, "self_check": False}
-    for rows, every, found in ((tones, 2, [0.0, 0.0]), (tones, 0, []), (tones.remove_columns("audio"), 1, [])):
+    options = {"objects": objects, "max_steps": 2, "learning_rate": 0.0, "self_check": False}
+    for rows, every, found in ((tones, 2, [0.0]), (tones, 0, []), (tones.remove_columns("audio"), 1, [])):
         trainer = make_trainer(
             MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, media_contribution_steps=every, **options
         )
@@ -312,24 +283,10 @@ def test_who_does_not_listen_gains_nothing(tones, tmp_path):
         assert names == ({"media/contribution"} if found else set())
         logged = {logs["step"]: logs.get("media/contribution") for logs in trainer.state.log_history[:-1]}
         assert [value for value in logged.values() if value is not None] == found
-        assert not found or {step for step, value in logged.items() if value is not None} == {2, 4}
+        assert not found or {step for step, value in logged.items() if value is not None} == {2}
 
 
 def test_when_a_batch_is_due():
     assert [step for step in range(12) if is_due(5, step, 1)] == [4, 9]
     assert [step for step in range(0, 24, 4) if is_due(10, step, 4)] == [8, 16]
     assert all(is_due(2, step, 4) for step in range(0, 24, 4))
-
-
-def test_evaluation_of_a_trainer_without_a_medium(listener, tones, tmp_path):
-    model, processor = loaded(listener)
-    config = EvaluationConfig(ablate="audio", max_completion_length=2)
-    objects = {"model": model, "processing_class": processor}
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", tones, tmp_path, objects=objects, max_steps=1)
-    own = evaluate_trainer(trainer, tones, accuracy_reward, config).metrics
-    plain = evaluate(model, processor, tones, accuracy_reward, config).metrics
-    assert own == plain and own["audio_contribution"] == 0.5
-    callback = GenerationEvalCallback(trainer, tones, accuracy_reward, config, freq=1)
-    callback._evaluate(trainer.state, trainer.control)
-    logs = trainer.state.log_history[-1]
-    assert logs["eval_audio_contribution"] == 0.5 and logs["eval_accuracy_without_audio"] == 0.5

@@ -120,31 +120,13 @@ GROUP_CASES = {
 every_group_estimator = pytest.mark.parametrize("name", GROUP_CASES)
 
 on_grid = st.integers(-20, 20).map(lambda x: x / 10)
-batches = st.lists(st.tuples(on_grid | st.just(NAN), st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=14)
+groups = st.sampled_from([0, 1, 2**60, -(2**60)])
+batches = st.lists(st.tuples(on_grid | st.just(NAN), groups, st.integers(0, 5)), min_size=1, max_size=14)
 
 
 def unpack(samples):
     rewards, ids, lengths = zip(*samples, strict=True)
     return tensor(rewards), torch.tensor(ids), torch.arange(5) < torch.tensor(lengths)[:, None]
-
-
-@pytest.mark.parametrize(
-    "name, live, other",
-    [
-        ("group_norm", 0.865875, [1.224595, -1.224595, 0, 0]),
-        ("rloo", 0.666667, [1.333333, -1.333333, 0, 0]),
-        ("dr_grpo", 0.5, [1, -1, 0, 0]),
-        ("reinforce_baseline sequence", 1, [2, -2, 0, 0]),
-        ("cpgd none", 0.5, [1, -1, 0, 0]),
-        ("cpgd std", 0.999998, [1.414212, -1.414212, 0, 0]),
-        ("cpgd clip_filter_like", 0.75, [1.5, -1.5, 0, 0]),
-    ],
-)
-def test_group_estimator_golden(name, live, other):
-    rewards = tensor([1, 0, 0, 1, *[0.1] * 4, 2, 0, 1, 1], dtype=torch.float32)
-    result = GROUP_CASES[name][0](rewards, torch.arange(12) // 4, torch.ones(12, 3))
-    assert result.dtype == torch.float32
-    assert_close(result, tensor([live, -live, -live, live, 0, 0, 0, 0, *other]).float(), rtol=0, atol=1e-6)
 
 
 @every_group_estimator
@@ -153,32 +135,6 @@ def test_group_estimator_golden(name, live, other):
 def test_group_estimator_equals_loop(name, samples):
     fast, reference = GROUP_CASES[name]
     assert_close(fast(*unpack(samples)), tensor(reference(*zip(*samples, strict=True))), rtol=1e-9, atol=1e-9)
-
-
-@every_group_estimator
-@properties
-@given(samples=batches, data=st.data())
-def test_neither_order_nor_group_names_matter(name, samples, data):
-    """Ranks gather a permutation, in which groups may straddle ranks."""
-    rewards, ids, mask = unpack(samples)
-    order = torch.tensor(data.draw(st.permutations(range(len(samples)))))
-    names = torch.tensor(data.draw(st.lists(st.integers(-(2**60), 2**60), min_size=4, max_size=4, unique=True)))
-    estimate = GROUP_CASES[name][0]
-    expected = estimate(rewards, ids, mask)[order]
-    assert_close(estimate(rewards[order], names[ids[order]], mask[order]), expected, rtol=1e-9, atol=1e-9)
-
-
-@every_group_estimator
-@properties
-@given(samples=batches, data=st.data())
-def test_unscorable_sample_counts_as_absent(name, samples, data):
-    rewards, ids, mask = unpack(samples)
-    unscorable = torch.tensor(data.draw(st.lists(st.sampled_from(ids.tolist()), min_size=1, max_size=4)))
-    n, estimate = len(unscorable), GROUP_CASES[name][0]
-    more = (tensor([NAN] * n), unscorable, torch.ones(n, 5, dtype=torch.bool))
-    result = estimate(*(torch.cat(pair) for pair in zip(more, (rewards, ids, mask), strict=True)))
-    assert (result[:n] == 0).all()
-    assert_close(result[n:], estimate(rewards, ids, mask), rtol=1e-9, atol=1e-9)
 
 
 @every_group_estimator
@@ -191,7 +147,7 @@ def test_constant_group_gets_exactly_0(name, constant):
         ids = torch.tensor([0, 0, *[1] * n])
         mask = torch.arange(20) < torch.arange(1, n + 3)[:, None]
         result = GROUP_CASES[name][0](rewards, ids, mask)
-        assert (result[2:] == 0).all()
+        assert result.dtype == torch.float32 and (result[2:] == 0).all()
         assert result[0] > 0 > result[1]
 
 
@@ -208,28 +164,6 @@ def test_constant_group_gets_exactly_0(name, constant):
 )
 def test_clip_filter_like_weights_golden(live, options, expected):
     assert clip_filter_like_weights(torch.tensor(live).bool(), **options).tolist() == expected
-
-
-def test_rloo_with_kl_equals_trl():
-    torch.manual_seed(0)
-    n, beta = 4, 0.05
-    rewards, old, ref, mask = torch.randn(16), torch.randn(16, 6), torch.randn(16, 6), torch.rand(16, 6) < 0.8
-    rewards[[1, 4, 5, 6]] = NAN
-    penalised = rewards - beta * ((old - ref) * mask).sum(-1)
-    groups = penalised.view(-1, n)
-    others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    advantages = penalised - ((groups.nansum(1, keepdim=True) - groups) / others).view(-1)
-    result = estimate_advantages(
-        "rloo",
-        rewards=rewards,
-        rewards_per_func=rewards[:, None],
-        group_ids=torch.arange(16) // n,
-        mask=mask,
-        old_logps=old.masked_fill(~mask, -INF),
-        ref_logps=ref.masked_fill(~mask, -INF),
-        kl_coef=beta,
-    )
-    assert_close(result, advantages.nan_to_num(0.0))
 
 
 # Token-level functions. The references take only the valid tokens of each row, as lists: the positions and values of
@@ -320,19 +254,6 @@ def test_token_function_equals_loop_wherever_tokens_stand(name, layout, seed, ro
     assert_close(result[mask], tensor(sum(reference(*tokens, row.tolist()), [])), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "options, advantages, returns",
-    [
-        ({"gamma": 0.9, "lam": 0.95}, [0.260568, 0.4685, 0.7], [0.760568, 0.8685, 1.0]),
-        ({"gamma": 1.0, "lam": 1.0}, [0.5, 0.6, 0.7], [1, 1, 1]),
-        ({"gamma": 0.9, "lam": 0.95, "bootstrap": tensor([0.2])}, [0.392152, 0.6224, 0.88], [0.892152, 1.0224, 1.18]),
-    ],
-)
-def test_gae_golden(options, advantages, returns):
-    result = gae(tensor([[0, 0, 1]]), tensor([[0.5, 0.4, 0.3]]), torch.ones(1, 3), **options)
-    assert_close(result, (tensor([advantages]), tensor([returns])), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("gamma", [0.0, 0.95, 1.0])
 def test_long_returns_keep_the_precision_of_float32(gamma):
     rewards, mask = torch.randn(2, 5000), torch.arange(5000) < torch.tensor([[5000], [4097]])
@@ -342,12 +263,6 @@ def test_long_returns_keep_the_precision_of_float32(gamma):
     result = cumulative_returns(rewards, mask, gamma)
     assert result.dtype == torch.float32
     assert_close(result.double(), expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
-
-
-def test_reinforce_golden():
-    kl = tensor([[0.1, 0.2, 0.3], [0, 0.1, 0]])
-    result = reinforce(tensor([1, 0]), tensor([[1, 1, 1], [1, 1, 0]]), kl, 0 * kl, kl_coef=0.1)
-    assert_close(result, tensor([[0.788079, 0.809264, 0.851634], [-1.224488, -1.224488, 0]]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("constant", [0.1, 1 / 3])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.ahead import LENGTH, Ahead, answer, answers
+from helpers.marks import slow_but
 from helpers.resumed_runs import REPLAY, checkpoint, few_live, logged, same_weights
 from helpers.resumed_runs import Recording as TrainedOn
 from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, make_trainer
@@ -91,7 +92,7 @@ def test_seeds_and_versions(tmp_path):
 class Scored(Draws):
     """Trains as if vLLM had sampled."""
 
-    _corrects = _uses_every_score = True
+    _uses_every_score = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -200,7 +201,7 @@ def history(trainer) -> list[dict]:
     return [{k: v for k, v in entry.items() if not k.startswith(STALE)} for entry in logged(trainer)][:-1]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(RUNS, "plain", "dynamic"))
 def test_resumed_run_is_the_same(tmp_path, name):
     """Completions of a checkpoint aren't asked for, the others are, by the same seeds."""
     trainer_class, options = RUNS[name]
@@ -272,7 +273,7 @@ def first_token(completion_ids, **columns) -> list[float]:
     return [float(ids[0] % 3) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("kind", [Async, Waits])
+@pytest.mark.parametrize("kind", slow_but([Async, Waits], Async))
 def test_functions_that_wait_are_called_when_a_group_comes(tmp_path, kind):
     """They have the results and the logs of functions that are called with a whole batch, also of a resumed run."""
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import clips
-from helpers.chats import RATE, audio, image, mosaic, text, write_film
+from helpers.chats import RATE, audio, image, mosaic, text
 from helpers.chats import chat as user
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, encode
+from helpers.files import write_film
 from helpers.tools import GRPO, Scripted, shows, talking
 from helpers.trainer_utils import PLAIN, image_rows, length_and_sum, load, run, text_rows
 from PIL import Image

@@ -17,11 +17,13 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.chats import RATE, video, write_film
+from helpers.chats import RATE, video
 from helpers.encoding import assert_same_features
-from helpers.families import FAMILIES, mel_extractor  # noqa: F401
+from helpers.families import ALL_FAMILIES, FAMILIES, mel_extractor  # noqa: F401
+from helpers.files import write_film
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
+    PLAIN,
     InjectedOurs,
     Recorded,
     Recording,
@@ -38,19 +40,28 @@ from helpers.trainer_utils import (
     with_media,
 )
 from packaging.version import Version
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft import (
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
+from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
-from trl_multimodal_rft.encoding.prompts import encode_prompt
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, encode_prompt, processor_outputs
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.critic import policy_alone
-from trl_multimodal_rft.models.pretrained import load_trained, read_config
+from trl_multimodal_rft.models.pretrained import load_model, load_trained, read_config
 from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 
 
@@ -491,3 +502,132 @@ def test_a_family_that_transformers_lacks_is_named_with_the_version_that_has_it(
             MultimodalGRPOTrainer(str(tmp_path), length_and_sum, train_dataset=image_rows(2))
         with pytest.raises(ImportError, match=message):
             read_config(str(tmp_path))
+
+
+# A folder with a model and its own adapter
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def with_own_adapter(folder, family: str = "granite_speech"):
+    """Saves a model and an adapter of its that names another base, and returns the folder and the processor."""
+    model, processor = ALL_FAMILIES[family].build()
+    if family == "granite_speech":
+        model.config.has_lora_adapter = True
+    else:
+        processor.save_pretrained(folder)
+    model.save_pretrained(folder)
+    adapted = get_peft_model(copy.deepcopy(model), LORA)
+    adapted.peft_config["default"].base_model_name_or_path = "released/language-model"
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return str(folder), processor
+
+
+def frozen_models(folder, family: str = "granite_speech") -> dict:
+    name, processor = with_own_adapter(folder / "both", family)
+    files = folder / "adapter"
+    files.mkdir()
+    for path in Path(name).glob("adapter_*"):
+        shutil.copy(path, files)
+    model = ALL_FAMILIES[family].build()[0]
+    models = {
+        "'.*both'; move `adapter_.*is_trainable=True": load_model(name, dtype=torch.float32),
+        "load its adapter .* is_trainable=True": PeftModel.from_pretrained(copy.deepcopy(model), files),
+        "call `model.requires_grad_": model.requires_grad_(False),
+    }
+    return models, processor, files
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer])
+def test_models_of_which_nothing_trains(trainer_class, tmp_path):
+    """Transformers freezes a model with the adapter in its folder."""
+    models, processor, files = frozen_models(tmp_path)
+    for remedy, model in models.items():
+        objects = {"model": model, "processing_class": processor}
+        with pytest.raises(
+            ValueError, match=f"GraniteSpeech.* has no weights to train, as all are frozen: .*{remedy}"
+        ):
+            if trainer_class is MultimodalSFTTrainer:
+                MultimodalSFTTrainer(args=MultimodalSFTConfig(str(tmp_path), **PLAIN), train_dataset=SAID, **objects)
+            else:
+                make_trainer(trainer_class, "", audio_rows(2), tmp_path, objects=objects, beta=0)
+
+
+SAID = Dataset.from_list(
+    [{"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "No"}]}]
+)
+
+
+def test_an_adapter_apart_from_its_model_trains(tmp_path):
+    models, processor, files = frozen_models(tmp_path)
+    model = next(iter(models.values()))
+    model = PeftModel.from_pretrained(ALL_FAMILIES["granite_speech"].build()[0], files, is_trainable=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    objects = {"model": model, "processing_class": processor}
+    make_trainer(InjectedOurs, "", audio_rows(), tmp_path, objects=objects, self_check=True, max_steps=1).train()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+
+
+def answer(model, processor, prompt) -> str:
+    refs = list(iter_refs(prompt))
+    inputs = processor_outputs(prompt, refs, processor, *decode_media(refs, processor, "raise"))
+    ids = model.generate(
+        **inputs,
+        attention_mask=torch.ones_like(inputs["input_ids"]),
+        max_new_tokens=6,
+        do_sample=False,
+        suppress_tokens=sorted(all_placeholder_ids(model, processor)),
+    )
+    return processor.tokenizer.decode(ids[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+
+
+def test_a_folder_with_a_model_and_its_adapter_answers_as_transformers_has_it(tmp_path):
+    """The `generate` of Granite Speech uses the adapter for prompts with sounds alone."""
+    folder, processor = with_own_adapter(tmp_path)
+    asked = [row for pair in zip(audio_rows(3), text_rows(3), strict=True) for row in pair]
+    config = EvaluationConfig(max_completion_length=6, batch_size=4)
+    model = load_model(folder, dtype=torch.float32)
+    answers = [row["completions"][0] for row in evaluate(model, processor, asked, length_and_sum, config).rows]
+    prompts = [row["prompt"] for row in rows_to_messages(asked)]
+    own, base = (
+        hf.GraniteSpeechForConditionalGeneration.from_pretrained(folder),
+        ALL_FAMILIES["granite_speech"].build()[0],
+    )
+    expected, without = ([answer(each.eval(), processor, prompt) for prompt in prompts] for each in (own, base))
+    assert answers == expected
+    assert [a == b for a, b in zip(answers, without, strict=True)] == [False, True] * 3
+
+
+def test_commands_load_a_folder_with_a_model_and_its_adapter(tmp_path):
+    folder, processor = with_own_adapter(tmp_path / "both", AUDIO)
+    model, loaded = load_trained(folder, dtype=torch.float32)
+    expected = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder)
+    inputs = processor(text=["Is there a bird?"], return_tensors="pt")
+    assert type(loaded) is type(processor) and type(model) is type(expected)
+    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+    assert not torch.allclose(load(AUDIO)[0](**inputs).logits, expected(**inputs).logits, atol=1e-3)
+    (tmp_path / "both" / "model.safetensors").unlink()  # an adapter beside a config is no model
+    with pytest.raises(FileNotFoundError, match="no weights .* it holds an adapter"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("texts", [True, False], ids=["sounds and text", "sounds"])
+def test_an_adapter_that_generation_switches_off_is_found(texts, tmp_path):
+    """Granite Speech samples completions of text without its adapter, which scores would have."""
+    folder, processor = with_own_adapter(tmp_path / "both")
+    model = load_model(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    dataset = with_media(text_rows(2), "audio", [sound(0.5), None if texts else sound(0.7)])
+    objects, options = {"model": model, "processing_class": processor}, {"max_steps": 1, "self_check": True}
+    trainer = make_trainer(MultimodalGRPOTrainer, "", dataset, tmp_path / "out", objects=objects, **options)
+    if texts:
+        with pytest.raises(RuntimeError, match="granite_speech can't be trained exactly: .* differ by .* from the mo"):
+            trainer.train()
+        return
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} >= moved

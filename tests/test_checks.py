@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 from helpers.checks import G, subject
-from helpers.trainer_utils import audio_rows, image_rows, sound, text_rows, with_media
+from helpers.samplers import Wrapped
+from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, norm, run, sound, text_rows, with_media
 
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.checks.engine_check import EngineCheck
 from trl_multimodal_rft.checks.media_contribution import media_contribution
 from trl_multimodal_rft.checks.self_check import SelfCheck
@@ -133,3 +135,53 @@ def test_text_has_no_contribution():
     text = subject("qwen2_audio", text_rows(1))
     completions = completions_of(text)
     assert media_contribution(text.policy, text.model, completions, completions[2], ablating(text)) == {}
+
+
+# Another sampler
+
+
+def other_sampler(shift: float, length: int = 4):
+    """Random tokens, with log-probabilities by the model's own forward of each completion, shifted."""
+
+    class Other(Wrapped):
+        def __call__(self, model, prompts, *, step, **options):
+            generator, ids, logps = torch.Generator().manual_seed(step), [], []
+            for prompt in prompts:
+                own = torch.randint(50, 200, (length,), generator=generator)
+                sequence = torch.cat([prompt.input_ids, own])[None]
+                given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
+                with torch.no_grad():
+                    log_probs = model(**given).logits[0, -length - 1 : -1].float().log_softmax(-1)
+                ids.append(own.tolist())
+                logps.append((log_probs.gather(-1, own[:, None])[:, 0] + shift).tolist())
+            return ids, logps
+
+    return Other
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "mode", "n_tokens"),
+    [(MultimodalGRPOTrainer, "token_truncate", 1), (MultimodalRLOOTrainer, "sequence_truncate", 4)],
+)
+def test_log_probabilities_of_another_sampler_weigh_completions(trainer_class, mode, n_tokens):
+    options = {"beta": 0.0, "max_completion_length": 4, "max_steps": 1, "reward": length_and_sum}
+    options |= {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 9.0}
+    updates = {}
+    for shift in (0.0, 0.3):
+        result = run(trainer_class, "qwen2_audio", audio_rows(), sampler=other_sampler(shift), **options)
+        updates[shift] = result.update
+        assert result.history[0]["sampling/sampling_logp_difference/mean"] == pytest.approx(shift, abs=1e-5)
+    factor = math.exp(-0.3 * n_tokens)
+    scaled = {name: value * factor for name, value in updates[0.0].items()}
+    assert norm(scaled) > 1e-3
+    assert norm({name: scaled[name] - updates[0.3][name] for name in scaled}) <= 1e-3 * norm(scaled)
+
+
+def test_the_self_check_measures_another_sampler():
+    options = {"self_check": True, "max_completion_length": 4, "learning_rate": 0.1}
+    check = run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), sampler=other_sampler(0.0), **options)
+    check = check.trainer.checks.self_check
+    assert check.sampled is None
+    assert max(check.engine) <= 1e-5 and max(check.engine_updated) <= 1e-5
+    with pytest.raises(RuntimeError, match=r"the engine's log-probabilities are 2e-02 on average.*Let transformers"):
+        run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), sampler=other_sampler(0.02), **options)

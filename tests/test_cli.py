@@ -22,6 +22,7 @@ from families_report.measure import Measurement, measure
 from families_report.report import HEADER, MARK, measurable
 from families_report.tiny_media import encode
 from families_report.tiny_models import tiny_model
+from helpers import forked
 from helpers.families import FAMILIES
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
@@ -219,7 +220,7 @@ def run_of(n_processes, folder, *more):
 
 def launched(*arguments):
     command = run_of(*arguments)
-    return subprocess.run(command, capture_output=True, text=True, cwd=arguments[1], timeout=PATIENCE)
+    return forked.run(command, capture_output=True, cwd=arguments[1], timeout=PATIENCE)
 
 
 def test_error_of_input_in_launched_processes_is_one_line(tmp_path):

@@ -4,25 +4,27 @@
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
+import av
 import numpy as np
 import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset, DatasetDict, List, load_from_disk
 from datasets import Image as ImageFeature
-from helpers.chats import RATE, audio, image, write_film
+from helpers import forked
+from helpers.chats import RATE, audio, image
 from helpers.families import FAMILIES
+from helpers.files import sound_by_ffmpeg, write_film
 from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import arguments, main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
+from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, rows_to_messages
-from trl_multimodal_rft.data.loading import load_audio
 from trl_multimodal_rft.data.rows import DatasetRows
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.data.sizes import media_size
@@ -130,7 +132,7 @@ def test_entry_point_with_workers(sounds, tmp_path, capsys):
     DatasetDict(good=sounds.select([0, 1, 2, 4]), all=sounds).save_to_disk(tmp_path / "rows")
     options = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_audio"), "--dataset_split"]
     command = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", "check", *options, "all"]
-    shown = subprocess.run([*command, "--num_workers", "2"], capture_output=True, text=True)
+    shown = forked.run([*command, "--num_workers", "2"], capture_output=True)
     assert shown.returncode == 1, shown.stderr
     assert "24/24" in shown.stderr  # the progress bar
     run(*options, "all", "--num_workers", 0, status=1)
@@ -282,11 +284,23 @@ def test_sizes_and_limits(tmp_path, capsys):
     }
 
 
-@pytest.mark.parametrize("ending", ["wav", "mp3", "ogg"])
-def test_seconds_are_those_of_the_sound(ending, tmp_path):
-    soundfile.write(path := tmp_path / f"sound.{ending}", audio(1.5)["audio"], RATE)
-    seconds = len(load_audio(ref := MediaRef("audio", str(path), {}, "audio", 0), RATE)) / RATE
-    assert media_size(ref) == {"seconds": pytest.approx(seconds, abs=1e-3)}
+SOUNDS = {"m4a": ("mp4", "aac"), "mp4": ("mp4", "libopus"), "wma": ("asf", "wmav2"), "aac": ("adts", "aac")}
+SOUNDS |= {"webm": ("webm", "libopus"), "opus": ("ogg", "libopus"), "mkv": ("matroska", "pcm_s16le")}
+
+
+@pytest.mark.parametrize("ending", ["wav", "mp3", "ogg", "flac", "aiff", *SOUNDS])
+def test_seconds_are_those_of_the_sound(ending, tmp_path, monkeypatch):
+    """Also of more than a piece of what is decoded at once."""
+    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    samples = audio(3.0)["audio"].astype(np.float32)
+    if ending in SOUNDS:
+        (path := tmp_path / f"sound.{ending}").write_bytes(sound_by_ffmpeg(samples[:, None], RATE, *SOUNDS[ending]))
+    else:
+        soundfile.write(path := tmp_path / f"sound.{ending}", samples, RATE)
+    with av.open(str(path)) as container:
+        seconds = float(sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0)))
+    ref = MediaRef("audio", str(path), {}, "audio", 0)
+    assert media_size(ref) == {"seconds": pytest.approx(seconds, abs=1e-2)} and seconds == pytest.approx(3, abs=0.1)
     short = replace(ref, rules=MediaRules(max_audio_seconds=1.0))
     assert media_size(short)["seconds"] > 1
     array = replace(ref, source={"array": np.zeros(RATE // 2, np.float32), "sampling_rate": RATE})

@@ -12,7 +12,7 @@ import yaml
 from helpers.families import FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import image_rows, load, make_trainer
-from transformers import TrainerCallback
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import arguments, estimate, main
@@ -39,7 +39,16 @@ def parse(*argv):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return FAMILIES["qwen2_5_vl"].save(tmp_path_factory.mktemp("qwen2_5_vl"))
+    """A model of one layer and one block of its encoder."""
+    model, processor = load("qwen2_5_vl")
+    del model.get_decoder().layers[1:], model.model.visual.blocks[1:]
+    text, vision = model.config.text_config, model.config.vision_config
+    text.num_hidden_layers, text.layer_types = 1, text.layer_types[:1]
+    vision.depth, vision.fullatt_block_indexes = 1, [0]
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -85,8 +94,8 @@ def test_states_are_those_of_a_trainer(folder, small_tile, tmp_path, frozen):
     args = parse("--model_name_or_path", folder, "--device", "cpu", "--no-bf16", "--packing", "prefix", *TINY, *words)
     measured = estimate.measure(args)
     parts = memory(args, measured)
-    model, processor = load("qwen2_5_vl")
-    seen = {}
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor, seen = AutoProcessor.from_pretrained(folder), {}
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
@@ -305,7 +314,10 @@ def test_other_families(family, tmp_path, capsys):
     assert "excludes media encoders" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("family", "medium"), [("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")])
+@pytest.mark.parametrize(
+    ("family", "medium"),
+    slow_but([("qwen2_5_vl", "--images"), ("qwen2_5_omni", "--audio_seconds")], ("qwen2_5_omni", "--audio_seconds")),
+)
 def test_config_alone_counts_encoders(family, medium, small_tile, tmp_path):
     """A file with a config has no processor. The tower runs on patches or frames of the config's sizes."""
     config = ["--model_name_or_path", FAMILIES[family].save(tmp_path) / "config.json", *TINY, "--num_generations", "2"]

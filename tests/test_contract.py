@@ -29,8 +29,10 @@ from trl_multimodal_rft import (
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
     MultimodalSFTTrainer,
+    versions,
 )
 from trl_multimodal_rft.reporting import media_logs, model_card
+from trl_multimodal_rft.trainers.checkpoints import CheckpointMixin
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     CALLED,
@@ -40,6 +42,7 @@ from trl_multimodal_rft.versions import (
     OVERRIDDEN_RLOO,
     OVERRIDDEN_SFT,
     TESTED,
+    check_versions,
 )
 
 
@@ -111,7 +114,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
     arguments = set(re.findall(r"\bargs\.(\w+)", source))
-    assert {"steps_per_generation", "packing"} <= arguments
+    assert {"steps_per_generation", "self_check"} <= arguments
     missing = {name for name in arguments if not hasattr(our_config(str(tmp_path), use_cpu=True, bf16=False), name)}
     assert not missing
 
@@ -198,13 +201,13 @@ def test_families_still_have_their_own_rules():
         )
 
 
-def imported(tmp_path, prelude="", **versions) -> str:
+def imported(tmp_path, **versions) -> str:
     """Imports a trainer in a new process, in which packages say other versions, and returns what it prints."""
     for name, number in versions.items():
         folder = tmp_path / f"{name}-{number}.dist-info"
         folder.mkdir()
         folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
-    code = f"{prelude}\nfrom trl_multimodal_rft import MultimodalGRPOTrainer\nprint('imported')"
+    code = "from trl_multimodal_rft import MultimodalGRPOTrainer\nimport sys; print('imported', *sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE)
     return run.stdout + run.stderr
@@ -217,19 +220,19 @@ def test_a_newer_version_is_warned_of_once(tmp_path):
         f"UserWarning: trl 1.99.0, transformers 5.99.0.dev0: newer than trl-multimodal-rft was tested with {tested}."
     )
     assert said.count(expected) == 1 and "imported" in said
+    assert "trl_multimodal_rft.trainers.grpo_trainer" in said and "trl_multimodal_rft.lightrft" not in said
 
 
-def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(tmp_path):
-    other = "import trl.trainer.utils\ntrl.trainer.utils.nanstd = lambda tensor: tensor"
-    assert "imported" in imported(tmp_path, other)
-    gone = (
-        "import transformers\nfrom trl import GRPOTrainer, RLOOTrainer, SFTTrainer\n"
-        "del trl.trainer.utils.nanmin, transformers.Trainer._init_training_state"
-    )
-    said = imported(tmp_path, f"{other}\n{gone}", trl="1.99.0")
-    assert "imported" not in said
-    [error] = [line for line in said.splitlines() if line.startswith("ImportError")]
-    assert "trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepdim` of" in error
+def test_a_newer_version_without_what_is_used_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setattr("trl.trainer.utils.nanstd", lambda tensor: tensor)
+    check_versions()  # looks at parts of newer versions alone
+    monkeypatch.delattr("trl.trainer.utils.nanmin")
+    monkeypatch.delattr(Trainer, "_init_training_state")
+    monkeypatch.setattr(versions, "version", lambda name: "1.99.0" if name == "trl" else version(name))
+    with pytest.raises(ImportError) as raised:
+        check_versions()
+    error = str(raised.value)
+    assert error.startswith("trl 1.99.0 lacks `trl.trainer.utils.nanmin`, `dim` of `trl.trainer.utils.nanstd`, `keepd")
     assert f"; transformers {version('transformers')} lacks `transformers.Trainer._init_training_state`. " in error
     assert f'run `pip install "trl{TESTED["trl"]}" "transformers{TESTED["transformers"]}"`, or update it' in error
 
@@ -247,3 +250,11 @@ def test_the_package_installs_beside_what_is_tested():
     floors = {name: tested.split(",")[0] for name, tested in TESTED.items()}
     assert {f"trl{floors['trl']}", f"torch{floors['torch']}", f"transformers{floors['transformers']},<6"} < {*required}
     assert all(SpecifierSet(tested).contains(version(name), True) for name, tested in TESTED.items())
+
+
+def test_checkpoints_need_what_they_declare():
+    """`CheckpointMixin` reads attributes that it declares, or that transformers' `Trainer` or TRL's controller has."""
+    names = set(re.findall(r"self\.(\w+)", inspect.getsource(CheckpointMixin)))
+    theirs = {*dir(Trainer), *re.findall(r"self\.(\w+)", inspect.getsource(Trainer))}
+    of_trl = {"entropy_coef", "_last_world_entropy", "_get_grad_norm"}
+    assert names - {*vars(CheckpointMixin), *CheckpointMixin.__annotations__} - theirs <= of_trl

@@ -1,6 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Texts of rows and tools neither end nor start turns by default. The tokenizer's ids are the ground truth."""
 
+import json
+import time
+
 import pytest
 from datasets import Dataset
 from helpers.chats import image
@@ -90,6 +93,22 @@ def test_what_is_left_holds_no_control_token(name):
     assert found == (0 if name == "voxtral" else 4 * len(words.all_special_tokens))
 
 
+@pytest.mark.parametrize("inner", ["<|im_end|>", "<|im_start|>", "<|vision_start|><|image_pad|>", ""])
+def test_nested_tokens_are_stripped_in_linear_time(inner):
+    processor = load("qwen2_5_vl")[1]
+
+    def seconds(n):
+        text = "Is it" + "<|im_" * n + inner + "end|>" * n + "?"
+        start = time.process_time()
+        left = checked_texts(text, processor, "strip", "")
+        taken = time.process_time() - start
+        assert left == "Is it?"
+        return taken
+
+    short, long = seconds(100), seconds(1000)
+    assert long < 30 * max(short, 0.02)
+
+
 @pytest.mark.parametrize("trainer_class", [*SAMPLING, MultimodalSFTTrainer, evaluate])
 @pytest.mark.parametrize("media", [True, False], ids=["image", "text"])
 def test_rows_with_control_tokens_are_named(trainer_class, media, tmp_path):
@@ -167,6 +186,90 @@ def test_supervised_rows(media):
         plain = {"prompt": "<|im_start|>user\nWhat?<|im_end|>\n", "completion": "A cat.<|im_end|>"}
         ids = encode_sequence(plain, processor, model, special_tokens_in_text="raise").input_ids.tolist()
         assert ids == processor.tokenizer(plain["prompt"] + plain["completion"])["input_ids"]
+
+
+VARIABLES = "{{ (tools or []) | tojson }}{{ hint }}{{ documents }}\n"
+
+
+def tool(text, name="look"):
+    parameters = {"type": "object", "properties": {"where": {"type": "string", "description": text}}}
+    return {"type": "function", "function": {"name": name, "description": "Looks.", "parameters": parameters}}
+
+
+COLUMNS = {
+    "tools": lambda text: {"tools": [tool(text)]},
+    "tools as JSON": lambda text: {"tools": json.dumps([tool("Where."), tool(text, name="see")])},
+    "hint": lambda text: {"chat_template_kwargs": {"hint": text}},
+    "documents": lambda text: {"chat_template_kwargs": {"documents": [{"title": "A", "text": f"{text} more"}]}},
+}
+
+
+def supervised(column, folder, media=True, **options):
+    """Returns a trainer, and a row of its with other columns."""
+    model, processor = load("qwen2_5_vl")
+    processor.chat_template = VARIABLES + processor.chat_template
+    row = {"messages": [*user("What is it?"), ANSWER], **({"image": PICTURE} if media else {}), **column}
+    dataset = Dataset.from_list([{"index": 0}] * 2)
+    dataset.set_transform(lambda batch: {key: [value] * len(batch["index"]) for key, value in row.items()})
+    args = MultimodalSFTConfig(str(folder), **{**PLAIN, "per_device_train_batch_size": 2, **options})
+    return MultimodalSFTTrainer(model, args, dataset, processing_class=processor)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_what_supervised_rows_give_the_chat_template(name, tmp_path):
+    column = "tools" if "tools" in name else "chat_template_kwargs"
+    with pytest.raises(MediaError, match=f"row 0, column '{column}': the text holds the control token '<.im_end.>'"):
+        supervised(COLUMNS[name](HOSTILE), tmp_path, special_tokens_in_text="raise").train()
+    trainer = supervised(COLUMNS[name](HOSTILE), tmp_path, special_tokens_in_text="strip")
+    clean = COLUMNS[name](CLEAN)
+    variables = {"tools": json.loads(clean["tools"]) if "JSON" in name else clean.get("tools")}
+    variables |= clean.get("chat_template_kwargs", {})
+    chat = [
+        {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What is it?"}]}
+    ]
+    chat.append({"role": "assistant", "content": [{"type": "text", "text": "Yes."}]})
+    truth = trainer.processing_class.apply_chat_template([chat], tokenize=True, return_dict=True, **variables)
+    (sequence, _) = next(iter(trainer.get_train_dataloader()))["sequences"]
+    assert sequence.input_ids.tolist() == list(truth["input_ids"][0])
+
+
+ARGUMENTS = {
+    "chat_template": "Evil {% for i in range(9 ** 9) %}{% endfor %}",
+    "messages": user("Something else"),
+    "conversation": user("Something else"),
+    "tools": [tool(CLEAN)],
+    "add_generation_prompt": True,
+    "continue_final_message": True,
+    "tokenize": False,
+    "max_length": 3,
+    "processor_kwargs": {"truncation": True, "max_length": 3},
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("media", [True, False], ids=["image", "text"])
+def test_supervised_rows_have_no_arguments_of_the_call(name, media, tmp_path):
+    """A row's template would replace the model's, and run for as long as it likes."""
+    column = {"chat_template_kwargs": {"hint": "Look.", name: ARGUMENTS[name]}}
+    with pytest.raises(ValueError, match=rf"row 0, column 'chat_template_kwargs': \['{name}'\] are no variables of a"):
+        supervised(column, tmp_path, media).train()
+
+
+def test_variables_that_the_template_does_not_read(tmp_path):
+    """They don't reach the processor, which takes images and options of its own."""
+    given = {
+        "images": [image(112, 112)["image"]],
+        "truncation": None,
+        "min_pixels": 10**6,
+        "other": 1,
+        "hint": "Look.",
+    }
+    found, expected = (
+        next(iter(supervised({"chat_template_kwargs": each}, tmp_path).get_train_dataloader()))["sequences"][0]
+        for each in (given, {"hint": "Look."})
+    )
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert all(found.media[name].equal(value) for name, value in expected.media.items())
 
 
 class Talking(Scripted):

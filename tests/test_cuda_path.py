@@ -12,7 +12,8 @@ from helpers.completions import G, random_completions
 from helpers.cuda_path import Counts, cuda_path, is_uncounted
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
-from helpers.packed_rows import backward, build, padded_reference, relative_difference
+from helpers.packed_rows import backward, build, padded_reference
+from helpers.trainer_utils import relative_difference
 from packaging import version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

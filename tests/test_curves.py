@@ -22,7 +22,6 @@ from PIL import Image
 from trl_multimodal_rft import (
     GenerationEvalCallback,
     MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
     TrainingCurvesCallback,
 )
 from trl_multimodal_rft.evaluation import EvaluationConfig
@@ -229,29 +228,6 @@ def test_grpo(tmp_path, drawn):
     assert [step for step, _ in points(axes["Held-out accuracy"].lines[0])] == [2, 3]
     low, high = (dict(logged(history, f"completions/{name}_length")) for name in ("min", "max"))
     assert band(axes["Completion length"]) == {step: (low[step], high[step]) for step in (1, 2, 3)}
-
-
-def test_ppo(tmp_path):
-    trainer = drawing(tmp_path, MultimodalPPOTrainer)
-    trainer.train()
-    axes = panels(figure_of(trainer.state.log_history))
-    assert [*axes] == ["Reward", "Entropy", "Completion length", "Explained variance", "Value loss"]
-    assert points(axes["Value loss"].lines[0]) == logged(trainer.state.log_history, "value_loss")
-    assert Image.open(tmp_path / "training_curves.png").width == 1200
-
-
-@pytest.mark.slow
-def test_resume(tmp_path, drawn):
-    """The picture of a resumed run includes the earlier steps."""
-
-    options = {"save_strategy": "steps", "save_steps": 2}
-    drawing(tmp_path, max_steps=2, **options).train()
-    drawn.clear()
-    drawing(tmp_path, max_steps=4, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for history, _ in drawn:
-        assert [step for step, _ in logged(history, "reward")][:3] == [1, 2, 3]
-    assert [step for step, _ in logged(drawn[-1][0], "reward")] == [1, 2, 3, 4]
-    assert drawn[-1][1] == f"{tmp_path.name}: update 4 of 4"
 
 
 def test_only_the_main_process_draws(tmp_path, drawn):

@@ -10,12 +10,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers as hf
-from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.completions import random_completions
 from helpers.cuda_path import Counts, cuda_path
 from helpers.encoding import build_encoded
 from helpers.families import instantiate
 from helpers.packed_rows import enable_checkpointing
+from helpers.synthetic import FAMILIES as SYNTHETIC
 from torch import nn
 from torch.nn.attention import varlen
 from torch.utils._pytree import tree_leaves, tree_map
@@ -144,7 +144,7 @@ def test_one_call_per_layer_equals_transformers(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["minicpmv4_7", "minicpm_ocr", "minimax_m3_vl"])
 def test_other_families(name, monkeypatch):
-    model, prompts = BY_HAND[name]()
+    model, prompts = SYNTHETIC[name]()
     if not split_attentions(model):
         pytest.skip("its encoder masks other images in this version of transformers")
     calls = encoder_calls(model, prompts)

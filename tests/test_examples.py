@@ -4,9 +4,7 @@
 import ast
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import yaml
 from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
+from helpers import forked
 from helpers.processes import PATIENCE
 from small_models import cropping_model, hidden_digit_model, spoken_digit_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
@@ -42,7 +41,7 @@ def launch(script, output_dir, *options, compact=False, launcher=()):
         *([] if compact else ["--disable_compact_log"]),
         *options,
     ]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=PATIENCE)
+    run = forked.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 
@@ -81,7 +80,7 @@ def test_audio_and_asking_the_saved_model(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
     code = next(block for block in blocks if "outputs/grpo_audio" in block)
     code = code.replace("outputs/grpo_audio", str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    run = forked.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-2000:]
     (answer,) = ast.literal_eval(run.stdout.strip().splitlines()[-1])
     assert isinstance(answer, str)
@@ -221,23 +220,6 @@ def read_video(row):
 
 
 @pytest.mark.slow
-def test_with_arguments(tmp_path):
-    """A user's typical options: a model by name, a dataset by path, LoRA."""
-    model, rows = save_inputs(tmp_path)
-    for split in rows:
-        rows[split].to_parquet(tmp_path / "data" / f"{split}.parquet")
-    options = (
-        *("--model_name_or_path", model, "--dtype", "float32"),
-        *("--dataset_name", str(tmp_path / "data"), "--use_peft", "--lora_target_modules", "q_proj", "v_proj"),
-        *("--num_generations", "8", "--max_completion_length", "4", "--bf16", "False", "--use_cpu"),
-        *("--eval_strategy", "steps", "--eval_steps", "1"),
-    )
-    output = launch("grpo_audio", tmp_path / "trained", *options)
-    assert "rewards/format_reward/mean" in output and "eval_reward" in output
-    assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
 def test_script_that_stands_alone(tmp_path):
     model, processor = hidden_digit_model()
     for each in (model, processor):
@@ -259,7 +241,9 @@ def test_script_that_stands_alone(tmp_path):
 @pytest.mark.slow
 def test_ppo_with_a_config_file(tmp_path):
     """The file names a model, a critic and a supervised dataset."""
-    model, rows = save_inputs(tmp_path)
+    for part in spoken_digit_model():
+        part.save_pretrained(tmp_path / "model")
+    model, rows = str(tmp_path / "model"), spoken_digits(train_rows=40, test_rows=10)
     critic = Critic.from_pretrained(model, Qwen2AudioForConditionalGeneration)
     torch.nn.init.constant_(critic.head.bias, 0.5)
     critic.save_pretrained(tmp_path / "critic")
@@ -275,10 +259,3 @@ def test_ppo_with_a_config_file(tmp_path):
     assert re.search(r"'values/mean': '?0\.5\b", output)  # of the saved critic; a copy of the policy starts at 0
     assert (tmp_path / "trained" / "critic" / "value_head.safetensors").exists()
     assert not (tmp_path / "trained" / "demo_metrics.json").exists()
-
-
-def save_inputs(folder):
-    model, processor = spoken_digit_model()
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    return str(folder / "model"), spoken_digits(train_rows=40, test_rows=10)

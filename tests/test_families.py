@@ -1,25 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
 Compares every family, loaded by the name of its folder, with the model's forward pass and `generate`. Also checks that
-the models of the matrix make useful tests: they must see their media and attend to the prompt.
+the models of the matrix make useful tests: they must see their media, by the self-check, and attend to the prompt.
 """
 
 import base64
 import functools
 import json
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.chats import RATE, base64_audio
+from helpers.chats import RATE
 from helpers.completions import random_completions
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, encode, mel_extractor, tokenizer  # noqa: F401
 from helpers.packed_rows import LLAMA4_PACKS
 from helpers.trainer_utils import checkpoint, make_trainer, relative_difference, text_rows
 from packaging.version import Version
-from PIL import ImageOps
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -184,48 +182,20 @@ def test_omni_prompt_mixes_all_modalities():
         assert any(set(kinds(messages)) == {"image", "audio", "video"} for messages in FAMILIES[name].prompts())
 
 
-def with_other_media(messages):
-    """Returns the same chat with inverted images and videos, and silence for audio."""
-
-    def other(block):
-        match block:
-            case {"type": "image", "image": image}:
-                return {**block, "image": ImageOps.invert(image)}
-            case {"type": "video", "video": video}:
-                return {**block, "video": 255 - video}
-            case {"type": "audio", "audio": audio}:
-                return {**block, "audio": np.zeros_like(audio)}
-            case {"type": "audio", "base64": _}:
-                return base64_audio({"audio": np.zeros(8000, dtype=np.float32)})
-        return block
-
-    return [{**message, "content": [other(block) for block in message["content"]]} for message in messages]
-
-
 @torch.no_grad()
 def last_logprobs(model, inputs):
     return model(**inputs).logits[0, -1].log_softmax(-1)
 
 
 @every_family
-def test_media_and_early_tokens_change_logits(name):
+def test_early_tokens_change_logits(name):
     model, processor = built(name)
     for messages in ALL_FAMILIES[name].prompts():
         inputs = encode(processor, messages).to(model.dtype)
-        ids = inputs["input_ids"]
-        logprobs = last_logprobs(model, inputs)
+        logprobs, early = last_logprobs(model, inputs), inputs["input_ids"].clone()
         assert logprobs.isfinite().all()
-
-        other = encode(processor, with_other_media(messages)).to(model.dtype)
-        # only for audio files, silence may change the windows and so the tokens
-        assert name == "voxtral" or torch.equal(ids, other["input_ids"])
-        change = (last_logprobs(model, other) - logprobs).abs().max()
-        assert change > 0.05 if kinds(messages) else change == 0
-
-        early = ids.clone()
-        early[0, 1] = ids[0, -2]
-        change = (last_logprobs(model, {**inputs, "input_ids": early}) - logprobs).abs().max()
-        assert change > 0.005
+        early[0, 1] = early[0, -2]
+        assert (last_logprobs(model, {**inputs, "input_ids": early}) - logprobs).abs().max() > 0.005
 
 
 def test_sliding_windows_are_shorter_than_prompts():

@@ -2,6 +2,7 @@
 """Datasets whose features decode media: the trainers read the stored files, rewards get the features' objects."""
 
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, load_dataset
 from helpers.chats import RATE, audio, image, video
+from helpers.marks import slow_but
 from helpers.trainer_utils import InjectedOurs, load, make_trainer, run
 
 from trl_multimodal_rft import MultimodalPPOTrainer
@@ -31,6 +33,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 FAMILY = {"image": "qwen2_5_vl", "audio": "qwen2_audio", "video": "qwen2_5_vl"}
 ENDING = {"image": "png", "audio": "wav", "video": "mp4"}
+FORMS = ["table", "stream", "parquet"]
 OPTIONS = {"self_check": False, "max_steps": 1, "shuffle_dataset": False}
 N = 4
 
@@ -88,8 +91,13 @@ def same(given, expected) -> bool:
     return len(given) == len(expected) and all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
-@pytest.mark.parametrize("form", ["table", "stream", "parquet"])
-@pytest.mark.parametrize("kind", ENDING)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    slow_but(
+        itertools.product(ENDING, FORMS),
+        *zip(ENDING, FORMS, strict=True),
+    ),
+)
 def test_rewards_get_what_the_feature_gives(kind, form, folders):
     seen = {}
 
@@ -108,8 +116,7 @@ def test_rewards_get_what_the_feature_gives(kind, form, folders):
             assert same(medium, expected[i][kind]) and same(of_prompt, expected[i][kind])
 
 
-@pytest.mark.parametrize("form", ["table", "stream"])
-@pytest.mark.parametrize("kind", ENDING)
+@pytest.mark.parametrize(("kind", "form"), [("image", "table"), ("audio", "stream"), ("video", "table")])
 def test_nothing_is_decoded_that_nobody_looks_at(kind, form, folders, monkeypatch):
     feature = {"image": Image, "audio": Audio, "video": Video}[kind]
     decode, decoded = feature.decode_example, []

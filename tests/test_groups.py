@@ -1,9 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Groups of completions that outlive their batch, and the choice of groups that fill a batch."""
 
+import inspect
 import io
 import pickle
 import random
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -48,6 +51,29 @@ def test_old_groups_are_forgotten():
     forever = GroupBuffer()
     forever.append([group(0, step=0)])
     assert prompts_in(forever.sample(1, step=10**6)) == [0]
+
+
+def test_every_field_of_tokens_is_padded_and_cut():
+    """Whatever the class says has a value per token, in groups of other widths, one of which ends early."""
+    names = re.findall(r"^    (\w+): .*# .*\(N, C\b", inspect.getsource(Rollout), re.MULTILINE)
+    assert len(names) >= 15 and {*names} <= {each.name for each in fields(Rollout)}
+
+    def wide(number: int, width: int) -> Rollout:
+        mask = torch.ones(2, width, dtype=torch.long)
+        mask[:, 3:] *= width == 6
+        shapes = {name: (2, width, *(5,) * name.startswith("teacher_")) for name in names}
+        values = {name: number + torch.rand(shape) for name, shape in shapes.items()}
+        return replace(group(number), **{**values, "completion_mask": mask, "completion_ids": mask * number})
+
+    whole = [wide(1, 4), wide(2, 6)]
+    groups = [each for part in whole for each in part.groups(2)]
+    assert {name: getattr(groups[0], name).shape[1] for name in names} == dict.fromkeys(names, 3)
+    joined = join_rollouts(groups, torch.device("cpu"))
+    for name in names:
+        value, first, last = (getattr(each, name) for each in (joined, *whole))
+        assert value.shape == (4, *last.shape[1:])
+        assert torch.equal(value[:2, :3], first[:, :3]) and torch.equal(value[2:], last)
+        assert value[:2, 3:].unique().tolist() == [1 if name == "tool_mask" else 0]
 
 
 def test_what_is_kept_is_a_copy():

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The options of the GRPO config: refusals, accepted values, serialization, and an effect of each option."""
+"""The options of the GRPO config: refusals, accepted values, serialization, and additions."""
 
 import copy
 import dataclasses
@@ -12,7 +12,6 @@ import torch
 from datasets import IterableDataset
 from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
 from helpers.trainer_utils import InjectedOurs, keys, length_and_sum, load, make_trainer, norm, relative_difference
-from trl import GRPOConfig, TrlParser
 
 from trl_multimodal_rft import (
     MultimodalGRPOConfig,
@@ -23,8 +22,8 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, described
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, importance_ratios, policy_loss
-from trl_multimodal_rft.data.rules import RULE_NAMES
 from trl_multimodal_rft.trainers import multimodal_config, setup
+from trl_multimodal_rft.views import VIEWS, view
 
 
 def config(**options):
@@ -377,117 +376,10 @@ def test_reward_processing_classes_of_the_user_are_left_alone(tmp_path):
     assert classes == [None]
 
 
-def test_config_from_the_command_line():
-    line = (
-        "--output_dir out --use_cpu true --bf16 false --beta 0.1 --advantage_estimator cpgd --kl_in_reward true "
-        "--kl_estimator k1 --kl_target 0.05 --reward_clip_range -1 1 --loss_type cpgd --cpgd_weight std "
-        "--soft_overlong_cache 16 --reward_running_scale --dynamic_sampling true --replay_buffer_size 4"
-    )
-    (args,) = TrlParser(MultimodalGRPOConfig).parse_args_and_config(line.split())
-    assert (args.advantage_estimator, args.kl_in_reward, args.kl_estimator) == ("cpgd", True, "k1")
-    assert (args.reward_clip_range, args.loss_type, args.cpgd_weight) == ([-1.0, 1.0], "cpgd", "std")
-    assert (args.soft_overlong_cache, args.reward_running_scale, args.kl_target) == (16, True, 0.05)
-    assert (args.dynamic_sampling, args.replay_buffer_size) == (True, 4)
-    with pytest.raises(SystemExit):
-        TrlParser(MultimodalGRPOConfig).parse_args_and_config(["--output_dir", "out", "--kl_estimator", "k4"])
-
-
-# Every option changes a result. Separate tests cover the options of `MultimodalArguments`.
-
-MEDIA_AND_PACKING = {
-    "packing",
-    "keep_groups_together",
-    "max_tokens_per_microbatch",  # changes no update, see test_token_budget.py
-    "balance_ranks",  # changes no update, see distributed/test_distributed.py
-    "freeze",  # these two of all trainers, see test_freeze.py
-    "learning_rates",
-    "audio_overlong",
-    "ignored_media_columns",  # see test_unread_media.py
-    "special_tokens_in_text",  # see test_control_tokens.py
-    *RULE_NAMES,  # see test_media_rules.py
-    *("rollout_view", "rollout_view_fraction", "rollout_view_schedule"),  # see test_rollout_views.py
-    *("contrast_view", "contrast_fraction", "contrast_ratio", "contrast_bonus"),
-    "media_prefetch",  # these three change no update of readable rows, see test_rows.py
-    "on_media_error",
-    "max_skipped_rows",
-    "max_tool_media",  # see test_tools.py
-    "offload_during_generation",  # changes no update, see test_offload.py
-    "vllm_engine_kwargs",  # these four are about vLLM, see tests/engine and test_asynchronous.py
-    "max_staleness",
-    "vllm_server_base_urls",
-    "vllm_sync_adapter",
-    "max_logged_media",  # these two change no update, see test_media_logs.py
-    "max_logged_megabytes",
-    "media_contribution_steps",  # changes no update, see test_ablation.py
-    "self_check",
-    "max_skipped_updates",
-    "checkpoint_manifest",  # see test_whole_checkpoints.py
-}
-TWICE = {"num_iterations": 2}
-WHITENED = {"advantage_estimator": "reinforce_baseline"}
-CENTRED = {"advantage_estimator": "dr_grpo"}
-DRIFT = {"loss_type": "cpgd", "cpgd_drift_coef": 1.0, **TWICE}
-FILTER = {"top_entropy_quantile": 0.3, **TWICE}
-ADAPTED = {"beta": 1.0, "kl_target": 0.001, "kl_horizon": 10}
-DYNAMIC = {"dynamic_sampling": True}
-REPLAY = {"replay_buffer_size": 4}
-SHUFFLED = {"shuffle_dataset": True}
-PENALIZED = {**DYNAMIC, "soft_overlong_cache": 4, "dynamic_sampling_range": (-0.6, 2.5)}
-PAPO = {"loss_view": "blank", "view_kl_coef": 0.5, "view_kl_clip": 10.0}
-DEPENDENT = {"loss_view": "blank", "dependency_advantage_min": 0.5}
-RELEVANT = {"loss_view": "blank", "dependency_temperature": 0.1, "beta": 0.1}
-PAIRS = {
-    "advantage_estimator": ({}, CENTRED),
-    "norm_level": (WHITENED, {**WHITENED, "norm_level": "sequence"}),
-    "cpgd_weight": ({"advantage_estimator": "cpgd"}, {"advantage_estimator": "cpgd", "cpgd_weight": "none"}),
-    "soft_overlong_cache": ({}, {"soft_overlong_cache": 4}),
-    "reward_running_scale": (CENTRED, {**CENTRED, "reward_running_scale": True}),
-    "reward_clip_range": (CENTRED, {**CENTRED, "reward_clip_range": (0.0, 1.0)}),
-    "kl_estimator": ({**TWICE, "beta": 1.0}, {**TWICE, "beta": 1.0, "kl_estimator": "k2"}),
-    "kl_in_reward": ({"beta": 1.0}, {"beta": 1.0, "kl_in_reward": True}),
-    "kl_target": ({"beta": 1.0}, ADAPTED),
-    "kl_horizon": (ADAPTED, {**ADAPTED, "kl_horizon": 100}),
-    "cpgd_drift_coef": ({**DRIFT, "cpgd_drift_coef": 0.01}, DRIFT),
-    "cpgd_drift_clamp": (DRIFT, {**DRIFT, "cpgd_drift_clamp": 0.05}),
-    "entropy_scope": (FILTER, {**FILTER, "entropy_scope": "sequence"}),
-    "entropy_source": (FILTER, {**FILTER, "entropy_source": "current"}),
-    "entropy_renormalize": (FILTER, {**FILTER, "entropy_renormalize": True}),
-    "dynamic_sampling": ({}, DYNAMIC),
-    "dynamic_sampling_max_rounds": (DYNAMIC, {**DYNAMIC, "dynamic_sampling_max_rounds": 1}),
-    "dynamic_sampling_range": (DYNAMIC, {**DYNAMIC, "dynamic_sampling_range": (2.0, 2.5)}),
-    "dynamic_sampling_reward": (PENALIZED, {**PENALIZED, "dynamic_sampling_reward": "soft_overlong_punishment"}),
-    "difficulty_sampling": (SHUFFLED, {**SHUFFLED, "difficulty_sampling": True}),
-    "replay_buffer_size": ({}, REPLAY),
-    "replay_max_age": (REPLAY, {**REPLAY, "replay_max_age": 1}),
-    "loss_view": (PAPO, {**PAPO, "loss_view": "mask_patches(ratio=0.6)"}),
-    "view_kl_coef": (PAPO, {**PAPO, "view_kl_coef": 0.1}),
-    "view_kl_clip": (PAPO, {**PAPO, "view_kl_clip": 0.001}),
-    "view_entropy_coefs": (PAPO, {**PAPO, "view_entropy_coefs": (0.1, 0.1)}),
-    "dependency_advantage_min": ({}, DEPENDENT),
-    "dependency_quantile": (DEPENDENT, {**DEPENDENT, "dependency_quantile": 0.4}),
-    "dependency_temperature": (RELEVANT, {**RELEVANT, "dependency_temperature": 0.01}),
-}
-
-
-@functools.cache
-def update_with(options):
-    return ours(
-        InjectedOurs, reward=rough, **{"shuffle_dataset": False, "max_steps": 3, **TWO, **dict(options)}
-    ).update
-
-
-def test_every_option_is_among_the_pairs():
-    added = {f.name for f in dataclasses.fields(MultimodalGRPOConfig)} - {
-        f.name for f in dataclasses.fields(GRPOConfig)
-    }
-    assert added == PAIRS.keys() | MEDIA_AND_PACKING
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_every_option_makes_another_update(name):
-    one, other = (tuple(sorted(options.items())) for options in PAIRS[name])
-    assert {option for option, _ in set(one) ^ set(other)} >= {name}
-    assert relative_difference(update_with(one), update_with(other)) > 1e-4
+def test_replayed_groups_have_a_largest_age():
+    options = {"replay_buffer_size": 4, "shuffle_dataset": False, "max_steps": 3, **TWO}
+    forgetful, faithful = (ours(InjectedOurs, reward=rough, **options, replay_max_age=age) for age in (1, 8))
+    assert relative_difference(faithful.update, forgetful.update) > 1e-4
 
 
 def test_help_names_what_is_listed():
@@ -505,11 +397,33 @@ def test_help_names_what_is_listed():
         assert f'`"{name}"`' in MultimodalGRPOConfig.__doc__
 
 
+@pytest.mark.parametrize(
+    ("register", "table", "names"),
+    [
+        (policy_loss, LOSSES, {"name": "dapo"}),
+        (listed, ESTIMATORS, {"name": "rloo"}),
+        (listed, ESTIMATORS, {"name": "grpo"}),  # an alias
+        (listed, ESTIMATORS, {"name": "my own", "alias": "gae"}),
+        (listed, ALIASES, {"name": "my own", "alias": "reinforce++"}),
+        (view, VIEWS, {"name": "mask_patches"}),
+    ],
+)
+def test_a_name_is_registered_once(register, table, names):
+    before, own = dict(table), lambda inputs, options: None
+    with pytest.raises(
+        ValueError, match=re.escape(f"got the name {[*names.values()][-1]!r}, which is registered already")
+    ):
+        register(**names)(own)
+    assert table == before
+
+
 def test_estimator_and_loss_are_added_in_one_place(monkeypatch):
     """A single listing makes them available as options and trains with them."""
     for known in (ESTIMATORS, LOSSES):
         monkeypatch.setitem(known, "mine", None)
+        del known["mine"]  # so that what is listed below is taken back
     monkeypatch.setitem(ALIASES, "my own", None)
+    del ALIASES["my own"]
 
     @listed("mine", alias="my own", needs="group", kl_in_loss="k2")
     def twice(rewards, group_ids):

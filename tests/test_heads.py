@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers.by_hand import FAMILIES as BY_HAND
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, SPECIAL, encode
+from helpers.synthetic import FAMILIES as SYNTHETIC
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
@@ -94,7 +94,8 @@ def test_scores_are_those_of_the_models_own_logits(name):
         torch.testing.assert_close(scores.logps, expected.detach(), rtol=0, atol=2e-5)
         assert scores.entropies.isfinite().all()
         for key, gradient in gradients(model, scores.logps, weights).items():
-            torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4, msg=key)
+            scale = max(1.0, expected_gradients[key].abs().max().item())  # of rounding
+            torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-4 * scale, msg=key)
 
 
 def test_trainers_score_policy_and_reference_by_the_rule(tmp_path, monkeypatch):
@@ -144,7 +145,7 @@ def test_actors_score_by_the_rule(name):
 
 def test_a_model_without_a_base_model_scores_by_the_states_of_its_decoder():
     """Llama 4 has its encoder, its decoder and the head side by side."""
-    model, _ = BY_HAND["llama4"]()
+    model, _ = SYNTHETIC["llama4"]()
     assert model.base_model is model and head_rule(model) == HeadRule()
     ids = torch.arange(20, 30)[None]
     weights = torch.randn(9, generator=torch.Generator().manual_seed(0))

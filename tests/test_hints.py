@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A run with all-equal rewards warns once."""
 
+import re
+
 import pytest
 from datasets import Dataset
-from helpers.trainer_utils import make_trainer
+from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.reporting import hints
@@ -17,6 +19,7 @@ def test_steps_without_signal():
     assert steps_without_signal([], True) == 0
     assert steps_without_signal([log(10, 0.9), log(20, 1.0), {"step": 25}, log(30, 1.0)], True) == 20
     assert steps_without_signal([log(10, 1.0), log(20, 0.99)], True) == 0
+    assert steps_without_signal([log(10, 0.0), log(20, 0.0, std=0.0), log(30, 0.0, std=0.0)], True) == 20
     assert steps_without_signal([log(1, 0.5), {"step": 3}, log(4, 1.0), {"step": 6}], True) == 3
     # Groups of one are always equal; the hint then compares all rewards
     assert steps_without_signal([log(10, 1.0), log(20, 1.0)], False) == 0
@@ -45,24 +48,28 @@ def always_one(prompts, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "reward", "n_warnings"),
+    ("trainer_class", "reward", "n_warnings", "options"),
     [
-        (MultimodalGRPOTrainer, equal_in_a_group, 1),
-        (MultimodalRLOOTrainer, always_one, 1),
-        (MultimodalPPOTrainer, always_one, 1),
-        (MultimodalPPOTrainer, equal_in_a_group, 0),
+        (MultimodalGRPOTrainer, equal_in_a_group, 1, {}),
+        (MultimodalRLOOTrainer, always_one, 1, {}),
+        (MultimodalRLOOTrainer, always_one, 1, {"beta": 0.5}),  # TRL's metric sees the KL divergence from a reference
+        (MultimodalPPOTrainer, always_one, 1, {}),
+        (MultimodalPPOTrainer, equal_in_a_group, 0, {}),
     ],
 )
-def test_a_run_warns_once(trainer_class, reward, n_warnings, tmp_path, monkeypatch):
+def test_a_run_warns_once(trainer_class, reward, n_warnings, options, tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(hints.logger, "warning", warned.append)
     monkeypatch.setattr(hints.EqualRewardsHint.__init__, "__defaults__", (2,))
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
-    options = {"max_steps": 3, "logging_steps": 1, "self_check": False}
-    trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, tmp_path, reward=reward, **options)
+    options = {"max_steps": 3, "logging_steps": 1, "self_check": False, **options}
+    objects = moved("qwen2_5_vl") if "beta" in options else None
+    trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, tmp_path, reward=reward, objects=objects, **options)
     trainer.train()
+    if "beta" in options:
+        assert trainer.state.log_history[0]["frac_reward_zero_std"] < 1
     assert len(warned) == n_warnings
-    assert all("same reward for 2 steps" in each for each in warned)
+    assert all(re.match("All completions.* same reward for 2 steps", each) for each in warned)
 
 
 def varied(prompts, **kwargs):

@@ -15,6 +15,10 @@ def test_what_got_worse_is_named():
     found = {"overrides": ["A.x", "A.y"], "lines": 5, "too long": {"files": {"a.py": 800}}}
     bounds = house.bounds_of(found)
     assert house.worse(found, bounds) == []
+    assert house.moved({"lines": 4, "files": {"a": 9}}, {"lines": 5, "files": {"a": 8}}, min) == {
+        "lines": 4,
+        "files": {"a": 8},
+    }
     more = {"overrides": ["A.x", "A.y", "B.x"], "lines": 6, "too long": {"files": {"a.py": 800, "b.py": 701}}}
     assert house.worse(more, bounds) == [
         "overrides: 3, at most 2: A.x, A.y, B.x",

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.chats import image
 from helpers.completions import random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES as MATRIX
 from helpers.families import encode
+from helpers.synthetic import FAMILIES, gradients, own_logps
 from helpers.trainer_utils import make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

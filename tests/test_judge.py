@@ -1,22 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A judge behind real local servers: its requests, scores, failures, cache and bounds, also by a command."""
+"""A judge behind real local servers: its requests, scores, failures, cache and bounds, also by name in a trainer."""
 
 import json
 import time
 
 import numpy as np
 import pytest
-import yaml
 from helpers.chats import image
-from helpers.tools import with_tools
 from helpers.trainer_utils import image_rows, make_trainer, sound
 from test_remote_rewards import pixels, waveform
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import JudgeReward
 from trl_multimodal_rft.rewards.named import load_reward_funcs
-from trl_multimodal_rft.scripts import grpo
-from trl_multimodal_rft.scripts.arguments import parse
 
 
 KEY = "sk-of-a-test-1234"
@@ -169,16 +165,6 @@ def test_failures_are_retried(serve, failure):
         ask(judge_of(endless, retries=1), ["seven"])
 
 
-def test_slow_servers_are_asked_again(serve):
-    waits = iter([2.0])
-
-    def slow(request):
-        time.sleep(next(waits, 0))
-        return right_if_seven(request)
-
-    assert ask(judge_of(serve(slow), timeout=1.0), ["seven"]) == [1.0]
-
-
 def test_failure_is_raised_before_all_others_have_failed(serve):
     server = serve(lambda request: (500, b""))
     judge = judge_of(server, retries=0, concurrency=2)
@@ -243,9 +229,23 @@ def test_cost_is_bounded(serve):
         ask(judge, ["8", "9"])
     with pytest.raises(ValueError, match="`max_cost` needs `input_price`"):
         judge_of(server, max_cost=1.0)
-    silent = judge_of(serve(lambda request: chat("1", usage=None)), max_cost=1.0, **prices)
-    with pytest.raises(RuntimeError, match="doesn't say how many tokens.*`max_requests`"):
-        ask(silent, ["seven"])
+
+
+LIES = [
+    *(None, {}, 7, {"total_tokens": 5}, {"prompt_tokens": 5}, {"completion_tokens": 5}),
+    *({"prompt_tokens": wrong, "completion_tokens": 5} for wrong in (-1000, 0, True, "9", 1.5, 10**400, None)),
+    *({"prompt_tokens": 9, "completion_tokens": wrong} for wrong in (-1000, 0, 10**400)),
+]
+
+
+@pytest.mark.parametrize("usage", LIES)
+def test_a_bound_on_cost_needs_a_server_that_can_be_believed(serve, usage, tmp_path):
+    server, prices = serve(lambda request: chat("Score: 1", usage)), {"input_price": 2.0, "output_price": 8.0}
+    with pytest.raises(RuntimeError, match="doesn't say how many tokens it read and wrote, only [^\n]*`max_requests`"):
+        ask(judge_of(server, max_cost=1.0, **prices), ["seven"])
+    record = {"key": "k", "reply": "Score: 1", "usage": usage}  # as a folder of another version may hold
+    (tmp_path / "replies-1.jsonl").write_text(json.dumps(record) + "\n" + json.dumps([record]))
+    assert judge_of(server, max_cost=1.0, cache_dir=str(tmp_path), **prices)._left[1] <= 1.0
 
 
 def test_processes_share_the_bound(server, monkeypatch):
@@ -278,38 +278,3 @@ def test_by_name_in_a_trainer(server, tmp_path):
     logs = trainer.state.log_history[0]
     assert logs["rewards/deepeyes/mean"] == 0 and logs["deepeyes/requests"] == len(server.requests) > 0
     assert "What is in the image?" in server.requests[0]["messages"][0]["content"]
-
-
-def test_command_with_a_judge_and_the_zoom_tool(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("KEY_OF_A_TEST", KEY)
-    monkeypatch.chdir(tmp_path)
-    objects = with_tools()
-    objects["model"].save_pretrained("model")
-    objects["processing_class"].save_pretrained("model")
-    image_rows().add_column("solution", ["7"] * 8).to_parquet("rows.parquet")
-    judge = f"JudgeReward(url={server.url!r}, model='judge', api_key_variable='KEY_OF_A_TEST', cache_dir='judge')"
-    keys = {
-        "model_name_or_path": "model",
-        "dataset_name": "rows.parquet",
-        "reward_funcs": [judge],
-        "tools": "zoom(scale=1000)",
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 16,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_steps": 1,
-        "output_dir": "out",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys))
-    arguments = parse(grpo.ARGUMENTS, ["--config", "recipe.yaml"])
-    grpo.main(*arguments)
-    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert "rewards/judge_reward/mean" in state["log_history"][0]
-    assert "tools/call_frequency" in state["log_history"][0] and server.requests
-    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(KEY.encode() in text for text in texts)
-    assert "zoom(scale=1000)" in (tmp_path / "out" / "run.yaml").read_text()

@@ -2,7 +2,6 @@
 """Losses, KL, entropy mask: hand-computed numbers, TRL's formulas, expectations over a small vocabulary."""
 
 import math
-from collections import defaultdict
 from fractions import Fraction
 
 import pytest
@@ -11,20 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from trl_multimodal_rft.algorithms.critic import explained_variance, ptx_loss, value_loss
+from trl_multimodal_rft.algorithms.critic import explained_variance, value_loss
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
 from trl_multimodal_rft.algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from trl_multimodal_rft.algorithms.losses import (
     LOSSES,
     LossInputs,
     LossOptions,
-    Normalizer,
     aggregate,
-    grpo_loss,
     policy_drift,
-    ratio_metrics,
 )
-from trl_multimodal_rft.algorithms.metrics import log_metrics
 from trl_multimodal_rft.rollout.score import engine_ratios
 
 
@@ -59,51 +54,16 @@ def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon
     return LOSSES[name](inputs, options).loss
 
 
-def logged(metrics):
-    values = defaultdict(list)
-    log_metrics(metrics, lambda numbers: numbers, values)
-    return {name: value for name, (value,) in values.items()}
-
-
-# Functions of log-ratio and advantages
-FUNCTIONS = {
-    "ppo": lambda x, a: policy_loss("dual_clip", x, a),
-    "clip-higher": lambda x, a: policy_loss("dual_clip", x, a, epsilon_high=0.28),
-    "dual clip": lambda x, a: policy_loss("dual_clip", x, a, delta=3.0),
-    "cpgd": lambda x, a: policy_loss("cpgd", x, a),
-    "policy drift": lambda x, a: policy_drift(x, torch.zeros_like(x), clamp=2.0),
-}
-
-
-@pytest.mark.parametrize(
-    "name, tokens, aggregated",
-    [
-        ("ppo", [-1.2, -0.5, -1.1, 4, 0.9], [0.758333, 0.42, 0.2625]),
-        ("clip-higher", [-1.28, -0.5, -1.1, 4, 0.9], [0.745, 0.404, 0.2525]),
-        ("dual clip", [-1.2, -0.5, -1.1, 3, 0.9], [0.508333, 0.22, 0.1375]),
-        ("cpgd", [-0.182322, 0.693147, -0.09531, 1.386294, -0.105361], [0.389486, 0.33929, 0.212056]),
-    ],
-)
-def test_token_loss_golden(name, tokens, aggregated):
-    loss = FUNCTIONS[name](LOG_RATIO, ADVANTAGES)
-    assert_close(loss[MASK.bool()], tensor(tokens), rtol=0, atol=1e-6)
-    # A constant of 4 tokens for each of 2 completions
-    results = [aggregate(loss, MASK, "seq-mean-token-mean", 2)]
-    results += [aggregate(loss, MASK, "token-sum", n) for n in (MASK.sum(), 2 * 4)]
-    assert_close(torch.stack(results), tensor(aggregated), rtol=0, atol=1e-6)
-    assert_close(aggregate(loss, MASK, "seq-mean-token-sum", 2), loss[MASK.bool()].sum() / 2)
-
-
-def test_gmpo_golden():
-    loss = policy_loss("gmpo", LOG_RATIO, ADVANTAGES, MASK, 0.4, 0.4)
-    assert_close(loss, tensor([-0.936182, 1.897367]), rtol=0, atol=1e-6)
-    assert_close(loss.mean(), tensor(0.480592), rtol=0, atol=1e-6)
+def test_cpgd_golden():
+    loss = policy_loss("cpgd", LOG_RATIO, ADVANTAGES)[MASK.bool()]
+    assert_close(loss, tensor([-0.182322, 0.693147, -0.09531, 1.386294, -0.105361]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_exploding_ratio_leaves_finite_gradients(advantage):
     loss, grad = gradient(
-        lambda x: FUNCTIONS["dual clip"](x, tensor([advantage])).sum(), tensor([[100, 1000, 0]], dtype=torch.float32)
+        lambda x: policy_loss("dual_clip", x, tensor([advantage]), delta=3.0).sum(),
+        tensor([[100, 1000, 0]], dtype=torch.float32),
     )
     assert loss.isfinite() and grad.isfinite().all()
 
@@ -119,16 +79,11 @@ def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
 
 
 def test_policy_drift_gradient():
-    """Equals the ratio minus 1, clamped above only. Without the clamp, its mean is that of KL(old policy, policy)."""
+    """Equals the ratio minus 1, clamped above only."""
     old_logps = tensor([[-3, -2, -1, -4]])
     ratio = tensor([[0.1, 0.9, 1.5, 40]])
     grad = gradient(lambda x: policy_drift(x, old_logps, clamp=2.0).sum(), old_logps + ratio.log())[1]
     assert_close(grad, tensor([[-0.9, -0.1, 0.5, 2.0]]))
-
-    def drift(logits):
-        return (REF_LOGPS.exp() * policy_drift(logits.log_softmax(0), REF_LOGPS, clamp=INF)).sum()
-
-    assert_close(gradient(drift, LOGITS)[1], divergence_gradients()[1])
 
 
 OWN = ["cpgd", "gmpo", "dual_clip"]
@@ -152,23 +107,6 @@ def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
         assert_close(both - drift, (loss() - drift) * weights * ratio)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_clipped_tokens_have_no_gradient(name):
-    """The clip applies on the side of the advantage; the metrics count the clipped tokens."""
-    log_ratio = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2, 1)
-    for advantages in (ADVANTAGES, ADVANTAGES[:, None].expand(2, 41)):
-        if advantages.dim() == 2 and LOSSES[name].per_completion:
-            continue
-        x = log_ratio.clone().requires_grad_()
-        inputs = LossInputs(x, torch.zeros_like(x), advantages, torch.ones_like(x))
-        loss, metrics = LOSSES[name](inputs, LossOptions(0.1, 0.3, drift_coef=0.0))
-        high, low = ((torch.autograd.grad(loss.sum(), x)[0] == 0).double().mean(1)).tolist()  # A is 1 and -1
-        shares = {"low_mean": low / 2, "high_mean": high / 2, "region_mean": (low + high) / 2}
-        shares |= {"low_min": 0, "high_max": high}
-        assert low > 0 and high > 0
-        assert logged(metrics) == pytest.approx({f"clip_ratio/{key}": share for key, share in shares.items()})
-
-
 def test_engine_ratios_golden():
     logps = tensor([[1, 1.5, 9], [0.5, 0, 0], [-1, 0, 0], [0, 0, 0]]).log1p().nan_to_num(neginf=-3)
     sampled = tensor([[0.0, 0, 5], [0, math.nan, 0], [0, 0, 0], [math.nan, 0, 0]])
@@ -187,56 +125,6 @@ def test_losses_are_listed_with_their_papers():
 
 
 # Averages of losses
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_average_is_that_of_the_definition(name):
-    """Covers completions, their length limit, and tokens of the micro-batch or of the optimizer step."""
-    values, mask = random_losses(0)
-    normalizer = Normalizer(accumulation=3, length_limit=10, batch_tokens=77.0)
-    lengths, sums = mask.sum(1).clamp(min=1), (values * mask).sum(1)
-    expected = {
-        **dict.fromkeys(("grpo", "sapo", "gmpo"), (sums / lengths).mean() / 3),
-        "luspo": sums.mean() / 3,
-        "bnpo": sums.sum() / mask.sum() / 3,
-        "dr_grpo": sums.mean() / 10 / 3,
-    }.get(name, sums.sum() / 77)
-    loss = LOSSES[name]
-    assert_close(loss.average(values, mask, normalizer), expected)
-    assert loss.is_mean == (name not in ("dapo", "cispo", "vespo", "cpgd", "dual_clip"))
-    assert_close(loss.average(sums, mask, normalizer), sums.mean() / 3)  # over completions
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_loss_does_not_depend_on_micro_batches(name, estimator):
-    """Includes its KL term and load balancing. An entropy bonus and `bnpo` average within micro-batches."""
-    generator = torch.Generator().manual_seed(0)
-    logps, old, ref = (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(3))
-    advantages, (_, mask) = torch.randn(8, generator=generator, dtype=torch.float64), random_losses(0)
-
-    def loss(x, n):
-        parts = torch.arange(8).tensor_split(n)
-        aux = tensor(0.3)
-        return sum(
-            grpo_loss(
-                LOSSES[name],
-                LossInputs(
-                    x[part], old[part], advantages[part], mask[part], ref_logps=ref[part], entropies=x, aux_loss=aux
-                ),
-                LossOptions(0.2, 0.2, kl_estimator=estimator),
-                Normalizer(n, 10, mask[:8].sum()),
-                kl_coef=0.1,
-                aux_coef=0.2,
-            ).loss
-            for part in parts
-        )
-
-    whole, parts = gradient(lambda x: loss(x, 1), logps), gradient(lambda x: loss(x, 4), logps)
-    if name == "bnpo":
-        assert not torch.allclose(whole[0], parts[0])
-    else:
-        assert_close(whole, parts)
 
 
 def random_losses(seed):
@@ -265,28 +153,10 @@ def test_aggregate_does_not_depend_on_micro_batches(mode, seed, cuts, data):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_completion_without_tokens_adds_nothing(mode, name):
-    mask = tensor([[0, 0, 0], [1, 0, 1]])
-
-    def loss(x, rows=slice(None)):
-        return aggregate(FUNCTIONS[name](x, ADVANTAGES)[rows], mask[rows], mode, 2)
-
-    assert_close(gradient(loss, LOG_RATIO), gradient(lambda x: loss(x, slice(1, 2)), LOG_RATIO))
-    value, grad = gradient(lambda x: loss(x, slice(1)), LOG_RATIO)
-    assert value == 0 and (grad == 0).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_aggregate_ignores_what_is_masked(mode):
     mask = tensor([[1, 0, 0], [0, 0, 0]])
     value, grad = gradient(lambda x: aggregate(x, mask, mode, 2), tensor([[3, NAN, INF], [-INF, NAN, 1e30]]))
     assert value == 1.5 and torch.equal(grad, mask / 2)
-
-
-def test_gmpo_of_completion_without_tokens_has_no_gradient():
-    grad = gradient(lambda x: policy_loss("gmpo", x, ADVANTAGES, 0 * MASK, 0.4, 0.4).sum(), LOG_RATIO)[1]
-    assert (grad == 0).all()
 
 
 # KL divergence
@@ -312,56 +182,6 @@ def test_k3_is_finite(d):
     assert value.isfinite() and value > 100 and grad.isfinite().all()
 
 
-LOGITS, REF_LOGPS = tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1]), tensor([1.0, 0.2, -0.5, 0.9, -2.0, 0.4]).log_softmax(0)
-
-
-def on_policy_gradient(objective):
-    """Differentiates the expected objective over tokens sampled from the policy."""
-
-    def expectation(logits):
-        logps = logits.log_softmax(0)
-        return (logps.exp().detach() * objective(logps[None], REF_LOGPS[None])[0]).sum()
-
-    return gradient(expectation, LOGITS)[1]
-
-
-def estimate(estimator, logps, ref_logps):
-    return approx_kl(logps, ref_logps, torch.ones(logps.shape), estimator)
-
-
-def divergence_gradients():
-    """Returns the gradients of KL(policy, reference) and KL(reference, policy)."""
-    reverse = gradient(lambda z: (z.softmax(0) * (z.log_softmax(0) - REF_LOGPS)).sum(), LOGITS)[1]
-    forward = gradient(lambda z: (REF_LOGPS.exp() * (REF_LOGPS - z.log_softmax(0))).sum(), LOGITS)[1]
-    return reverse, forward
-
-
-@pytest.mark.parametrize("estimator, expected", [("k1", "none"), ("k2", "reverse"), ("k3", "forward")])
-def test_kl_loss_gradient_on_average(estimator, expected):
-    reverse, forward = divergence_gradients()
-    assert (reverse - forward).abs().max() > 0.1
-    grad = on_policy_gradient(lambda logps, ref: estimate(estimator, logps, ref))
-    assert_close(grad, {"none": torch.zeros_like(LOGITS), "reverse": reverse, "forward": forward}[expected])
-
-
-@pytest.mark.parametrize("estimator, exact", [("k1", True), ("k2", False), ("k3", False)])
-def test_kl_reward_gradient_on_average(estimator, exact):
-    grad = on_policy_gradient(lambda logps, ref: estimate(estimator, logps, ref).detach() * logps)
-    assert torch.allclose(grad, divergence_gradients()[0]) == exact
-
-
-def test_k3_with_importance_weight_has_the_reverse_gradient():
-    grad = on_policy_gradient(lambda logps, ref: (logps - logps.detach()).exp() * estimate("k3", logps, ref))
-    assert_close(grad, divergence_gradients()[0])
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_kl_estimate_is_unbiased(estimator):
-    logps = LOGITS.log_softmax(0)
-    expectation = (logps.exp() * estimate(estimator, logps[None], REF_LOGPS[None])[0]).sum()
-    assert_close(expectation, (logps.exp() * (logps - REF_LOGPS)).sum())
-
-
 # Controllers
 
 
@@ -381,15 +201,6 @@ def test_adaptive_controller_by_hand():
     for one in (controller, resumed):
         one.update(0.7, 10)
     assert resumed.value == controller.value
-
-
-@properties
-@given(updates=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 10**6)), max_size=50))
-def test_adaptive_coefficient_stays_positive(updates):
-    controller = AdaptiveKLController(0.1, target=0.01, horizon=100)
-    for kl, n in updates:
-        controller.update(kl, n)
-        assert controller.value > 0
 
 
 @pytest.mark.parametrize("name", ["value", "target", "horizon"])
@@ -459,44 +270,11 @@ def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
 # The critic
 
 
-def test_value_loss_by_hand():
-    values, old, returns = (
-        torch.tensor([[1.0, 0.0, 0.5, 9.0]]),
-        torch.tensor([[0.0, 0.0, 0.5, 0.0]]),
-        torch.tensor([[1.0, 1.0, 0.5, 0.0]]),
-    )
-    mask = torch.tensor([[1, 1, 1, 0]])
-    loss, metrics = value_loss(values, old, returns, mask)
-    assert loss[0, :3].tolist() == [0.0, 0.5, 0.0]
-    assert logged(metrics) == {"value_loss": pytest.approx(0.5 / 3), "value_clip_ratio": 0}
-    # The first moved by 1 to its target, of which 0.2 count
-    loss, metrics = value_loss(values, old, returns, mask, clip=0.2)
-    assert loss[0, :3].tolist() == [pytest.approx(0.32), 0.5, 0.0]
-    assert logged(metrics) == {"value_loss": pytest.approx(0.82 / 3), "value_clip_ratio": pytest.approx(1 / 3)}
-
-
 def test_clipped_values_get_no_gradient():
     """A value that moved too far towards its return gets no gradient. A value that moved away gets one."""
     values, ones = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.ones(1, 2)
     value_loss(values, 0 * ones, 2 * ones, ones, clip=0.2).loss.sum().backward()
     assert values.grad.tolist() == [[0.0, -3.0]]
-
-
-def test_supervised_loss_by_hand():
-    loss, metrics = ptx_loss(tensor([[-1, -2, -9], [-3, -9, -9]]), tensor([[1, 1, 0], [1, 0, 0]]))
-    assert loss == 2 and logged(metrics) == {"ptx_loss": 2}
-
-
-def test_ratio_metrics_by_hand():
-    inputs = LossInputs(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, MASK)
-    ratios = [1.5, 0.5, 1.1, 4, 0.9]
-    assert logged(ratio_metrics(inputs)) == pytest.approx(
-        {
-            "ratio/mean": sum(ratios) / 5,
-            "ratio/max": 4,
-            "approx_kl": sum(r - 1 - math.log(r) for r in ratios) / 5,
-        }
-    )
 
 
 def test_explained_variance():

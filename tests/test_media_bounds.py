@@ -3,7 +3,6 @@
 
 import gzip
 import io
-import os
 import re
 import struct
 import tarfile
@@ -33,7 +32,6 @@ from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.data.containers import check_complete
 from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
 from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
-from trl_multimodal_rft.data.sources import fetch_file
 
 
 RATE = 16000
@@ -44,19 +42,7 @@ def noise(seconds, rate, channels=2):
 
 
 def av_sound(name, codec, seconds=2, mux=None):
-    buffer = io.BytesIO()
-    samples = np.ascontiguousarray(noise(seconds, RATE, 1).T)
-    with av.open(buffer, "w", format=name, options=mux or {}) as container:
-        stream = container.add_stream(codec, rate=RATE, layout="mono")
-        stream.bit_rate = 64000
-        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
-        frame.sample_rate = RATE
-        context = stream.codec_context
-        resampler = av.AudioResampler(context.format.name, "mono", RATE, frame_size=context.frame_size or 0)
-        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
-            container.mux(stream.encode(piece))
-        container.mux(stream.encode())
-    return buffer.getvalue()
+    return files.sound_by_ffmpeg(noise(seconds, RATE, 1), RATE, name, codec, mux)
 
 
 def video_file(name="mp4", codec="libx264", frames=12, width=96, height=64, **options):
@@ -89,16 +75,17 @@ def refused(message, source, most, rules=DEFAULT_RULES):
 
 @pytest.mark.parametrize("rate", [8000, 16000, 44100])
 @pytest.mark.parametrize("name", ["WAV", "FLAC", "MP3", "OGG", "AIFF"])
-def test_pieces_are_the_whole_bit_for_bit(name, rate, monkeypatch):
+def test_pieces_are_the_whole(name, rate, monkeypatch):
     monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
-    data = sound_file(noise(2.5, rate), rate, name)
+    data, rounding = sound_file(noise(2.5, rate), rate, name), 3e-6 if name == "MP3" else 0  # decoded by FFmpeg
     with soundfile.SoundFile(io.BytesIO(data)) as sound:
         whole = sound.read(dtype="float32")
     for window, overlong in ((None, "raise"), (1.3, "truncate"), (9.0, "truncate")):
         samples = whole.mean(axis=1)[: None if window is None else int(window * rate)]
         expected = samples if rate == RATE else soxr.resample(samples, rate, RATE)
-        np.testing.assert_array_equal(load_audio(ref("audio", data), RATE, window, overlong), expected)
-    np.testing.assert_array_equal(read_audio(ref("audio", data))[0], whole.mean(axis=1))
+        found = load_audio(ref("audio", data), RATE, window, overlong)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=rounding)
+    np.testing.assert_allclose(read_audio(ref("audio", data))[0], whole.mean(axis=1), rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize(("name", "codec"), [("mp4", "aac"), ("matroska", "pcm_s16le"), ("mpegts", "aac")])
@@ -148,16 +135,6 @@ def test_a_window_holds_where_the_rules_are_narrower():
     assert len(load_audio(ref("audio", data, rules), RATE, 0.5, "truncate")) == RATE // 2
     with pytest.raises(MediaError, match="2 s exceed the limit of 1 s; cut it, or raise `max_audio_seconds`"):
         load_audio(ref("audio", data, rules), RATE, 2.0, "truncate")
-
-
-def test_an_mp3_without_a_length_is_measured_by_what_is_in_it():
-    """For such a file with frames of several sizes, libsndfile reports more than twice as many samples."""
-    quiet_first = np.concatenate([np.zeros((RATE * 4, 1), np.float32), noise(4.0, RATE, 1)])
-    data = sound_file(quiet_first, RATE, "MP3", bitrate_mode="VARIABLE")
-    bitrates, rates = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160), (22050, 24000, 16000)
-    first = 72 * bitrates[data[2] >> 4] * 1000 // rates[data[2] >> 2 & 3] + (data[2] >> 1 & 1)
-    assert b"Xing" in data[:first] and soundfile.info(io.BytesIO(data[first:])).frames > 12 * RATE
-    assert abs(len(load_audio(ref("audio", data[first:]), RATE, 9.0)) - 8 * RATE) < 4000
 
 
 def test_a_rate_that_can_not_be_is_named_before_the_length():
@@ -361,19 +338,19 @@ def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
 
 
 def test_headers_of_archives_that_lie_are_long_or_are_many(tmp_path):
-    link = packed_zeros("zip", 60_000_000, tmp_path)
+    link = packed_zeros("zip", 30_000_000, tmp_path)
     data = (tmp_path / "bomb.zip").read_bytes()
-    (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 60_000_000), struct.pack("<I", 1000)))
+    (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 30_000_000), struct.pack("<I", 1000)))
     refused("row 3, column 'image'", link, 10e6)
-    # A tar with a name of 200 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes
+    # A tar with a name of 80 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes
     member = tarfile.TarInfo("i.png")
-    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 200_000_000
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 80_000_000
     with gzip.open(tmp_path / "a.tar", "wb") as file:
-        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(200_000_000))
+        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(80_000_000))
     listed = b"PK\1\2" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
     count = 80_000_000 // len(listed)
     end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 65535, 65535, count * len(listed), 0, 0)
-    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("a.zip", listed * count + end)
     for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
         refused("the archive has .* bytes of headers; split it", link, 40e6)
@@ -425,34 +402,6 @@ def test_unpacking_ends_with_its_time(tmp_path):
     count = len(reads)
     time.sleep(0.2)
     assert len(reads) == count > 0
-
-
-@pytest.mark.parametrize("kind", ["image", "audio", "video"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind, tmp_path, monkeypatch):
-    """The pipe replaces the file after the check."""
-    path = tmp_path / "medium"
-    path.write_bytes(b"")
-
-    def swapped(*args):
-        found = fetch_file(*args)
-        path.unlink()
-        os.mkfifo(path)
-        return found
-
-    monkeypatch.setattr(loading, "fetch_file", swapped)
-    errors = []
-
-    def run():
-        with pytest.raises(
-            MediaError, match=f"row 3, column '{kind}': cannot read .*it isn't a regular file"
-        ) as error:
-            load(ref(kind, path))
-        errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)  # otherwise it would wait for a writer
-    thread.start()
-    thread.join(20)
-    assert errors
 
 
 @pytest.mark.parametrize("interlaced", [False, True])
@@ -576,7 +525,7 @@ def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
         else:
             assert np.array_equal(left, whole), f"{len(left)} of {len(whole)} at {place} of {len(data)}"
     assert named > 5
-    with pytest.raises(MediaError, match="the file is (damaged or )?cut off: .*; fetch it again|cannot read this"):
+    with pytest.raises(MediaError, match="the file is damaged or cut off: .*; fetch it again|cannot read this"):
         loaded(data[: len(data) * 4 // 5])
     if kind == "video":
         with av.open(io.BytesIO(data)) as container:
@@ -591,7 +540,7 @@ def test_tags_around_a_file_are_no_part_of_it(name):
     check_complete(ref(kind, tagged), io.BytesIO(tagged))
     load(ref(kind, tagged))
     cut = len(data) // 2
-    with pytest.raises(MediaError, match="the file is cut off: "):
+    with pytest.raises(MediaError, match="the file is damaged or cut off: "):
         load(ref(kind, tagged[:cut]))
 
 
@@ -607,7 +556,7 @@ def test_an_index_in_front_tells_of_all_fragments():
     with pytest.raises(MediaError, match="its fragments have no index behind them"):
         load_video(ref("video", data[:ends]))
     np.testing.assert_array_equal(load_video(ref("video", indexed))[0], load_video(ref("video", data))[0])
-    with pytest.raises(MediaError, match=f"the file is cut off: {sum(sizes) - 1} of {sum(sizes)} bytes"):
+    with pytest.raises(MediaError, match=f"the file is damaged or cut off: {sum(sizes) - 1} of {sum(sizes)} bytes"):
         load_video(ref("video", indexed[:-1]))
 
 
@@ -651,26 +600,6 @@ def test_streams_without_a_length_and_damaged_files():
     data = sound_file(noise(2.0, RATE), RATE, "FLAC")
     with pytest.raises(MediaError, match="row 3, column 'audio': cannot read this audio .*; repair it or remove"):
         load_audio(ref("audio", data[: len(data) // 2]), RATE)
-
-
-@pytest.mark.parametrize("kind", ["audio", "video"])
-def test_lists_behind_a_start_of_media_are_not_followed(kind, decoder):
-    """FFmpeg reads past ID3 tags, and finds some playlists after any data. Addresses in one open sockets."""
-    tag = b"ID3\x04\0\0\0\0\0\x02ab"
-    hls, concat = b"#EXTM3U\n#EXTINF:9,\n/etc/hostname\n", b"ffconcat version 1.0\nfile '/etc/hostname'\n"
-    addresses = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
-    dash = b"<MPD profiles='urn:mpeg:dash:profile:isoff-main:2011'>"
-    for data in (
-        tag + hls,
-        tag + tag + concat,
-        b"RIFF" + addresses,
-        b"RIFF" + dash,
-        b"G" + addresses.ljust(187) + b"G",
-    ):
-        started = time.monotonic()
-        with pytest.raises(MediaError, match=f"this is no file of {kind} that can be read, it starts with"):
-            load(ref(kind, data))
-        assert time.monotonic() - started < 60
 
 
 def test_channels_that_cancel_each_other_out_are_named_after_all_pieces(monkeypatch):

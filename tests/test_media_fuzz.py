@@ -2,11 +2,11 @@
 """Thousands of damaged files: each gives a medium or a named error within limits, and opens nothing else."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from helpers.processes import PATIENCE, python_command, python_environment
 
 
@@ -14,8 +14,8 @@ from helpers.processes import PATIENCE, python_command, python_environment
 def test_damaged_media_end_in_a_medium_or_a_named_error(tmp_path):
     # Runs in a separate process, because an audit hook is permanent and a decoder may crash
     script = Path(__file__).parent / "helpers" / "media_fuzz.py"
-    command, options = python_command([script, tmp_path, "0", "6"]), {"capture_output": True, "text": True}
-    run = subprocess.run(command, env=python_environment(), timeout=PATIENCE, **options)
+    command, options = python_command([script, tmp_path, "0", "6"]), {"capture_output": True}
+    run = forked.run(command, env=python_environment(), timeout=PATIENCE, **options)
     last = tmp_path / "last.txt"
     assert run.returncode == 0, f"{last.exists() and last.read_text()}: {run.stderr[-3000:]}"
     assert not run.stdout, run.stdout[:3000]

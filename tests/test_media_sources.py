@@ -14,17 +14,19 @@ import time
 import zipfile
 from urllib.parse import urlsplit
 
+import datasets
 import fsspec
 import numpy as np
 import pytest
 import requests
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers.files import image_file, load, sound_file, video_file
+from helpers.files import LISTS, image_file, load, sound_file, video_file
 from helpers.reward_server import DRIPS, dripping
 from PIL import Image
 
 from trl_multimodal_rft.data import http as http_client
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, without_credentials
+from trl_multimodal_rft.data.features import restore_rows, undecoded
 from trl_multimodal_rft.data.loading import decoding, load_audio, load_image, load_video
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.data.unread import check_columns
@@ -90,7 +92,7 @@ def in_turn(*answers):
 @pytest.fixture
 def site():
     server = Site()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -101,7 +103,12 @@ def site():
 _HEARD = []  # paths that the interpreter opened or started while `watched` is active
 
 
+_ON_OPENING: dict[str, list] = {}  # what is done when the interpreter first opens a path
+
+
 def _listen(event, args):
+    if event == "open" and _ON_OPENING.get(str(args[0])):
+        _ON_OPENING[str(args[0])].pop()()
     if _HEARD and event in ("open", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect"):
         _HEARD[-1].append((event, str(args[0]) if event == "open" else str(args)))
 
@@ -226,6 +233,43 @@ def test_local_files_can_be_kept_to_folders(tmp_path, monkeypatch):
     assert load_image(ref("image", tmp_path / "other.png")).getpixel((0, 0)) == RED
     monkeypatch.chdir(tmp_path)
     assert load_image(ref("image", "other.png", allowed_media_folders=(".",))).getpixel((0, 0)) == RED
+
+
+def replaced(path, other):
+    path.rename(path.parent.parent / "away")
+    path.symlink_to(other)
+
+
+CHANGES = {
+    "a link": (replaced, "'.*else/medium' is in none of `allowed_media_folders`"),
+    "a folder": (lambda path, other: replaced(path.parent, other.parent), "'.*else/medium' is in none of "),
+    "a pipe": (lambda path, other: (path.unlink(), os.mkfifo(path)), "it isn't a regular file"),
+    "more": (lambda path, other: path.write_bytes(bytes(10**6)), "more than 100,000 bytes"),
+}
+
+
+CHANGED = [(kind, change) for kind in ("image", "audio", "video", "feature") for change in CHANGES]
+
+
+@pytest.mark.parametrize(("kind", "change"), [each for each in CHANGED if each != ("feature", "a pipe")])
+def test_a_file_that_changes_after_its_check_is_refused(kind, change, tmp_path, monkeypatch):
+    """It changes as it is opened, by a hook of the interpreter; a feature must not open it again."""
+    path, other = tmp_path / "media" / "in" / "medium", tmp_path / "else" / "medium"
+    for file, color in ((path, RED), (other, (1, 2, 3))):
+        file.parent.mkdir(parents=True)
+        file.write_bytes({"audio": wav, "video": mp4}.get(kind, lambda color=color: png(color))())
+    rules = {"allowed_media_folders": [str(tmp_path / "media")], "max_media_bytes": 10**5}
+    run, message = CHANGES[change]
+    changes = [lambda: run(path, other)]
+    monkeypatch.setitem(_ON_OPENING, str(path), changes)
+    if kind != "feature":
+        with pytest.raises(MediaError, match=f"row 3, column '{kind}'.*{message}"):
+            load(ref(kind, path, **rules))
+        return
+    changes.append(list)  # nothing, at first
+    rows = undecoded(datasets.Dataset.from_dict({"image": [str(path)]}).cast_column("image", datasets.Image()))
+    [row] = restore_rows(rows.__getitems__([0]), MediaRules(**rules))
+    assert row["image"].getpixel((0, 0)) == RED and len(changes) == 1
 
 
 def test_servers_can_be_kept_to_domains(site):
@@ -375,27 +419,17 @@ def test_postscript_is_not_run(tmp_path, suffix):
         assert not [event for event in heard if event[0] != "open"]
 
 
-def lists(folder):
-    """Returns playlists that make FFmpeg open other files."""
-    secret = folder / "secret.mp4"
-    secret.write_bytes(mp4())
-    return {
-        "hls": f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{secret}\n#EXT-X-ENDLIST\n".encode(),
-        "ffconcat": f"ffconcat version 1.0\nfile '{secret}'\n".encode(),
-        "sdp": b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=No\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
-        "dash": f'<?xml version="1.0"?><MPD><BaseURL>{secret}</BaseURL></MPD>'.encode(),
-    }
-
-
-@pytest.mark.parametrize("name", ["hls", "ffconcat", "sdp", "dash"])
+@pytest.mark.parametrize("name", LISTS)
 def test_lists_of_other_files_are_not_followed(tmp_path, name, decoder):
-    data = lists(tmp_path)[name]
+    (tmp_path / "secret.mp4").write_bytes(mp4())
+    data = LISTS[name].replace(b"SECRET", os.fsencode(tmp_path / "secret.mp4"))
     paths = [tmp_path / f"a{suffix}" for suffix in (".m3u8", ".txt", ".mp4", ".wav")]
     for path in paths:
         path.write_bytes(data)
     for source in (data, *paths):
         for kind in ("video", "audio"):
-            with watched() as heard, pytest.raises(MediaError, match=f"row 3, column '{kind}'"):
+            message = f"row 3, column '{kind}': this is no file of {kind} that can be read, it starts with"
+            with watched() as heard, pytest.raises(MediaError, match=message):
                 load(ref(kind, source))
             assert not [event for event in heard if "secret" in event[1]]
 
@@ -435,7 +469,7 @@ def test_media_have_a_largest_extent(decoder):
 
 def test_a_sound_that_was_cut_off_is_named_unless_its_length_was_never_known():
     data = wav(2.0)
-    with pytest.raises(MediaError, match="the file is cut off: .* of 64000 bytes"):
+    with pytest.raises(MediaError, match="the file is damaged or cut off: .* of 64000 bytes"):
         load_audio(ref("audio", data[: len(data) // 2]), 16000)
     streamed = data[:40] + b"\xff\xff\xff\xff" + data[44:]  # the header of a live recording
     assert len(load_audio(ref("audio", streamed), 16000)) == 32000
@@ -467,17 +501,46 @@ def test_a_silent_server_ends_with_the_time_that_is_allowed(site):
     site.answers["/silent"] = lambda handler: ended.wait(120)
     started = time.monotonic()
     with pytest.raises(MediaError, match="`media_timeout`"):
-        load_image(ref("image", site.url("/silent"), media_timeout=0.5))
+        load_image(ref("image", site.url("/silent"), media_timeout=0.2))
     assert time.monotonic() - started < 60
     ended.set()
 
 
-@pytest.mark.parametrize("start", DRIPS)
-def test_a_drip_ends_wherever_it_is(start):
-    started = time.monotonic()
-    with dripping(start) as url, pytest.raises(MediaError, match="`media_timeout`"):
-        load_image(ref("image", url, media_timeout=0.5))
-    assert time.monotonic() - started < 60
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize(("start", "drop"), [*((start, b"0") for start in DRIPS), (CONTINUE, CONTINUE)])
+def test_a_drip_ends_wherever_it_is(start, drop):
+    """Its thread ends, too, while the server goes on."""
+    started, threads = time.monotonic(), threading.active_count() + 1
+    with dripping(start, drop) as url:
+        with pytest.raises(MediaError, match="`media_timeout`"):
+            load_image(ref("image", url, media_timeout=0.5))
+        while threading.active_count() > threads and time.monotonic() - started < 60:
+            time.sleep(0.05)
+        assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("entry", ["default", "machine 127.0.0.1", "machine localhost"])
+def test_no_password_goes_to_a_server_that_a_row_names(site, entry, tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text(f"{entry} login bob password hunter2\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    whole, sent = answer(body=png()), []
+    site.answers["/i.png"] = lambda handler: (sent.append(handler.headers["Authorization"]), whole(handler))
+    site.answers["/away"] = answer(302, Location=site.url("/i.png").replace("127.0.0.1", "localhost"))
+    for path in ("/i.png", "/away"):
+        assert load_image(ref("image", site.url(path))).getpixel((0, 0)) == RED
+    assert sent == [None, None]
+    assert requests.get(site.url("/i.png")).ok and any(sent) == (entry != "machine localhost")  # as requests does it
+
+
+@pytest.mark.parametrize("status", [201, 206])
+def test_a_part_that_was_not_asked_for_is_not_the_whole(site, status):
+    body = png()
+    site.answers["/i.png"] = answer(status, body, Content_Range=f"bytes 0-{len(body) - 1}/999")
+    with pytest.raises(MediaError, match=f"i.png' returns status {status}; correct the URL or remove the row"):
+        load_image(ref("image", site.url("/i.png")))
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for():
@@ -491,7 +554,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
     fsspec.register_implementation("silent", Silent, clobber=True)
     started = time.monotonic()
     with pytest.raises(MediaError, match="cannot read 'silent://i.png' .*`media_timeout`"):
-        load_image(ref("image", "silent://i.png", allowed_media_protocols=["silent"], media_timeout=0.5))
+        load_image(ref("image", "silent://i.png", allowed_media_protocols=["silent"], media_timeout=0.2))
     assert time.monotonic() - started < 60
     ended.set()
 
@@ -521,6 +584,16 @@ SECRETIVE = [
     "{u}user:SECRET::SECRET@{h}/i.png",
     "{u}user:SECRET\\SECRET@{h}/i.png",
     "zip://a.png::{u}user:SECRET@{h}/i.zip?SECRET",
+    "//user:SECRET@{h}/i.png",
+    "//user:SECRET@{h}//i.png?SECRET",
+    "///user:SECRET@{h}/i.png",
+    "//SECRET@{h}/i.png",
+    "http:/user:SECRET@{h}/i.png",
+    "user:SECRET@{h}/i.png",
+    "data:image/png;token=SECRET;base64,AAAA",
+    'data:image/png;name="a SECRET";base64,AA//',
+    "data:;token='SECRET';base64,AA@@",
+    "DATA:image/png;token=SECRET;base64,AA//BB",
 ]
 
 
@@ -540,12 +613,13 @@ def test_errors_keep_credentials_to_themselves(site, form, monkeypatch):
         raise OSError(f"of a library: '{url}' is not there")
     errors += [str(error.value), check_columns([{"prompt": "What?", "image": "a.png", "other": url}], "dataset") or ""]
     assert not [error for error in errors if "SECRET" in error]
-    assert len({*errors}) > 4
+    assert len({*errors}) > 3
 
 
 def test_what_is_no_secret_is_shown():
     for text in (
         "is 1 = 1? yes, #1 is",
+        "of data: none, //server/share/logo@2x.png, at 12:30, a@b",
         "'https://host/a/logo@2x.png' returns status 404",
         "hf://datasets/who/what@main/i.png",
         "s3://bucket/a@b/i.png: [1/2]",

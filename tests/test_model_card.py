@@ -12,9 +12,8 @@ import PIL.ImageOps
 import pytest
 from helpers.families import encode
 from helpers.hub_worker import media_files
-from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, saved, text_rows, video_rows
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, make_trainer, text_rows, video_rows
 from huggingface_hub import ModelCard, ModelCardData, constants
-from peft import LoraConfig
 from torch.testing import assert_close
 from transformers.audio_utils import load_audio
 from trl import GRPOConfig
@@ -190,19 +189,6 @@ def test_origins_on_the_card(tmp_path, monkeypatch):
     assert "A fine-tuned version of [someone/base](https://huggingface.co/someone/base)" in card.text
     assert "\n![Training curves](training_curves.png)\n" in card.text
     assert (tmp_path / "model" / "training_curves.png").exists()
-
-
-@pytest.mark.slow
-def test_card_of_an_adapter(tmp_path, monkeypatch):
-    objects = {"peft_config": LoraConfig(target_modules=["q_proj"])}
-    trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(8), tmp_path / "model", objects=objects, max_steps=1)
-    trainer.train()
-    trainer.save_model()
-    trainer.create_model_card()
-    text = (tmp_path / "model" / "README.md").read_text()
-    assert "PeftModel" in text and str(saved("qwen2_5_vl")) in text
-    assert ModelCard(text).data.library_name == "peft" and re.search(r"- PEFT: \d+\.\d+", text)
-    run_code(text, tmp_path, monkeypatch)
 
 
 BAD = "<img src=x onerror=alert(1)>\n# Owned [here](https://evil.example) `{{ 7*7 }}` www.evil.example ```"

@@ -3,9 +3,11 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
+from helpers.marks import slow_but
 from helpers.trainer_utils import (
     Injected,
     PseudoRandom,
@@ -14,6 +16,7 @@ from helpers.trainer_utils import (
     largest_difference,
     length_and_sum,
     load,
+    logged,
     norm,
     relative_difference,
     run,
@@ -21,7 +24,8 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.algorithms.losses import LOSSES
+from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, log_ratios
+from trl_multimodal_rft.algorithms.losses import policy_loss as listed
 
 
 TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
@@ -93,7 +97,11 @@ def assert_same(plain, ours, without: tuple[str, ...] = ()) -> None:
 ENGINE = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_truncate"}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# One of each kind: clipped, by completion, with a drift, of the ratio to the engine, and detached
+KINDS = ("dapo", "gmpo", "cpgd", "vespo", "cispo")
+
+
+@pytest.mark.parametrize("loss", slow_but(LOSSES, *KINDS))
 def test_the_update_scores_what_grpo_asks_for(loss):
     options = {**TWO, "num_iterations": 2, "loss_type": loss}
     if loss != "vespo":
@@ -137,8 +145,11 @@ def all_dead(completion_ids, **kwargs):
     return [0.5] * len(completion_ids)
 
 
-@pytest.mark.parametrize("size", [8, 4, 2])  # a group with signal beside one without, alone, and its halves
-@pytest.mark.parametrize(("family", "rows"), [(FAMILY, image_rows), ("qwen2_audio", audio_rows), (FAMILY, text_rows)])
+# A group with signal beside one without, alone, and its halves
+@pytest.mark.parametrize(
+    ("family", "rows", "size"),
+    [(FAMILY, image_rows, 8), ("qwen2_audio", audio_rows, 4), (FAMILY, text_rows, 2), (FAMILY, image_rows, 2)],
+)
 def test_groups_without_signal_are_not_forwarded(family, rows, size):
     options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "reward": half_dead}
     plain, ours = both("grpo", family, rows(), **options)
@@ -147,7 +158,7 @@ def test_groups_without_signal_are_not_forwarded(family, rows, size):
     assert ours.trainer.n_tokens <= 0.55 * plain.trainer.n_tokens
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_but(LOSSES, *KINDS))
 def test_every_loss_leaves_them_out_or_needs_them(loss):
     options = {**TWO, "steps_per_generation": 4, "loss_type": loss, "reward": half_dead, **ENGINE}
     if loss == "vespo":
@@ -179,6 +190,84 @@ def test_what_else_asks_for_them(kind, options, skipped):
     assert [each["packing/skipped_frac"] for each in ours.history if "packing/skipped_frac" in each][-1] == skipped
 
 
+def pulled_back(inputs, options):
+    """The policy gradient and a term on all tokens, as prime-rl's squared log-ratio."""
+    log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
+    return LossOutput(0.5 * inputs.logps - log_ratio.exp() * inputs.advantages[:, None], {})
+
+
+def longer(kind, name):
+    """A subclass whose loss has a further term on all tokens."""
+
+    def own(self, *given):
+        output, inputs = getattr(super(subclass, self), name)(*given), given[-1]
+        term = 0.5 * (self._scores.logps * inputs.loss_mask).sum() / 100
+        return LossOutput(output.loss + term, output.metrics) if name == "_loss" else output + term
+
+    subclass = type("Longer", (TRAINERS[kind],), {name: own})
+    return subclass
+
+
+@pytest.mark.parametrize("budget", [None, 48])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("grpo", "listed"), *((kind, name) for kind in ("grpo", "rloo") for name in ("_loss", "_compute_loss"))],
+)
+def test_a_term_on_all_tokens_needs_them(kind, own, budget, monkeypatch):
+    """In a loss that a user listed, and in those of subclasses, for batches of which half has no advantage."""
+    options = {"reward": half_dead, "beta": 0.0, "learning_rate": 0.03, "max_tokens_per_microbatch": budget}
+    if own == "listed":
+        monkeypatch.setitem(LOSSES, "pulled_back", None)
+        del LOSSES["pulled_back"]
+        listed("pulled_back")(pulled_back)
+        options["loss_type"] = "pulled_back"
+    else:
+        monkeypatch.setitem(TRAINERS, kind, longer(kind, own))
+    make = trainer_class.__wrapped__  # without what was made of other bases
+    plain, ours = (run(make(kind, plain=each), FAMILY, image_rows(), **options) for each in (True, False))
+    assert_same(plain, ours)
+    assert [each["packing/skipped_frac"] for each in ours.history if "packing/skipped_frac" in each] == [0, 0]
+
+
+def test_a_listed_loss_may_leave_them_out(monkeypatch):
+    monkeypatch.setitem(LOSSES, "mine", None)
+    del LOSSES["mine"]
+    listed("mine", needs_advantage=True)(LOSSES["grpo"].function)
+    result = run(trainer_class("grpo", plain=False), FAMILY, image_rows(), reward=half_dead, loss_type="mine")
+    assert result.history[0]["packing/skipped_frac"] == 0.5
+
+
+class Unlikely(PseudoRandom):
+    """Completions of 40 random tokens."""
+
+    def __call__(self, model, prompts, *, step, **options):
+        generator = np.random.default_rng(step)
+        return [generator.integers(50, 300, 40).tolist() for _ in prompts], None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rloo", {"beta": 0.0, "steps_per_generation": 2}),
+        ("rloo", {"beta": 0.0, "num_iterations": 2, "max_tokens_per_microbatch": 300}),
+        ("grpo", {"loss_type": "vespo", "steps_per_generation": 2}),
+        ("grpo", {"loss_type": "vespo", "num_iterations": 2, "loss_view": "blank", "dependency_quantile": 0.5}),
+    ],
+)
+def test_the_ratio_of_what_is_not_forwarded_is_one(kind, options):
+    """Old log-probabilities of -220 in all, with those of an earlier policy."""
+    options = {"max_completion_length": 40, "reward": half_dead, "learning_rate": 0.01, "max_steps": 4, **options}
+    options |= {"logging_nan_inf_filter": False, "sampler": Unlikely}
+    plain, ours = both(kind, FAMILY, image_rows(), **options)
+    skipped = [entry["packing/skipped_frac"] for entry in ours.history if "packing/skipped_frac" in entry]
+    assert skipped and set(skipped) == {0.5}
+    assert norm(plain.update) > 1e-3 and relative_difference(plain.update, ours.update) <= 1e-4
+    # VESPO's weight of what isn't forwarded is that of a ratio of 1
+    for name, tolerance in (("loss", 1e-4), ("vespo/phi_seq_mean", 0.1))[: 1 + (kind == "grpo")]:
+        expected, found = logged(plain, name), logged(ours, name)
+        assert len(found) == 4 and np.allclose(expected, found, rtol=0, atol=tolerance), (name, expected, found)
+
+
 def test_dropout_draws_the_same_numbers():
     model, processor = load(FAMILY)
     model.get_decoder().layers[0].self_attn.attention_dropout = 0.1
@@ -194,8 +283,7 @@ def test_a_step_without_signal_decays_weights():
         return all_dead(completion_ids) if trainer_state.global_step else length_and_sum(completion_ids)
 
     options = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1, "reward": some_dead, "max_steps": 3}
-    for family, rows in ((FAMILY, image_rows), ("qwen2_audio", audio_rows), (FAMILY, text_rows)):
-        plain, ours = both("grpo", family, rows(), **options)
-        assert [entry["packing/skipped_frac"] for entry in ours.history[1:3]] == [1, 1]
-        assert norm(plain.update) > 1e-3
-        assert relative_difference(plain.update, ours.update) <= 1e-6
+    plain, ours = both("grpo", "qwen2_audio", audio_rows(), **options)
+    assert [entry["packing/skipped_frac"] for entry in ours.history[1:3]] == [1, 1]
+    assert norm(plain.update) > 1e-3
+    assert relative_difference(plain.update, ours.update) <= 1e-5

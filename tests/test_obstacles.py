@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.by_hand import FAMILIES, gradients, own_logps
 from helpers.chats import chat, image, text
 from helpers.completions import random_completions
 from helpers.families import template, tokenizer
 from helpers.packed_rows import LLAMA4_PACKS
+from helpers.synthetic import FAMILIES, gradients, own_logps
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -96,11 +96,12 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
 def test_mllama_trains_with_its_processor(tmp_path, caplog):
     words = tokenizer(image_token="<|image|>", bos_token="<|begin_of_text|>")
     words.bos_token = "<|begin_of_text|>"
-    sizes = {"height": 28, "width": 28}
+    sizes = {"height": 56, "width": 56}
     processor = hf.MllamaProcessor(
         hf.MllamaImageProcessor(size=sizes, max_image_tiles=2), words, chat_template=template(image="<|image|>")
     )
-    model, _ = FAMILIES["mllama"](len(words), processor.image_token_id)
+    changes = {"vocab_size": len(words), "pad_token_id": words.pad_token_id, "cross_attention_layers": [1]}
+    model, _ = FAMILIES["mllama"](text_config=changes, image_token_index=processor.image_token_id)
     rows = [
         [image(28, 28), text("Is there a cat?")],
         [text("Compare"), image(56, 28, seed=1), image(28, 28, seed=2)],
@@ -147,7 +148,7 @@ def test_values_of_a_model_without_a_backbone(name):
     with torch.no_grad():
         own_logps(model, repeated, ids, mask)
     handle.remove()
-    head = ValueHead(64)
+    head = ValueHead(model.config.get_text_config().hidden_size)
     head.weight.data.normal_(std=0.1)
     expected = torch.zeros(ids.shape)
     for row, length in enumerate(mask.sum(1).tolist()):
@@ -218,6 +219,6 @@ def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
 
 
 def test_text_alone_is_refused_where_there_is_no_forward_without_media():
-    model, _ = FAMILIES["blip2"]()
+    model, _ = FAMILIES["blip-2"]()
     with pytest.raises(MediaError, match="row 3, column 'prompt': holds no media, .* requires `pixel_values`"):
         encode_prompt("What?", Words(), model, row=3)

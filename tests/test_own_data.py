@@ -17,8 +17,11 @@ from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.loading import load_audio
 from trl_multimodal_rft.data.unread import check_columns
-from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
+from trl_multimodal_rft.scripts import distillation, evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import parse
+
+
+MODEL = str(saved("qwen2_audio"))
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def write(path: str = "rows.jsonl", n: int = 4, **columns) -> None:
 
 
 def command(script, *words):
-    given = ["--model_name_or_path", str(saved("qwen2_audio")), "--dtype", "float32", "--dataset_name", "rows.jsonl"]
+    given = ["--model_name_or_path", MODEL, "--dtype", "float32", "--dataset_name", "rows.jsonl"]
     if script in (grpo, rloo, ppo):
         given += ["--reward_funcs", "helpers.trainer_utils.length_and_sum", "--num_generations", "2"]
     if script in (evaluate, filter):
@@ -53,10 +56,7 @@ def command(script, *words):
     script.main(*parse(script.ARGUMENTS, [*given, *words]))
 
 
-SCRIPTS = [grpo, rloo, ppo, sft, evaluate, filter]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("script", [grpo, sft, evaluate, filter], ids=lambda each: each.__name__.rpartition(".")[2])
 def test_relative_paths_start_from_the_folder(script, folder):
     write(audio="{i}.wav", **({"completion": "A bird."} if script is sft else {}))
     more = ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
@@ -85,14 +85,6 @@ def test_check_starts_relative_paths_from_the_folder(folder, capsys):
     assert "All 4 rows would train." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
-def test_paths_in_a_column_that_nothing_reads(script, folder):
-    write(audio_path="clips/{i}.wav", **({"completion": "A bird."} if script is sft else {}))
-    remedy = r"'audio_path' \(what looks like files, such as 'clips/0.wav'\): rename it to 'audio'"
-    with pytest.raises(MediaError, match=f"no prompt gets .* the model would get text alone: {remedy}"):
-        command(script, *["--ablate", "audio"] * (script is filter))
-
-
 MESSAGES = [{"role": "user", "content": "What do you hear?"}]
 
 
@@ -114,6 +106,63 @@ def test_prompt_that_only_begins_like_messages(folder):
     command(grpo)
 
 
+ANSWER = {"role": "assistant", "content": "A bird."}
+ANSWERED = {
+    "text": {"prompt": [*MESSAGES, ANSWER]},
+    "blocks": {"prompt": [*MESSAGES, {**ANSWER, "content": [{"type": "text", "text": "A bird."}]}]},
+    "turns": {"prompt": [*MESSAGES, ANSWER] * 2, "audio": "clips/{i}.wav"},
+    "reasoning": {"prompt": [*MESSAGES, {**ANSWER, "reasoning_content": "It sings."}], "audio": "clips/{i}.wav"},
+}
+
+
+@pytest.mark.parametrize("script", [grpo, rloo, ppo, distillation, evaluate, filter], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("form", ANSWERED)
+def test_prompts_that_hold_their_answer(script, form, folder):
+    """The rows of other tools, renamed."""
+    write(**ANSWERED[form])
+    more = ["--teacher_model_name_or_path", MODEL] if script is distillation else []
+    more += ["--min_accuracy_with", "-1", "--max_accuracy_without", "9", "--ablate", "audio"] * (script is filter)
+    with pytest.raises(ValueError, match=r"^row \d, column 'prompt': ends with the assistant's message.* prepare ms-"):
+        command(script, *more)
+
+
+WITHOUT_TEXT = {
+    "content": ({"type": "text", "content": "What is it?"}, "'text' in 'text' {}['content']"),
+    "value": ({"type": "text", "value": "What is it?"}, "'text' in 'text' {}['value']"),
+    "type as key": ({"type": "input_text", "input_text": "What is it?"}, "'input_text' in 'text' {}['input_text']"),
+    "no text": ({"type": "text", "text": None}, "'text' in 'text' {}[]"),
+    "more text": ({"type": "text", "text": "What", "rest": " is it?"}, "'text' in 'text' {}['text', 'rest']"),
+    "no refusal": ({"type": "refusal", "text": "No."}, "'refusal' in 'refusal' {}['text']"),
+}
+
+
+@pytest.mark.parametrize("script", [grpo, sft, evaluate], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("form", WITHOUT_TEXT)
+def test_blocks_without_their_text(script, form, folder):
+    """The model would get the sound alone, or less than the row says."""
+    block, message = WITHOUT_TEXT[form]
+    row = {"prompt": [{"role": "user", "content": [{"type": "audio"}, block]}], "audio": "clips/{i}.wav"}
+    write(**row, **({"completion": "A bird."} if script is sft else {}))
+    place = re.escape(message.replace(" in ", " has its text in ").format("and nothing else, got "))
+    with pytest.raises(
+        MediaError, match=rf"^row \d, column 'prompt\[0\].content\[1\]': a block of type {place}; rename"
+    ):
+        command(script)
+
+
+def test_hints_of_other_libraries_in_blocks_of_text(folder):
+    known = {"text": "What is it?", "cache_control": {"type": "ephemeral"}, "annotations": [], "image": ""}
+    write(prompt=[{"role": "user", "content": [{"type": "audio"}, {"type": "text", **known}]}], audio="clips/{i}.wav")
+    command(grpo)
+
+
+def test_answers_in_prompts_are_found_by_the_check_of_rows(folder, capsys):
+    write(**ANSWERED["turns"])
+    with pytest.raises(SystemExit):
+        main(["check", "--dataset_name", "rows.jsonl", "--num_workers", "0", "--model_name_or_path", MODEL])
+    assert "ends with the assistant's message" in capsys.readouterr().out
+
+
 CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A bird."}]
 
 
@@ -121,6 +170,7 @@ CHAT = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value
     ("row", "remedy"),
     [
         ({"conversations": CHAT, "audios": ["clips/0.wav"]}, "prepare sharegpt --task rl`"),
+        ({"messages": [*MESSAGES, ANSWER], "audios": ["clips/0.wav"]}, "prepare ms-swift --task rl`; where no answer"),
         ({"query": "What is it?", "response": "A bird.", "audios": ["clips/0.wav"]}, "prepare ms-swift --task rl`"),
         ({"problem": "What?", "answer": "A", "audios": ["clips/0.wav"]}, "to 'prompt', or convert .* prepare easyr1`"),
         ({"question_text": "?", "multi_choice": ["A"], "answer": 0, "audio_path": "clips/0.wav"}, "prepare avqa`"),

@@ -3,6 +3,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, FAMILIES, every_family
-from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
-from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, run
+from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
+from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, relative_difference, run
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,6 +35,19 @@ from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 WITHOUT_KERNELS = {"llava_gpt_oss"}
 
 
+def assert_packed_equals_padded(model, prompts, packing=nullcontext):
+    """Returns what `packing()` yields, with which rows are packed."""
+    ids, mask = random_completions(len(prompts))
+    logps, entropies, grads = padded_reference(model, prompts, ids, mask)
+    with packing() as entered:
+        packed = completion_scores(model, model, prompts, ids, mask, isolate=family_of(model).isolate)
+        packed_grads = backward(model, packed.logps, packed.entropies, mask)
+    assert (packed.logps - logps * mask).abs().max() <= 1e-5
+    assert (packed.entropies - entropies * mask).abs().max() <= 1e-5
+    assert relative_difference(grads, packed_grads) <= 1e-5
+    return entered
+
+
 @pytest.mark.parametrize("mode", ["eager", "checkpointing", "cuda"])
 @pytest.mark.parametrize("name", every_family())
 def test_packed_equals_padded(name, mode, monkeypatch):
@@ -45,34 +59,9 @@ def test_packed_equals_padded(name, mode, monkeypatch):
         if not model.supports_gradient_checkpointing or name == "granite_speech":
             pytest.skip("the family does not support gradient checkpointing")
         enable_checkpointing(model)
-    ids, mask = random_completions(len(prompts))
-    logps, entropies, grads = padded_reference(model, prompts, ids, mask)
-
-    isolate = family_of(model).isolate
-    with cuda_path(monkeypatch) if mode == "cuda" else nullcontext() as kernel:
-        packed = completion_scores(model, model, prompts, ids, mask, isolate=isolate)
-        packed_grads = backward(model, packed.logps, packed.entropies, mask)
+    on_cuda = partial(cuda_path, monkeypatch)
+    kernel = assert_packed_equals_padded(model, prompts, on_cuda if mode == "cuda" else nullcontext)
     assert kernel is None or bool(kernel.calls) == (name not in WITHOUT_KERNELS)
-
-    assert (packed.logps - logps * mask).abs().max() <= 1e-5
-    assert (packed.entropies - entropies * mask).abs().max() <= 1e-5
-    assert relative_difference(grads, packed_grads) <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "paligemma"])
-def test_a_wrong_layout_is_seen(name):
-    """The test above can fail: plain positions or plain causal masks move the log-probabilities."""
-    model, prompts = build(name)
-    ids, mask = random_completions(len(prompts))
-    right = completion_scores(model, model, prompts, ids, mask).logps
-    for prompt in group_by_prompt(prompts):
-        if name == "qwen2_5_vl":
-            prompt.position_ids = torch.arange(len(prompt)).expand_as(prompt.position_ids)
-        else:
-            masks = linear_masks(model, prompt, 7)
-            prompt.mask_cache["linear"] = (7, dict.fromkeys(masks))
-    wrong = completion_scores(model, model, prompts, ids, mask).logps
-    assert (right - wrong).abs().max() > 1e-2
 
 
 def test_images_of_one_shape_but_several_sizes():
@@ -246,16 +235,8 @@ def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "paligemma"])
 def test_prompts_in_calls_of_their_own(name, attention, monkeypatch):
     """This applies to prompts whose joint masks would be large."""
-    model, prompts = build(name, attention)
-    ids, mask = random_completions(len(prompts))
-    logps, entropies, grads = padded_reference(model, prompts, ids, mask)
     monkeypatch.setattr(layout, "MASK_ENTRIES", 0)
-    packed = completion_scores(model, model, prompts, ids, mask)
-    packed_logps, packed_entropies = packed.logps, packed.entropies
-    packed_grads = backward(model, packed_logps, packed_entropies, mask)
-    assert (packed_logps - logps * mask).abs().max() <= 1e-5
-    assert (packed_entropies - entropies * mask).abs().max() <= 1e-5
-    assert relative_difference(grads, packed_grads) <= 1e-5
+    assert_packed_equals_padded(*build(name, attention))
 
 
 def test_kernels_without_masks_have_none_built(layouts, monkeypatch):

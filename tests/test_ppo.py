@@ -13,6 +13,7 @@ import torch
 import transformers
 from helpers.families import encode
 from helpers.grpo_runs import loss_by_hand
+from helpers.marks import slow_but
 from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, head_weights, rough, weights_of
 from helpers.trainer_utils import (
     InjectedOurs,
@@ -271,7 +272,9 @@ def against_the_slow_version(name, family, rows, options):
     return slow
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_but(CASES, "audio", "images, KL in the loss", "text, sampled", "images, shared trunk")
+)
 def test_updates_equal_those_of_the_slow_version(name):
     """Compares every weight of policy and critic, in two epochs on the same completions."""
     family, rows, options = CASES[name]
@@ -289,16 +292,6 @@ def test_updates_equal_those_of_the_slow_version(name):
             )
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "family, rows", [("gemma3", image_rows), ("llava_onevision", video_rows), ("qwen2_5_omni", audio_rows)]
-)
-@pytest.mark.parametrize("shared", [False, True])
-def test_updates_of_more_families_equal_those_of_the_slow_version(family, rows, shared):
-    options = {"beta": 0.1, "bootstrap_truncated": True, "gamma": 0.9, "reward": rough, **RATES}
-    against_the_slow_version(family, family, rows, {**options, "shared_trunk": shared})
-
-
 # Packing
 
 
@@ -307,7 +300,7 @@ def test_updates_of_more_families_equal_those_of_the_slow_version(family, rows, 
     [
         ("qwen2_audio", audio_rows, False),
         (FAMILY, image_rows, True),
-        ("llava_onevision", image_rows, False),  # media that don't join
+        pytest.param("llava_onevision", image_rows, False, marks=SLOW),  # media that don't join
         pytest.param("qwen2_audio", audio_rows, True, marks=SLOW),
         pytest.param(FAMILY, image_rows, False, marks=SLOW),
         pytest.param("llava_onevision", image_rows, True, marks=SLOW),
@@ -348,7 +341,7 @@ OPTIMIZERS = {
     "optimizer, shared",
     [
         ("adamw", False),
-        ("sgd", True),
+        pytest.param("sgd", True, marks=SLOW),
         pytest.param("adamw", True, marks=SLOW),
         pytest.param("sgd", False, marks=SLOW),
     ],
@@ -377,10 +370,10 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
 
 
 def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
-    """The policy is frozen in the first of five rollouts, and in the first epoch of the second."""
+    """The policy is frozen in the first of four rollouts, and in the first epoch of the second."""
     adaptive = {"beta": 0.1, "kl_in_reward": False, "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
-    result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 10})
-    assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)])
+    result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 8})
+    assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2)])
 
 
 def test_frozen_policy_leaves_the_gradient_norm_alone():
@@ -411,7 +404,12 @@ def test_rates_and_schedules_are_those_by_hand():
     assert logged(result, "value_learning_rate") == pytest.approx([0.06 * x for x in cosine])
 
 
-@pytest.mark.parametrize("schedule, end", [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 1e-3})])
+@pytest.mark.parametrize(
+    "schedule, end",
+    slow_but(
+        [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 1e-3})], ("polynomial", {"lr_end": 1e-3})
+    ),
+)
 def test_schedules_end_at_the_same_rate(schedule, end):
     """The option is a rate, not a share of the initial one."""
     options = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": end, "value_learning_rate": 0.1, **ONCE}
@@ -628,7 +626,9 @@ def value_loss_by_hand(trainer, moment, values):
 
 
 # One of each kind of average; `test_losses.py` compares all types
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cpgd"])
+@pytest.mark.parametrize(
+    "loss_type", slow_but(["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cpgd"], "grpo", "dr_grpo", "dapo")
+)
 def test_losses_and_their_metrics_are_those_by_hand(loss_type):
     """Covers four micro-batches in two updates, and a second epoch on them."""
     result = ppo(
@@ -672,8 +672,10 @@ def test_losses_and_their_metrics_are_those_by_hand(loss_type):
 @pytest.mark.parametrize(
     "options",
     [
-        {"advantage_estimator": "group_norm", "beta": 0.1},
-        {"advantage_estimator": "reinforce", "beta": 0.1, "num_generations": 1},
+        pytest.param({"advantage_estimator": "group_norm", "beta": 0.1}, marks=SLOW, id="group_norm"),
+        pytest.param(
+            {"advantage_estimator": "reinforce", "beta": 0.1, "num_generations": 1}, marks=SLOW, id="reinforce"
+        ),
         {"advantage_estimator": "rloo", "loss_type": "cpgd", "top_entropy_quantile": 0.5},
         {"advantage_estimator": "cpgd", "loss_type": "gmpo", "epsilon": 0.4},
     ],
@@ -695,14 +697,14 @@ def test_estimators_without_critic_are_those_of_grpo(options):
 
 
 def test_order_of_micro_batches_changes_with_the_epoch():
-    result = ppo(**{**TWICE, "steps_per_generation": 4, "num_ppo_epochs": 4, "max_steps": 16})
+    result = ppo(**{**TWICE, "steps_per_generation": 4, "num_ppo_epochs": 3, "max_steps": 12})
     names = [tuple(keys(moment.batch)) for moment in result.trainer.micro_batches]
-    assert len(names) == 32
-    orders = [names[start : start + 4] for start in range(0, 32, 4)]
-    for epochs in (orders[:4], orders[4:]):
+    assert len(names) == 24
+    orders = [names[start : start + 4] for start in range(0, 24, 4)]
+    for epochs in (orders[:3], orders[3:]):
         assert all(set(order) == set(epochs[0]) and len(set(order)) == 4 for order in epochs)
         assert len(set(map(tuple, epochs))) > 1
-    assert not set(orders[0]) & set(orders[4])
+    assert not set(orders[0]) & set(orders[3])
 
 
 def test_groups_that_are_exchanged_keep_values_and_returns():
@@ -716,7 +718,7 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
         replay_buffer_size=8,
         objects={**moved(FAMILY), "value_model": critic_of(FAMILY)},
         beta=0.1,
-        **{**TWICE, "max_steps": 12},
+        **{**TWICE, "max_steps": 8},
     )
     assert sum(logged(result, "replay/frac")) > 0 and max(logged(result, "sampling/rounds")) == 2
     trainer = result.trainer
@@ -744,7 +746,11 @@ class BrokenReference(Ours):
         return super()._compute_loss(model, inputs)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens_per_microbatch": 110}, {"shared_trunk": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    slow_but([{}, {"max_tokens_per_microbatch": 110}, {"shared_trunk": True}], {"shared_trunk": True}),
+    ids=str,
+)
 def test_loss_of_a_frozen_policy_does_not_count(options):
     """A non-finite loss doesn't, either."""
     options = {"beta": 0.1, "kl_in_reward": False, "freezing_actor_steps": 2, **options}
@@ -877,7 +883,7 @@ def test_saved_adapter_has_no_critic(shared, tmp_path):
 
 
 def test_evaluation_leaves_training_alone():
-    options = {"objects": {**moved(FAMILY), "value_model": critic_of(FAMILY)}, **TWICE, "max_steps": 4}
+    options = {"objects": {**moved(FAMILY), "value_model": critic_of(FAMILY)}, **TWICE}
     plain = ppo(**options)
     objects = {**moved(FAMILY), "value_model": critic_of(FAMILY), "eval_dataset": image_rows(2)}
     evaluation = {
@@ -888,5 +894,5 @@ def test_evaluation_leaves_training_alone():
     }
     evaluated = ppo(**{**options, "objects": objects}, **evaluation)
     assert identical(plain.update, evaluated.update)
-    assert len(logged(evaluated, "eval_explained_variance")) == 4
+    assert len(logged(evaluated, "eval_explained_variance")) == 2
     assert all(logged(evaluated, "eval_values/std"))

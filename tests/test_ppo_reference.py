@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import random
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev, pvariance
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import forked
 from helpers.chats import RATE
 from helpers.families import FAMILIES, encode
 from helpers.processes import PATIENCE, python_command, python_environment
@@ -1731,7 +1731,7 @@ class Processes:
         # Without either, accelerate starts independent runs of one process each
         switch = "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED"
         command, environment = python_command([worker, engine, folder], n), python_environment(**{switch: "true"})
-        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        outcome = forked.run(command, env=environment, capture_output=True, timeout=PATIENCE)
         assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
 
     def __getitem__(self, name: str) -> list[dict]:

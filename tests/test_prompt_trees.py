@@ -12,9 +12,8 @@ from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
-from helpers.packed_rows import backward, relative_difference, skip_linear_attention
-from helpers.trainer_utils import QUESTIONS, Injected, clip_rows, largest_difference, norm, run
-from helpers.trainer_utils import relative_difference as relative_difference_of_updates
+from helpers.packed_rows import backward, skip_linear_attention
+from helpers.trainer_utils import QUESTIONS, Injected, clip_rows, largest_difference, norm, relative_difference, run
 from transformers import GenerationConfig
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
@@ -211,7 +210,7 @@ def test_updates_equal_those_of_separate_prompts(kind, options, separate):
     with separate():
         expected = run(counting(kind), "qwen2_5_vl", clip_rows(), **options)
     assert norm(expected.update) > 1e-3
-    assert relative_difference_of_updates(expected.update, ours.update) <= 5e-6
+    assert relative_difference(expected.update, ours.update) <= 5e-6
     difference, name = largest_difference(expected.history, ours.history)
     assert difference <= 1e-5, name
     assert ours.trainer.n_tokens <= (1 if "max_tokens_per_microbatch" in options else 0.75) * expected.trainer.n_tokens
@@ -231,7 +230,7 @@ def test_micro_batches_keep_prompts_together_that_share_a_clip(separate):
         for batch in ours.trainer._buffered_inputs
     ]
     assert [len(each) for each in clips] == [1] * 4
-    assert relative_difference_of_updates(expected.update, ours.update) <= 5e-6
+    assert relative_difference(expected.update, ours.update) <= 5e-6
     assert expected.history[0]["packing/shared_frac"] == 0.75 < 0.8 < ours.history[0]["packing/shared_frac"]
 
 

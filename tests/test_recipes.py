@@ -28,6 +28,7 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.cli import estimate, main
+from trl_multimodal_rft.rollout.tools import TOOLS
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
 from trl_multimodal_rft.scripts.options import launched_parser, options_of
@@ -279,7 +280,9 @@ def test_chat_template_of_another_model(tmp_path):
 
     def template(path):
         _, (script, config, model) = arguments("qwen2_5_vl_7b/deepeyes_grpo", **changes, chat_template_path=path)
-        return trainer_inputs(script, config, model)["processing_class"].chat_template
+        inputs = trainer_inputs(script, config, model)
+        assert inputs["environment_factory"] is TOOLS["zoom"]
+        return inputs["processing_class"].chat_template
 
     assert template(tmp_path / "tools.jinja") == qwen3_vl_chat_template
     assert template(saved("qwen2_audio")) == load("qwen2_audio")[1].chat_template != qwen3_vl_chat_template

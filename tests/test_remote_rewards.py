@@ -17,11 +17,10 @@ import soundfile
 import soxr
 import torch
 from helpers.chats import RATE, audio, image, video
-from helpers.files import video_file
-from helpers.reward_server import DRIPS, dripping, png
-from helpers.trainer_utils import audio_rows, load, make_trainer, sound
+from helpers.files import image_file, video_file
+from helpers.reward_server import DRIPS, dripping
+from helpers.trainer_utils import load
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.lightrft import ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
@@ -231,7 +230,7 @@ def assert_names_only(url: str, error: Exception):
     assert url in str(error)
     chain = "".join(traceback.format_exception(error))
     assert SECRET not in chain
-    assert base64.b64encode(png(PICTURES[0])).decode()[:40] not in chain
+    assert base64.b64encode(image_file(PICTURES[0])).decode()[:40] not in chain
 
 
 def test_null_is_no_reward(serve):
@@ -509,29 +508,3 @@ def test_reward_fn_and_recipe_combine_servers(serve):
     _, _, rewards = make(*servers, rows=rows, **arguments)
     _, _, lengths = make(servers[1], rows=rows)
     assert rewards.tolist() == [lengths[0] + 3, lengths[1] + 3, 2 * lengths[2], 2 * lengths[3]]
-
-
-# In the trainer
-
-
-def test_trainer_on_audio(serve, tmp_path):
-    server = serve()
-    rows = audio_rows(2)
-    rows = rows.with_format(None).add_column("answer", ["a cat", "a dog"])
-    clips = [sound(0.3 + 0.2 * i, seed=i) for i in range(2)]
-    rows = rows.with_transform(lambda batch: {**batch, "audio": [clips[i] for i in batch["index"]]})
-    reward = RemoteReward(server.url, label_column="answer", batch_size=4)
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", rows, tmp_path, reward=reward, max_steps=1)
-    trainer.train()
-    assert [len(request["completions"]) for request in server.requests] == [4, 4]
-    total = 0
-    for request in server.requests:
-        assert set(request) == {"prompts", "completions", "queries", "labels", "audios"}
-        for prompt, label, (clip,) in zip(request["prompts"], request["labels"], request["audios"], strict=True):
-            index = ["a cat", "a dog"].index(label)
-            assert prompt == "<audio>" + rows[index]["prompt"][0]["content"]
-            assert np.abs(waveform(clip) - clips[index]["array"]).max() <= 2.0**-15
-        total += sum(map(len, request["completions"]))
-    (reward,) = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    assert reward == pytest.approx(total / 8, rel=1e-5)
-    assert any("rewards/remote_reward/mean" in entry for entry in trainer.state.log_history)

@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 from datasets import Dataset
-from helpers.trainer_utils import load, make_trainer
+from helpers.trainer_utils import audio_rows, load, make_trainer
 from trl.rewards import reasoning_accuracy_reward, think_format_reward
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
@@ -52,9 +52,14 @@ def test_a_name_is_a_models_where_it_is_a_folder_or_no_functions(tmp_path, monke
     assert load_reward_funcs(["format_reward"]) == [format_reward]  # of the command, whose option expects models
     (overlong,) = load_reward_funcs(["get_soft_overlong_punishment"])
     assert overlong([[0] * 1281]) == [-1.0]
-    for name, meant in (("acuracy_reward", "mean 'accuracy_reward'"), ("nowhere.even", "No module named 'nowhere'")):
+    for name, meant in (
+        ("acuracy_reward", "mean 'accuracy_reward'"),
+        ("nowhere.even", "No module named 'nowhere'"),
+        ("trl_multimodal_rft.rewards.odd", ""),
+        ("RewardModel", ""),
+    ):
         with pytest.raises(ValueError, match=f"no reward function '{name}'.*{meant}"):
-            as_reward_funcs(name)
+            load_reward_funcs([name])
 
 
 def test_evaluation_takes_names(tmp_path):
@@ -145,9 +150,50 @@ def of_messages(completions, **kwargs):
 def test_an_error_about_messages_says_what_completions_are(reward, conversational, note, tmp_path):
     with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
         trainer_of(reward, tmp_path, rows(conversational=conversational)).train()
-    notes = getattr(raised.value, "__notes__", [])
+    source, *notes = raised.value.__notes__
+    assert source.startswith(f"The reward function '{reward.__name__}' raised this for row ")
     assert len(notes) == (note is not None) and all(re.match(note, each) for each in notes)
     assert reward.__name__ in "".join(traceback.format_exception(raised.value))
+
+
+def digits(completions, solution, log_metric, **kwargs):
+    log_metric("calls", 1.0)
+    return [float(text) for text in solution]
+
+
+async def digits_later(completions, **columns):
+    return digits(completions, **columns)
+
+
+@pytest.mark.parametrize(
+    ("reward", "where"),
+    [
+        (digits, "row 5"),
+        (functools.partial(digits), "row 5"),
+        (digits_later, r"one of the rows \[\d(, \d)*\]"),
+        (lambda completions, **columns: {}[5], r"row \d"),  # for all
+        (lambda completions, **columns: {1: [1.0]}[len(completions)], r"one of the rows \[\d(, \d)*\]"),  # for none
+    ],
+)
+@pytest.mark.parametrize("run", [MultimodalGRPOTrainer, evaluate])
+def test_an_error_names_its_function_and_row(run, reward, where, tmp_path):
+    dataset = Dataset.from_list([{"prompt": "What?", "solution": "five" if i == 5 else str(i)} for i in range(8)])
+    with pytest.raises((ValueError, KeyError)) as raised:
+        if run is evaluate:
+            evaluate(*load("qwen2_5_vl"), dataset, reward, EvaluationConfig(max_completion_length=2))
+        else:
+            trainer_of(reward, tmp_path, dataset, max_steps=4).train()
+    name = getattr(reward, "__name__", "digits")
+    assert re.fullmatch(rf"The reward function '{name}' raised this for {where}\.", raised.value.__notes__[0])
+
+
+def test_rows_without_any_reward_are_named_without_their_media(tmp_path, caplog):
+    dataset = audio_rows().add_column("solution", [None] * 8)
+    reward_funcs = [accuracy_reward, lambda completions, **columns: [None] * len(completions)]
+    make_trainer(MultimodalGRPOTrainer, "qwen2_audio", dataset, tmp_path, reward=reward_funcs, max_steps=1).train()
+    [message] = [each.getMessage() for each in caplog.records if "returned None" in each.getMessage()]
+    assert re.search(r"row \d: every reward function \('accuracy_reward', '<lambda>'\) returned None", message)
+    assert len(message) < 300 and "\n" not in message
 
 
 def test_a_wrong_reference_is_named_by_its_row_in_the_dataset(tmp_path):

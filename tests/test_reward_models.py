@@ -285,8 +285,9 @@ def expected_rewards(trainer, rows: list[dict], batch: dict, end: str = "") -> l
     return scores
 
 
-@pytest.mark.parametrize("given", ["instance", "instance and processor", "path"])
-@pytest.mark.parametrize("rows", [image_rows, images_rows, text_rows])
+@pytest.mark.parametrize(
+    ("given", "rows"), [("instance", image_rows), ("instance and processor", text_rows), ("path", images_rows)]
+)
 def test_a_policy_is_rewarded_by_a_model_of_another_family(given, rows):
     reward, objects = saved(hf.Gemma3ForSequenceClassification), {}
     if given != "path":

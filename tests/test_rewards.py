@@ -154,7 +154,7 @@ def test_conversational_completions_are_read_from_their_last_message():
         (r"\boxed{7} <answer>8</answer>", "7", 0.0),
         (r"The answer is 7 <answer>8", "7", 0.0),
         (r"<answer>3 + 4, so \boxed{7}</answer>", "7", 1.0),
-        ("<answer>The answer is 7</answer>", "7", 0.0),  # tags hold only the answer
+        ("<answer>The answer is 7</answer>", "7", 1.0),
         ("B", "B. dog", 1.0),
         ("(B)", "B. dog", 1.0),
         ("(b).", "(B) dog", 1.0),
@@ -280,7 +280,7 @@ def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
         "assert accuracy_reward(['7', 'a cat'], solution=['7', 'a dog']) == [1, 0]\n"
         "assert expressions._comparer.cache_info().currsize == 0\n"  # no expression needed it
         "for _ in range(2):\n"
-        "    assert accuracy_reward(['0.5'], solution=['1/2']) == [1]\n"
+        "    assert accuracy_reward(['x + y'], solution=['y + x']) == [1]\n"
         "    print(expressions._comparer(expressions.os.getpid())._process.pid)\n"
     )
     script = tmp_path / "script.py"
@@ -294,13 +294,13 @@ def test_the_process_that_compares_stays_and_ends_with_its_owner(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts memory")
 def test_a_comparison_takes_no_more_memory_than_it_may_and_a_killed_process_is_replaced():
-    assert accuracy("0.5", "1/2") == 1.0
+    assert accuracy("x + y", "y + x") == 1.0
     process = expressions._comparer(os.getpid())._process
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{4 * 2**30} ", limits)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert accuracy("0.5", "1/2") == 1.0
+    assert accuracy("x + y", "y + x") == 1.0
 
 
 PLAIN = [

@@ -42,8 +42,9 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.batches import BatchShape, EpochBatches, StreamBatches, repeat_order, seeded_order
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.data.prefetch import PrefetchPool
+from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rollout import stream
 from trl_multimodal_rft.rollout.stream import other_row, skip_limit
@@ -110,8 +111,7 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
 )
 def test_reading_ahead_changes_nothing(options, tmp_path):
     options = {"reward": few_live, **REUSED, **options, "save_strategy": "no", "learning_rate": 1e-3}
-    rows, options = audio_rows(5), {**options, "learning_rate": 1e-3}
-    options = {"reward": few_live, **REUSED, **options, "save_strategy": "no"}
+    rows = audio_rows(5)
     runs = [
         trained(rows, tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers})
         for n, workers in ((0, 0), (0, 1), (1, 0), (3, 2))
@@ -535,6 +535,30 @@ def test_evaluation_leaves_out_what_it_cannot_read():
 
 EVALUATED = {"on_media_error": "skip", "max_skipped_rows": 6}
 EVALUATED |= {"num_generations_eval": 2, "per_device_eval_batch_size": 6}
+
+
+def test_prompts_that_the_model_continues(tmp_path):
+    """Where they are asked for, the assistant's last message is the start of the completion; others have an answer."""
+    rows = list(image_rows(2))
+    rows[0]["prompt"] += [{"role": "assistant", "content": "I see a"}]
+    options = {"chat_template_kwargs": {"continue_final_message": True}, "max_steps": 1, "shuffle_dataset": False}
+    trainer = make_trainer(trainer_utils.Recorded, "qwen2_5_vl", Dataset.from_list(rows), tmp_path, **options)
+    trainer.train()
+    processor = load("qwen2_5_vl")[1]
+    for row, prompt in zip(rows, trainer.draws[0].batch.prompts[::4], strict=True):
+        first, *rest = row["prompt"]
+        blocks = [{"type": "image", "image": row["image"]}, {"type": "text", "text": first["content"]}]
+        rest = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in rest]
+        options = {"continue_final_message": True} if rest else {"add_generation_prompt": True}
+        chat = [{**first, "content": blocks}, *rest]
+        ids = processor.apply_chat_template([chat], tokenize=True, return_dict=True, **options)["input_ids"][0]
+        assert prompt.input_ids.tolist() == list(ids)
+        placed = rows_to_messages([{"prompt": chat}])[0]["prompt"]
+        kept = encode_prompt(placed, processor, trainer.model, template_kwargs=options, keep_decoded=True).decoded[0][
+            1
+        ]
+        text = processor.apply_chat_template(chat, tokenize=False, **options)
+        assert kept.token_ids(processor) == processor.tokenizer(text)["input_ids"]
 
 
 def evaluated(trainer, rows) -> dict[str, float]:

@@ -4,12 +4,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import yaml
 from datasets import Audio, Dataset, Features, IterableDataset, Value
+from helpers import forked
 from helpers.chats import audio
 from helpers.files import sound_file
 from helpers.processes import PATIENCE
@@ -22,8 +22,6 @@ from trl import TrlParser
 from trl_multimodal_rft.cli import launch, main
 from trl_multimodal_rft.data.columns import Encoded
 from trl_multimodal_rft.data.features import undecoded
-from trl_multimodal_rft.rewards import choice_reward, format_reward
-from trl_multimodal_rft.rewards.named import load_reward_funcs
 from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.scripts.inputs import load_split, with_prompts
@@ -115,18 +113,6 @@ def test_command_line_is_read_as_by_trl(script):
     expected = vars(TrlParser(script.ARGUMENTS).parse_known_args(every)[0])
     parsed = vars(launched_parser("", options(script.ARGUMENTS)).parse_args(every))
     assert parsed == {name: expected[name] for name in parsed} and len(parsed) == len(words)
-
-
-def test_rewards_by_name(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def even(completions, **kwargs):\n    return [0.0] * len(completions)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    names = ["choice_reward", "trl_multimodal_rft.rewards.format_reward", "mine.even"]
-    first, second, third = load_reward_funcs(names)
-    assert (first, second, third.__name__) == (choice_reward, format_reward, "even")
-    for name in ("accuracy", "RewardModel", "mine.odd", "theirs.even"):
-        with pytest.raises(ValueError, match=f"no reward function '{name}'"):
-            load_reward_funcs([name])
 
 
 # Prompts
@@ -248,7 +234,7 @@ def test_mixture(tmp_path):
 
 def command(name, *options, cwd):
     words = [sys.executable, "-c", "from trl_multimodal_rft.cli import main; main()", name, *options]
-    run = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
+    run = forked.run(words, cwd=cwd, capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 

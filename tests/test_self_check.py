@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset, concatenate_datasets
-from helpers.chats import write_film
 from helpers.checks import subject
 from helpers.families import ALL_FAMILIES
+from helpers.files import write_film
 from helpers.trainer_utils import (
     audio_rows,
     forget_isolation,
@@ -118,13 +118,6 @@ def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkey
 # Media
 
 
-def test_media_that_do_nothing_raise():
-    deaf = subject("qwen2_audio", audio_rows(2))
-    torch.nn.init.zeros_(deaf.model.model.multi_modal_projector.linear.weight)
-    with pytest.raises(RuntimeError, match="qwen2_audio answers the same with another audio .log-probs move by 0"):
-        deaf.check()
-
-
 def test_an_ignored_audio_cannot_hide_behind_an_image():
     rows = with_media(image_rows(2), "audio", [sound(0.3 + 0.1 * i, seed=i) for i in range(2)])
     whole = subject("qwen2_5_omni", rows)
@@ -143,7 +136,7 @@ def test_a_model_that_hears_only_that_there_is_a_sound_raises():
     deaf = subject("qwen2_audio", audio_rows(2))
     torch.nn.init.zeros_(deaf.model.model.multi_modal_projector.linear.weight)
     torch.nn.init.constant_(deaf.model.model.multi_modal_projector.linear.bias, 0.5)
-    with pytest.raises(RuntimeError, match="answers the same with another audio"):
+    with pytest.raises(RuntimeError, match="qwen2_audio answers the same with another audio .log-probs move by 0"):
         deaf.check()
 
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Supervised training with media: the loss equals the model's and TRL's, and rows don't affect each other."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -8,7 +10,7 @@ from datasets import Dataset
 from helpers.chats import RATE, image
 from helpers.families import ALL_FAMILIES
 from helpers.resumed_runs import logged
-from helpers.trainer_utils import PLAIN, load, saved, sound, with_media
+from helpers.trainer_utils import PLAIN, load, norm, relative_difference, saved, sound, with_media
 from packaging.version import Version
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
@@ -21,7 +23,9 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
+from trl_multimodal_rft.encoding import prompts
 from trl_multimodal_rft.encoding.supervised import encode_sequence
+from trl_multimodal_rft.forward import scoring
 
 
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sings, and then another one answers."]
@@ -96,10 +100,11 @@ def make(family, rows, folder, chat_template=None, objects=None, **options):
 
 
 def trained(trainer):
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     kept = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm", "eval_loss")
     logs = [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]
-    return logs[:-1], {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return logs[:-1], {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
 
 
 def assert_same(one, other, tolerance=1e-5):
@@ -107,18 +112,7 @@ def assert_same(one, other, tolerance=1e-5):
     for a, b in zip(one[0], other[0], strict=True):
         assert a.keys() == b.keys()
         assert all(a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance) for key in a), (a, b)
-    start = dict(load_start(one[1]))
-    moved = torch.cat([(one[1][name] - start[name]).flatten() for name in one[1]])
-    difference = torch.cat([(one[1][name] - other[1][name]).flatten() for name in one[1]])
-    assert moved.norm() > 0 and difference.norm() <= tolerance * moved.norm()
-
-
-def load_start(weights):
-    for family in ("qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"):
-        parameters = dict(load(family)[0].named_parameters())
-        if parameters.keys() == weights.keys():
-            return parameters
-    raise AssertionError("no family has these weights")
+    assert norm(one[1]) > 0 and relative_difference(one[1], other[1]) <= tolerance
 
 
 # Comparison with TRL
@@ -164,10 +158,11 @@ def test_equals_trl(name, tmp_path):
 
 def own_gradients(family, chats, masks):
     """Computes the loss over all target tokens and its gradient with plain forward passes."""
-    model, processor = load(family)
+    model, processor = ALL_FAMILIES[family].build()
     total, n = 0.0, sum(int(mask[1:].sum()) for mask in masks)
     for chat, mask in zip(chats, masks, strict=True):
         inputs = processor.apply_chat_template([chat], tokenize=True, return_dict=True, return_tensors="pt")
+        inputs = inputs.to(model.dtype)  # Llama 4's processor returns bfloat16
         labels = inputs["input_ids"].masked_fill(~mask, -100)
         loss = model(**inputs, labels=labels).loss * int(mask[1:].sum()) / n
         loss.backward()
@@ -179,11 +174,11 @@ def flat(gradients, names):
     return torch.cat([gradients[name].flatten() for name in names])
 
 
-def mixed_rows():
+def mixed_rows(family="qwen2_5_omni"):
     """Returns conversations with an image, a sound, a video, several of them, and none."""
     chats = [
         [*prompt, {"role": "assistant", "content": [{"type": "text", "text": ANSWERS[i % 4]}]}]
-        for i, prompt in enumerate(ALL_FAMILIES["qwen2_5_omni"].prompts())
+        for i, prompt in enumerate(ALL_FAMILIES[family].prompts())
     ]
     chats.append([say("user", "How are you?"), say("assistant", "Well.")])
     return chats
@@ -198,15 +193,20 @@ def inline(chat):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
-    """Compares several rows with all kinds of media in a forward pass with transformers' loss of one row at a time."""
-    chats = mixed_rows()
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "llama4", "gemma3n"])
+def test_loss_and_gradient_are_the_models_own(family, packing, tmp_path):
+    """
+    Compares several rows with all kinds of media in a forward pass with transformers' loss of one row at a time. Llama
+    4 scales queries by their places in the row, and the gradient of Gemma 3n's padding isn't finite.
+    """
+    chats = mixed_rows(family)
     rows = [{"messages": inline(chat)} for chat in chats]
     dataset = Dataset.from_dict({"n": range(len(rows))}).with_transform(
         lambda batch: {"messages": [rows[n]["messages"] for n in batch["n"]]}
     )
-    options = {"packing": packing, "per_device_train_batch_size": len(rows), "gradient_accumulation_steps": 1}
-    trainer = make("qwen2_5_omni", dataset, tmp_path, assistant_only_loss=True, **options)
+    options = {"packing": packing, "per_device_train_batch_size": len(rows), "router_aux_loss_coef": 0.0}
+    objects = dict(zip(("model", "processing_class"), ALL_FAMILIES[family].build(), strict=True))
+    trainer = make("qwen2_5_omni", dataset, tmp_path, objects=objects, assistant_only_loss=True, **options)
     trainer.model.train()
     batch = trainer.data_collator([dataset[i] for i in range(len(rows))])
     masks = [each.learned for each in batch["sequences"]]
@@ -218,12 +218,110 @@ def test_loss_and_gradient_are_the_models_own(packing, tmp_path):
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(n))
     loss.backward()
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    own_loss, own = own_gradients("qwen2_5_omni", chats, masks)
+    own_loss, own = own_gradients(family, chats, masks)
     assert loss.item() == pytest.approx(own_loss, rel=1e-5)
     names = own.keys() & gradients.keys()
     assert all(not gradients[name].any() for name in gradients.keys() - names) and len(names) > 20
     expected = flat(own, names)
     assert (flat(gradients, names) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_first_rows_are_compared_with_the_models_own_forward(tmp_path, capsys):
+    trainer = make("qwen2_5_vl", picture_rows(), tmp_path, packing=True, max_steps=1)
+    trainer.train()
+    check = trainer.checks.self_check
+    printed = capsys.readouterr().out
+    lines = re.findall(r"^  (\w+) rows vs. model's forward +(\S+)$", printed, re.MULTILINE)
+    assert [(name, float(value)) for name, value in lines] == [
+        ("padded", pytest.approx(check.padded, rel=0.5)),
+        ("packed", pytest.approx(check.packed, rel=0.5)),
+    ]
+    assert 0 < max(check.padded, check.packed) < 1e-5 and printed.count("\n  ") == 2
+    trainer.create_model_card()
+    assert "padded rows vs. model's forward" in (tmp_path / "README.md").read_text()
+    silent = make("qwen2_5_vl", picture_rows(), tmp_path, max_steps=1, self_check=False)
+    silent.train()
+    assert silent.checks.self_check is None and "self-check" not in capsys.readouterr().out
+
+
+def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeypatch):
+    """Breaks the correction of Llama 4. The fallback gives the same updates, and a resumed run has it, too."""
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
+    rows = text_rows(8, form="chat")
+    expected = weights_after(make("llama4", rows, tmp_path / "whole", **options))
+    monkeypatch.setattr(scoring, "_places", lambda model, places: {})
+    broken = make("llama4", rows, tmp_path / "broken", **options)
+    assert torch.dist(weights_after(broken), expected) <= 1e-5 * expected.norm()
+    assert broken._policy.fallbacks.isolate == "prompt" and broken.checks.self_check.padded < 1e-5
+    unchecked = make("llama4", rows, tmp_path / "unchecked", self_check=False, **options)
+    assert torch.dist(weights_after(unchecked), expected) > 1e-4 * expected.norm()
+    resumed = make("llama4", rows, tmp_path / "broken", **options)
+    resumed.train(f"{tmp_path}/broken/checkpoint-1")
+    assert resumed._policy.fallbacks == broken._policy.fallbacks and resumed.checks.self_check is not None
+
+
+def weights_after(trainer) -> torch.Tensor:
+    """Returns the update of all weights."""
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in trainer.model.parameters()])
+    trainer.train()
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]) - before
+
+
+def test_rows_that_no_forward_scores_exactly_end_the_run(tmp_path, monkeypatch):
+    """Images at the positions of text."""
+    monkeypatch.setattr(prompts, "prompt_position_ids", lambda model, ids, *_: torch.arange(len(ids))[None])
+    trainer = make("qwen2_5_vl", picture_rows(), tmp_path, max_steps=1)
+    message = "qwen2_5_vl can't be trained exactly: log-probabilities of padded rows differ by .* the model's forward"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+
+
+SAID = {
+    "messages": lambda asked: {"messages": [asked, say("assistant", "A cat.")]},
+    "pair": lambda asked: {"prompt": [asked], "completion": [say("assistant", "A cat.")]},
+    "texts": lambda asked: {"prompt": "What is it?", "completion": "A cat."},
+    "text": lambda asked: {"text": "What is it? A cat."},
+    "tokens": lambda asked: {"input_ids": [5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("form", SAID)
+@pytest.mark.parametrize("options", [{}, {"assistant_only_loss": True}, {"packing": True}], ids=str)
+def test_a_family_without_answers_says_so_at_construction(form, options, tmp_path):
+    """Voxtral's tokenizer refuses conversations that end with the assistant."""
+    dataset = Dataset.from_list([SAID[form](say("user", "What is it?"))] * 2)
+    args = MultimodalSFTConfig(str(tmp_path), **{**PAIRS, **options})
+    with pytest.raises(ValueError, match="^VoxtralProcessor can't encode supervised rows: mistral-common .*; train "):
+        MultimodalSFTTrainer(model=str(saved("voxtral")), args=args, train_dataset=dataset)
+
+
+def test_a_family_without_answers_says_so_to_ppo(tmp_path):
+    args = MultimodalPPOConfig(str(tmp_path), **PLAIN, per_device_train_batch_size=2, num_generations=2, ptx_coef=1.0)
+    objects = {"train_dataset": asked_rows(2), "ptx_dataset": text_rows(2), "reward_funcs": lambda **kwargs: [0.0] * 2}
+    with pytest.raises(ValueError, match="^VoxtralProcessor can't encode supervised rows: mistral-common .*; train "):
+        MultimodalPPOTrainer(model=str(saved("voxtral")), args=args, **objects).train()
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_models_without_gradient_checkpointing_train_with_trls_default(kind, tmp_path, caplog):
+    """Granite Speech has none."""
+    model, processor = ALL_FAMILIES["granite_speech"].build()
+    options = {**PLAIN, "max_steps": 1, "gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    objects = {"model": model, "processing_class": processor}
+    if kind == "sft":
+        args = MultimodalSFTConfig(str(tmp_path), **options)
+        trainer = MultimodalSFTTrainer(args=args, train_dataset=text_rows(2, form="chat"), **objects)
+    else:
+        args = MultimodalGRPOConfig(str(tmp_path), num_generations=2, max_completion_length=4, **options)
+        objects["reward_funcs"] = lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids]
+        trainer = MultimodalGRPOTrainer(args=args, train_dataset=asked_rows(2), **objects)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert "GraniteSpeechForConditionalGeneration has no gradient checkpointing" in caplog.text
+
+
+def asked_rows(n):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"Is there a bird? {i}"}]} for i in range(n)])
 
 
 def test_parts_of_a_token_budget_make_the_same_updates(tmp_path):

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from helpers.completions import G, random_completions
 from helpers.cuda_path import cuda_path
 from helpers.families import every_family
-from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
+from helpers.marks import slow_but
+from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedPPO,
@@ -18,6 +19,7 @@ from helpers.trainer_utils import (
     audio_rows,
     image_rows,
     logged,
+    relative_difference,
     run,
     text_rows,
 )
@@ -91,8 +93,14 @@ def test_scores_and_gradients(name):
         assert sum(lengths) == 2 * (sum(sizes) + int(mask.sum()))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    slow_but(
+        itertools.product(["qwen2_5_vl", "qwen2_audio", "gemma3"], ["sdpa", "eager"]),
+        ("qwen2_5_vl", "sdpa"),
+        ("gemma3", "eager"),
+    ),
+)
 def test_in_double_precision(name, attention):
     """Against the whole row, under gradient checkpointing, too. The head computes in float32."""
     model, prompts = build(name, attention, dtype=torch.float64)
@@ -225,7 +233,7 @@ def test_merged_attention_is_that_of_all_keys(with_prompt, sizes, monkeypatch):
         assert (a - b).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("budget", slow_but([None, 1], 1))
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "kimi_k25", "mistral3"])
 def test_merged_attention_of_models(name, budget, monkeypatch):
     """On the path of CUDA, in whole rows and behind a prompt; layers with a window copy what it holds."""
@@ -258,10 +266,10 @@ def test_merged_attention_where_it_saves(monkeypatch):
     ("family", "rows", "steps"),
     # Rounding grows with each step of the tiny Gemma 3, however rows are laid out
     [
-        ("qwen2_5_vl", image_rows, 4),
-        ("qwen2_audio", audio_rows, 4),
+        ("qwen2_5_vl", image_rows, 2),
+        pytest.param("qwen2_audio", audio_rows, 2, marks=pytest.mark.slow),
         ("gemma3", image_rows, 1),
-        ("llava", text_rows, 4),
+        pytest.param("llava", text_rows, 2, marks=pytest.mark.slow),
     ],
     ids=["image", "audio", "windows", "text"],
 )
@@ -289,7 +297,9 @@ def forget_budget(result):
         (InjectedPPO, "qwen2_5_vl", {"num_ppo_epochs": 2}),
         pytest.param(InjectedPPO, "qwen2_5_vl", {"shared_trunk": True}, marks=pytest.mark.slow),
         pytest.param(InjectedOurs, "qwen3_vl_moe", {"router_aux_loss_coef": 1.0}, marks=pytest.mark.slow),
-        (InjectedOurs, "qwen2_5_vl", {"gradient_checkpointing": True, "beta": 0.0}),
+        pytest.param(
+            InjectedOurs, "qwen2_5_vl", {"gradient_checkpointing": True, "beta": 0.0}, marks=pytest.mark.slow
+        ),
         pytest.param(InjectedOurs, "qwen2_5_vl", {"packing": "padded"}, marks=pytest.mark.slow),
         pytest.param(InjectedOurs, "qwen2_5_vl", {"objects": LoraConfig, "beta": 0.1}, marks=pytest.mark.slow),
     ],

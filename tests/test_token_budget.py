@@ -2,18 +2,26 @@
 """A micro-batch that is differentiated in parts has the loss and the gradient of the whole."""
 
 import pytest
+import torch
 from helpers.rloo_runs import InjectedOurs as InjectedRLOO
 from helpers.rloo_runs import InjectedTRL as InjectedTRLRLOO
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedPPO,
+    PseudoRandom,
     assert_equal,
     audio_rows,
     image_rows,
+    load,
     logged,
+    norm,
+    relative_difference,
     run,
     text_rows,
 )
+
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+from trl_multimodal_rft.forward.parts import split_by_tokens
 
 
 # GRPO divides by their number within the loss, RLOO after it
@@ -42,7 +50,7 @@ def in_parts(trainer_class, family, rows, budget, **options):
     ],
 )
 def test_loss_types(loss_type):
-    options = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, **ACCUMULATED}
+    options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, **ACCUMULATED}
     if loss_type == "cispo":
         options["epsilon_high"] = 5.0
     if loss_type == "vespo":  # its gradient is small, so the rounding of the weights would show
@@ -68,12 +76,8 @@ def test_balancing_loss(packing, rows):
     compare(InjectedOurs, "qwen3_vl_moe", rows(8), **options)
 
 
-def test_rloo():
-    compare(InjectedRLOO, "qwen2_5_vl", image_rows(8), num_iterations=2, max_steps=4, **ACCUMULATED)
-
-
 def test_rloo_equals_trl():
-    options = {"num_iterations": 2, "max_steps": 4, "beta": 0.1, **ACCUMULATED}
+    options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, **ACCUMULATED}
     theirs = run(InjectedTRLRLOO, "qwen2_5_vl", text_rows(8), **options)
     ours = in_parts(
         InjectedRLOO, "qwen2_5_vl", text_rows(8), 30, self_check=False, keep_groups_together=False, **options
@@ -93,9 +97,73 @@ def test_rloo_equals_trl():
     ids=str,
 )
 def test_options(options):
-    compare(InjectedOurs, "qwen2_audio", audio_rows(8), num_iterations=2, max_steps=4, **options)
+    compare(InjectedOurs, "qwen2_audio", audio_rows(8), num_iterations=2, **options)
+
+
+def by_policy(trainer, model, inputs):
+    given = inputs.prompts, inputs.completion_ids, inputs.completion_mask
+    return -(trainer._policy.score(model, *given, packed=inputs.packed).logps * inputs.loss_mask).sum() / 100
+
+
+def twice(trainer, model, inputs):
+    """Of two scores, the gradient of the first would be lost."""
+    first, second = (trainer._score(model, inputs).logps for _ in range(2))
+    return -((first + second) * inputs.loss_mask).sum() / 100
+
+
+def decays(trainer, model, inputs):
+    return InjectedOurs._compute_loss(trainer, model, inputs) + 1e-3 * model.lm_head.weight.square().sum()
+
+
+@pytest.mark.parametrize("loss", [by_policy, twice, decays])
+def test_a_gradient_that_would_be_lost_is_refused(loss):
+    own, options = type("Own", (InjectedOurs,), {"_compute_loss": loss}), {"max_steps": 1}
+    assert norm(run(own, "qwen2_5_vl", text_rows(8), **options).update) > 1e-3
+    with pytest.raises(RuntimeError, match="The gradient of .* would be lost.*`max_tokens_per_microbatch=None`"):
+        run(own, "qwen2_5_vl", text_rows(8), max_tokens_per_microbatch=30, **options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget"), [([10, 0, 0, 0, 0, 0, 0, 10], 120), ([10] + 7 * [0], 250), ([0] * 8, 350)]
+)
+def test_padded_parts_without_tokens_are_within_the_budget(lengths, budget):
+    prompt = EncodedPrompt(torch.arange(100), {}, {}, torch.arange(100)[None])
+    parts = split_by_tokens([prompt] * 8, lengths, budget, packed=False)
+    assert sorted(sum(parts, [])) == list(range(8))
+    assert max(len(part) * (100 + max(lengths[i] for i in part)) for part in parts) <= budget
+
+
+class Mostly(PseudoRandom):
+    """Three of four completions are truncated."""
+
+    def __call__(self, model, prompts, *, step, **options):
+        last = [self.tokenizer.eos_token_id, 60, 60, 60]
+        return [[50 + i % 30] * 7 + [last[i % 4]] for i in range(len(prompts))], None
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "family", "options"),
+    [
+        (InjectedOurs, "qwen2_5_vl", {"beta": 0.1}),  # which needs every score
+        (InjectedPPO, "qwen2_5_vl", {"num_ppo_epochs": 2}),
+        (InjectedOurs, "qwen3_vl_moe", {"router_aux_loss_coef": 1.0}),
+    ],
+)
+def test_masked_completions_keep_padded_rows_within_the_budget(trainer_class, family, options):
+    rows, (model, processor), sizes = image_rows(8), load(family), []
+    options |= {"packing": "padded", "mask_truncated_completions": True, "sampler": Mostly, "max_steps": 1}
+    options["reward"] = lambda completion_ids, **kwargs: [float(i % 3) for i in range(len(completion_ids))]
+    whole = run(trainer_class, family, rows, media_contribution_steps=0, **options)
+    budget = 2 * max(len(prompt) + 8 for prompt in whole.trainer._buffered_inputs[0].prompts) + 4
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: sizes.append(given["inputs_embeds"].shape[:2].numel()), with_kwargs=True
+    )
+    options |= {"max_tokens_per_microbatch": budget, "objects": {"model": model, "processing_class": processor}}
+    parts = run(trainer_class, family, rows, media_contribution_steps=0, **options)
+    assert sizes and max(sizes) <= budget
+    assert norm(whole.update) > 1e-3 and relative_difference(whole.update, parts.update) <= 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"shared_trunk": True}, marks=pytest.mark.slow)], ids=str)
 def test_critic(options):
-    compare(InjectedPPO, "qwen2_5_vl", image_rows(8), num_ppo_epochs=2, max_steps=4, beta=0.1, **options)
+    compare(InjectedPPO, "qwen2_5_vl", image_rows(8), num_ppo_epochs=2, beta=0.1, **options)

@@ -2,10 +2,10 @@
 """On images, which TRL supports, this package's trainer makes TRL's updates and logs TRL's metrics."""
 
 import functools
-import itertools
 
 import pytest
 from datasets import Dataset
+from helpers.marks import slow_but
 from helpers.trainer_utils import (
     InjectedOurs,
     InjectedTRL,
@@ -13,7 +13,6 @@ from helpers.trainer_utils import (
     image_rows,
     images_rows,
     load,
-    relative_difference,
     run,
     saved,
 )
@@ -91,17 +90,17 @@ def our_run(rows=None, **options):
     return run(InjectedOurs, FAMILY, rows or dataset(), **options)
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *EQUIVALENTS])
+# What differs in more than the formula of the loss
+QUICK = ("loss dr_grpo", "loss dapo", "importance sampling by sequence", "off-policy mask")
+QUICK += ("reference model", "two updates a batch", "one update", "top entropy tokens and bonus", "temperature")
+QUICK += ("synchronised reference model", "masked truncated completions", "rewards scaled by batch")
+
+
+@pytest.mark.parametrize("name", slow_but([*OPTIONS, *EQUIVALENTS], *QUICK))
 def test_packed_equals_trl(name):
     ours = our_run(**{**OPTIONS, **EQUIVALENTS}[name])
     assert all(ours.trainer.scored_packed)
     assert_equal(trl_run(name), ours)
-
-
-def test_every_option_makes_another_update():
-    """The comparison above would prove nothing for an option without effect."""
-    for one, other in itertools.combinations(OPTIONS, 2):
-        assert relative_difference(trl_run(one).update, trl_run(other).update) > 1e-4, (one, other)
 
 
 @pytest.mark.parametrize("name", ["one update", "reference model", "two updates a batch"])
@@ -124,11 +123,11 @@ def test_groups_together_equal_trl(name):
 def test_self_check_leaves_no_trace():
     ours = our_run(**OPTIONS["reference model"], self_check=True)
     check = ours.trainer.checks.self_check
-    assert max(check.packed, check.rows, check.sampled) <= check.tolerance < min(check.media.values())
+    assert max(check.packed, check.rows) <= check.tolerance < min(check.media.values())
     assert_equal(trl_run("reference model"), ours)
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("packing", slow_but(["prefix", "padded"], "prefix"))
 def test_several_images_equal_trl(packing):
     rows = images_rows()
     assert_equal(run(InjectedTRL, FAMILY, rows, **SPLIT), our_run(rows, packing=packing, **SPLIT))
@@ -141,7 +140,7 @@ class GivenImages(Qwen2_5_VLProcessor):
         return super().__call__(images=[i for i in images if i] if images else None, text=text, **kwargs)
 
 
-@pytest.mark.parametrize("packing", ["prefix", "padded"])
+@pytest.mark.parametrize("packing", slow_but(["prefix", "padded"], "padded"))
 def test_rows_without_image_equal_trl(packing):
     rows = [{**row, "images": row["images"] if i % 2 else []} for i, row in enumerate(images_rows())]
     rows = Dataset.from_list(rows)
@@ -153,7 +152,7 @@ def test_rows_without_image_equal_trl(packing):
     assert_equal(theirs, our_run(rows, packing=packing, **options))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", slow_but([False, True], True))
 def test_lora_equals_trl(checkpointing):
     """The reference is the model with its adapter disabled."""
     options = {**REUSED, "beta": 0.1, "gradient_checkpointing": checkpointing, "objects": {"peft_config": LORA}}
@@ -165,7 +164,7 @@ def test_lora_equals_trl(checkpointing):
 
 def test_evaluation_equals_trl():
     """Evaluation between updates on one generation batch doesn't change the batch."""
-    options = {**SPLIT, "beta": 0.1, **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
+    options = {**SPLIT, "beta": 0.1, "max_steps": 2, **EVALUATED, "objects": {"eval_dataset": image_rows(4)}}
     theirs, ours = run(InjectedTRL, FAMILY, dataset(), **options), our_run(**options)
     assert sum("eval_reward" in entry for entry in theirs.history) == options["max_steps"]
     assert_equal(theirs, ours)
@@ -174,10 +173,10 @@ def test_evaluation_equals_trl():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"repetition_penalty": 1.3, "top_k": 20, "top_p": 0.9, "temperature": 1.5, "max_completion_length": 12},
         {**REUSED, "beta": 0.1, "gradient_checkpointing": True, "objects": {"peft_config": LORA}},
-        {**EVALUATED, "objects": {"eval_dataset": image_rows(3)}},
+        pytest.param({**EVALUATED, "objects": {"eval_dataset": image_rows(3)}}, marks=pytest.mark.slow),
     ],
     ids=["plain", "processed logits", "lora, kl, checkpointing", "evaluation"],
 )
@@ -229,10 +228,3 @@ def test_families_equal_trl(family):
     assert all(ours.trainer.scored_packed)
     assert ("aux_loss" in ours.history[0]) == (family == "qwen3_vl_moe")
     assert_equal(theirs, ours)
-
-
-def test_another_image_makes_another_update():
-    rows = image_rows()
-    images = [row["image"].transpose(0) for row in rows]
-    other = our_run(rows.map(lambda row, i: {"image": images[i]}, with_indices=True))
-    assert relative_difference(trl_run("one update").update, other.update) > 0.01

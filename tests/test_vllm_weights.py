@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.families import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, SPECIAL
+from helpers.families import ALL_FAMILIES
+from helpers.marks import slow_but
 from helpers.trainer_utils import saved
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -21,10 +22,10 @@ from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer, checkpo
 from trl_multimodal_rft.models.pretrained import load_model
 
 
-with_adapters = pytest.mark.parametrize(
-    "family",
-    [*FAMILIES, *SPECIAL, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAMILIES)],
-)
+# Of the default run: joined, split, transposed, tied or renamed weights
+KINDS = ("qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "gemma3", "llava", "qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe")
+KINDS += ("kimi_k25", "ernie4_5_vl_moe", "lfm2_vl")
+with_adapters = pytest.mark.parametrize("family", slow_but(ALL_FAMILIES, *KINDS))
 NO_ADAPTER = ("glm4v_moe",)  # PEFT adapts its experts along with its dense layer, which vLLM doesn't support
 # Layers that some families don't have
 no_such_layer = pytest.mark.filterwarnings(
@@ -69,7 +70,7 @@ def buffers(model) -> list[torch.Tensor]:
     return [value for name, value in model.state_dict().items() if name not in parameters]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(ALL_FAMILIES, *KINDS))
 def test_weights_are_those_of_the_checkpoint(family, tmp_path):
     """The names are those of loading and of saving."""
     model = load(family)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.constants import FSDP_MODEL_NAME
+from helpers.marks import slow_but
 from helpers.resumed_runs import REUSED, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
@@ -392,7 +393,12 @@ class OnFullDisk(MultimodalGRPOTrainer):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a device")
-@pytest.mark.parametrize("file", ["optimizer.pt", "rollout_state_0.pt", "trainer_state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file",
+    slow_but(
+        ["optimizer.pt", "rollout_state_0.pt", "trainer_state.json", "manifest.json"], "optimizer.pt", "manifest.json"
+    ),
+)
 def test_full_disk_names_folder_and_checkpoint(file, straight, tmp_path):
     trainer = make(tmp_path, OnFullDisk)
     trainer.file = file

@@ -84,6 +84,10 @@ class Family:
             Why completions of the family can't share their prompt, if no other field shows it.
         refused (`str`, *optional*):
             Why training doesn't support the family.
+        without_answers (`str`, *optional*):
+            Why rows with answers, which supervised training learns, can't be encoded.
+        pads_with_first (`bool`, *optional*, defaults to `False`):
+            Whether rows are padded with their first token, as the gradient of the padding token isn't finite.
         token_fields_mark_media (`bool`, *optional*, defaults to `True`):
             Whether token fields distinguish media from text.
         audio_limit (`Callable`, *optional*):
@@ -125,6 +129,8 @@ class Family:
     query_scale: Callable[[Any, Any], Any] | None = None
     padded: str | None = None
     refused: str | None = None
+    without_answers: str | None = None
+    pads_with_first: bool = False
     token_fields_mark_media: bool = True
     audio_limit: Callable[[Any], float] | None = None
     audio_tokens: Callable[[Any, Any], Any] | None = None
@@ -158,6 +164,7 @@ FAMILIES = (
         model_types=("gemma3n",),
         processors=("Gemma3nProcessor",),
         isolate="media",  # its audio encoder has no padding mask, so a clip depends on its neighbours
+        pads_with_first=True,  # padding has an embedding of zeros, of which it takes the magnitude
         audio_limit=lambda processor: 30,  # a default of the extractor's call
     ),
     Family(
@@ -295,6 +302,7 @@ FAMILIES = (
         model_types=("voxtral",),
         processors=("VoxtralProcessor",),
         takes_base64_audio=True,
+        without_answers="mistral-common writes prompts for an answer, and no answers behind them",
     ),
     Family(
         model_types=("voxtral_realtime",),

@@ -31,6 +31,7 @@ from .forward.token_budget import DeferredParts
 from .forward.trees import count_tokens
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead
+from .models.parts import same_adapters
 from .models.wrapped import is_unsharded, unwrapped
 
 
@@ -169,21 +170,23 @@ class PolicyForward:
         [`~forward.scoring.completion_scores`]. With more tokens than `max_tokens`, gradients come from
         [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
         group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
-        isn't possible, each chunk with its prompt. Where only some `rows` matter, the others aren't forwarded, and
-        their scores are 0; dummy prompts take the place of their media.
+        isn't possible, each chunk with its prompt. Where only some `rows` matter, or have tokens in padded parts, the
+        others aren't forwarded, and their scores are 0; dummy prompts take the place of their media.
 
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
+        n = len(prompts)
+        if rows is None and self.max_tokens is not None and not (packed or whole or compute_aux_loss):
+            scored = completion_mask.any(1).nonzero()[:, 0].tolist()
+            rows = scored if len(scored) < n else None  # padded, those without tokens are as long as others
         if rows is not None:
             chosen = [prompts[i] for i in rows]
             dummies = self.processes.in_place_of(model, prompts, chosen)
-            padding = (0, 0, 0, len(dummies))
-            ids, mask = (nn.functional.pad(each[rows], padding) for each in (completion_ids, completion_mask))
-            options: Any = {"packed": packed, "fallbacks": fallbacks, "compute_aux_loss": compute_aux_loss}
-            options["hidden"] = hidden
-            scores = self.score(model, [*chosen, *dummies], ids, mask, critic=critic, supervised=supervised, **options)
-            return scores.spread(rows, len(prompts))
+            prompts, padding = [*chosen, *dummies], (0, 0, 0, len(dummies))
+            given = (completion_ids, completion_mask)
+            completion_ids, completion_mask = (nn.functional.pad(each[rows], padding) for each in given)
+            target = None if target is None else target.rows(rows).padded(len(dummies))
         lengths = completion_mask.sum(1) * (not whole)
         if compute_aux_loss and packed:  # rows then have the last tokens, too
             lengths = lengths + (lengths > 0)
@@ -199,7 +202,7 @@ class PolicyForward:
         scores = self._in_parts(score, model, models, prompts, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
-        return scores
+        return scores if rows is None else scores.spread(rows, n)
 
     def _in_parts(
         self,
@@ -416,21 +419,26 @@ class PolicyForward:
         Returns completions `(B, N)`, or what [`~generation.transformers.generate_in_parts`] returns.
         """
         fallbacks = self.fallbacks
-        shared_prefill = fallbacks.shared_prefill if shared_prefill is None else shared_prefill
+        isolate, shared_prefill = (
+            fallbacks.isolate,
+            fallbacks.shared_prefill if shared_prefill is None else shared_prefill,
+        )
+        if getattr(self.unwrapped(model), "_hf_peft_config_loaded", False):
+            isolate, shared_prefill = "prompt", False  # Granite Speech uses the adapter where `generate` gets sounds
         with torch.no_grad():  # so that no rank waits for gradients
             dummies = self.processes.dummies(model, prompts)
-            parts = split_samples(prompts, fallbacks.isolate)
+            parts = split_samples(prompts, isolate)
             ready: Any = nullcontext(model)
             if generating is not None:
                 ready = generating()
             elif self.accelerator is not None:
                 ready = unwrap_model_for_generation(model, self.accelerator)
             is_sharded = self.accelerator is not None and not is_unsharded(self.accelerator)
-            if branches is not None and (is_sharded or fallbacks.isolate is not None):
+            if branches is not None and (is_sharded or isolate is not None):
                 why = "ranks wait for each other's forwards" if is_sharded else "completions are sampled in parts"
                 branches.obstacle, branches = why, None
-            surplus = self.processes.n_forwards(prompts, fallbacks.isolate, dummies) - len(parts)
-            with ready as generating_model:
+            surplus = self.processes.n_forwards(prompts, isolate, dummies) - len(parts)
+            with ready as generating_model, same_adapters(generating_model):
                 unwrapped_model = self.unwrapped(generating_model)
                 device = unwrapped_model.device if self.accelerator is None else self.accelerator.device
                 if branches is None or branches.asked is None:  # else the cache holds what the media gave

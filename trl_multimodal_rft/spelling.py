@@ -149,3 +149,9 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"There is no {kind} {name!r}: {error}.") from error
+
+
+def refuse_taken(names: Iterable[str], taken: Iterable[str], decorator: str) -> None:
+    """Refuses names to register that others have, whose functions they would replace in silence."""
+    if both := sorted({*names} & {*taken}):
+        raise ValueError(f"`@{decorator}` got the name {both[0]!r}, which is registered already; choose another one.")

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scenarios of distillation. One rank has all images of a step, then the other."""
 
+from functools import partial
+
 import torch
 from helpers.chats import image
 from helpers.families import FAMILIES
@@ -8,14 +10,6 @@ from peft import LoraConfig
 from training import GROUP, Injecting, row, train
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-
-
-class InjectingDistillation(MultimodalDistillationTrainer):
-    """Never samples."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler = Injecting(self)
 
 
 def rows():
@@ -31,38 +25,26 @@ def teacher():
     return model
 
 
-def distill(folder, teacher_model=None, dataset=None, **options):
+def distill(folder, make_teacher=lambda: None, dataset=None, **options):
     """Runs two updates on two prompts each."""
     return train(
         folder,
         "qwen2_5_vl",
         dataset or rows(),
         2 * GROUP,
-        InjectingDistillation,
-        reward_func=teacher_model,
+        MultimodalDistillationTrainer,
+        reward_func=make_teacher(),
+        sampler=Injecting,
         **options,
     )[1]
 
 
-def distill_teacher(folder):
-    return distill(folder, teacher())
-
-
-def distill_parts(folder):
-    return distill(folder, teacher(), beta=0.5, max_tokens_per_microbatch=50)
-
-
-def distill_top_k(folder):
-    return distill(folder, teacher(), beta=0.5, loss_top_k=5)
-
-
-def distill_view(folder):
-    return distill(folder, teacher_view="blank")
-
-
-def distill_adapter(folder):
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return distill(folder, student_view="blank", self_teacher="base", objects={"peft_config": adapter})
+ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+distill_teacher = partial(distill, make_teacher=teacher)
+distill_parts = partial(distill, make_teacher=teacher, beta=0.5, max_tokens_per_microbatch=50)
+distill_top_k = partial(distill, make_teacher=teacher, beta=0.5, loss_top_k=5)
+distill_view = partial(distill, teacher_view="blank")
+distill_adapter = partial(distill, student_view="blank", self_teacher="base", objects={"peft_config": ADAPTER})
 
 
 def distill_average(folder):

@@ -23,7 +23,7 @@ from training import (
     GROUP,
     ONE_IMAGE,
     SHORT_AND_LONG,
-    InjectingRLOO,
+    Injecting,
     InjectingTrainer,
     RecordingTrainer,
     RemembersParts,
@@ -40,7 +40,7 @@ from training import (
 from transformers import AutoProcessor, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.forward import scoring
 from trl_multimodal_rft.lightrft import Actor
@@ -98,26 +98,21 @@ class Talking(Scripted):
 class TalkingTrainer(MultimodalGRPOTrainer):
     def __init__(self, *args, processing_class, **kwargs):
         super().__init__(*args, processing_class=with_turns_of_tools(processing_class), **kwargs)
-        self.sampler = Talking(self)
 
 
 def conversations(folder):
     """Only one of two ranks calls tools."""
     objects = {"tools": [shows([image(56, 84, 1)], [image(84, 56, 2), image(56, 56, 3)])]}
     options = {"max_completion_length": 400, "self_check": True, "generation_kwargs": {"max_new_tokens": 4}}
-    return train(folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, **options)[1]
-
-
-class AheadTrainer(MultimodalGRPOTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler = Ahead(self)
+    return train(
+        folder, "qwen2_5_vl", image_rows(), 2 * GROUP, TalkingTrainer, objects=objects, sampler=Talking, **options
+    )[1]
 
 
 def asynchronous(folder):
     """A group straddles two ranks. Some completions are sampled from a view."""
     options = {"max_steps": 4, "rollout_view": "blank", "rollout_view_fraction": 0.25}
-    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, AheadTrainer, **options)[1]
+    return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, MultimodalGRPOTrainer, sampler=Ahead, **options)[1]
 
 
 # Each generation has two balanced micro-batches of whole groups, runs twice, and uses a reference model
@@ -165,7 +160,7 @@ LOSSES = {
 }
 WHOLE = {**REUSED, "gradient_checkpointing": False}
 HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
-RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": InjectingRLOO}
+RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": MultimodalRLOOTrainer, "sampler": Injecting}
 PAPO = {"loss_view": "mask_patches(ratio=0.6)", "view_kl_coef": 0.5, "view_entropy_coefs": [0.1, 0.2]}
 VPPO = {"loss_view": "mask_patches(ratio=0.5)", "dependency_advantage_min": 0.5, "dependency_quantile": 0.4}
 MAPO = {"loss_view": "blank", "dependency_temperature": 0.02}
@@ -211,15 +206,7 @@ def plain(name, folder):
 globals().update({name: functools.partial(plain, name) for name in PLAIN})
 
 
-class PartsTrainer(RemembersParts, InjectingTrainer):
-    pass
-
-
-class PartsRLOO(RemembersParts, InjectingRLOO):
-    pass
-
-
-def token_budget(folder, trainer_class=PartsTrainer, budget=110, **others):
+def token_budget(folder, trainer_class=InjectingTrainer, budget=110, **others):
     """
     Each of two micro-batches holds two groups. One process forwards a micro-batch whole. Of two ranks, the second has
     the longer prompts and can't forward two at once.
@@ -227,13 +214,15 @@ def token_budget(folder, trainer_class=PartsTrainer, budget=110, **others):
     options = {**REUSED, "gradient_checkpointing": True, **others}
     if PartialState().num_processes > 1:
         options["max_tokens_per_microbatch"] = budget
+    trainer_class = type("Parts", (RemembersParts, trainer_class), {})
     trainer, result = train(folder, "qwen2_5_vl", SHORT_AND_LONG, 4 * GROUP, trainer_class, **options)
     return {**result, "parts": trainer.parts}
 
 
-def split_groups(folder):
-    """Groups of the second rank don't fit, and with DDP, their prompts are forwarded once."""
-    return token_budget(folder, budget=60)
+# Groups of the second rank don't fit, and with DDP, their prompts are forwarded once
+split_groups = functools.partial(token_budget, budget=60)
+papo_token_budget = functools.partial(token_budget, **PAPO)
+rloo_token_budget = functools.partial(token_budget, trainer_class=MultimodalRLOOTrainer, sampler=Injecting)
 
 
 # Together, the last four prompts are more than twice as long
@@ -255,12 +244,7 @@ def balanced(folder, run=None, **options):
     return {**moved[1], "kept": kept[1]["steps"], "difference": float(norms[1] / norms[0]), "media": media}
 
 
-def papo_token_budget(folder):
-    return token_budget(folder, **PAPO)
-
-
-def rloo_token_budget(folder):
-    return token_budget(folder, PartsRLOO)
+balanced_token_weights = functools.partial(balanced, **VPPO)
 
 
 class BreakingTrainer(InjectingTrainer):
@@ -660,17 +644,11 @@ def greedy(folder, family, rows, batch=2 * GROUP):
     return {**result, "saved_otherwise": otherwise, "completions": trainer.completions[-1]}
 
 
-def greedy_images(folder):
-    return greedy(folder, "qwen2_5_vl", image_rows())
-
-
-def greedy_audio(folder):
-    return greedy(folder, "qwen2_audio", audio_rows())
-
-
-def greedy_isolated(folder):
-    """Isolated clips of different lengths give two ranks different numbers of forward passes."""
-    return greedy(folder, "gemma3n", audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3)), 4 * GROUP)
+greedy_images = functools.partial(greedy, family="qwen2_5_vl", rows=image_rows())
+greedy_audio = functools.partial(greedy, family="qwen2_audio", rows=audio_rows())
+# Isolated clips of different lengths give two ranks different numbers of forward passes
+CLIPS = audio_rows((0.2, 0.4, 0.3, 0.3, 0.2, 0.2, 0.5, 0.3))
+greedy_isolated = functools.partial(greedy, family="gemma3n", rows=CLIPS, batch=4 * GROUP)
 
 
 def adapter(folder, family, rows, modules):
@@ -693,9 +671,6 @@ def adapter(folder, family, rows, modules):
     return {**result, **(synced(trainer) if result["sharded"] else {}), "saved_otherwise": otherwise}
 
 
-def adapter_images(folder):
-    return adapter(folder, "qwen2_5_vl", image_rows(), ["q_proj", "v_proj", "qkv"])
-
-
-def adapter_audio(folder):
-    return adapter(folder, "qwen2_audio", audio_rows(), ["q_proj", "v_proj"])
+MODULES = ["q_proj", "v_proj"]
+adapter_images = functools.partial(adapter, family="qwen2_5_vl", rows=image_rows(), modules=[*MODULES, "qkv"])
+adapter_audio = functools.partial(adapter, family="qwen2_audio", rows=audio_rows(), modules=MODULES)

@@ -1,10 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs that the tests kill: `killed_worker.py serve <descriptor>`, driven by `test_killed.py`.
+Runs that the tests kill: `killed_worker.py serve`, driven by `test_killed.py`.
 
-Imports take longer than a run, so this process imports once and forks for everything else. It reads one command per
-line and writes one line to the file descriptor: `{"start": job}` forks the processes of a job and returns their ids,
-`{"reap": id}` the exit status of one, `null` while it runs. It kills the rest when its input ends.
+This process makes the model once and forks for everything else. It reads one command per line and writes one line:
+`{"start": job}` forks the processes of a job and returns their ids, `{"reap": id}` the exit status of one, `null`
+while it runs. It kills the rest when its input ends.
 
 `killed_worker.py train <job>` is one of the processes that `torch.distributed.run` starts for a job.
 """
@@ -369,12 +369,13 @@ def serve(answers) -> None:
 
 
 if __name__ == "__main__":
-    command, argument = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     tqdm.monitor_interval = 0  # disables the thread of progress bars
     tqdm.set_lock(threading.RLock())  # A killed process may hold a lock shared by processes forever
     saved("qwen2_audio")  # while each process still sees a world size of 1
-    if command == "train":
+    if sys.argv[1] == "train":
         signal.alarm(PATIENCE)
-        train(json.loads(argument))
+        train(json.loads(sys.argv[2]))
     else:
-        serve(open(int(argument), "w"))
+        serve(answers)

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from helpers.processes import PATIENCE, end, python_command, python_environment
 from safetensors.torch import load_file
 
@@ -26,7 +27,7 @@ class Run:
         if engine.startswith("zero") and splits:
             switches = {"ACCELERATE_USE_DEEPSPEED": "true"}
         with (folder / "log.txt").open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = forked.Popen(
                 python_command([HERE / "worker.py", engine, folder, *scenarios], processes, splits),
                 env=python_environment(TESTS_DEVICE=device, **switches),
                 stdout=log,

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scenarios in which states of the update leave the device while the model samples."""
 
+from functools import partial
+
 from accelerate import PartialState
 from helpers.samplers import Wrapped
 from peft import LoraConfig
@@ -49,20 +51,6 @@ class Counts(Wrapped):
         return super().__call__(model, prompts, **options)
 
 
-class CountingGRPO(InjectingTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler = Counts(self)
-
-
-class CountingPPO(InjectingPPO):
-    n_given = 2
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler = Counts(self)
-
-
 def both(folder, trainer_class, **options):
     """
     Runs without the option, and with it: where they differ, and what is in memory at each rollout.
@@ -73,21 +61,15 @@ def both(folder, trainer_class, **options):
     given |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1, **options}
     runs = []
     for offload in (False, True):
-        more = {"trainer_class": trainer_class, "offload_during_generation": offload}
+        more = {"trainer_class": trainer_class, "sampler": Counts, "offload_during_generation": offload}
         runs.append(train(folder / str(offload), "qwen2_5_vl", image_rows(), 2 * GROUP, **more, **given))
         PartialState().wait_for_everyone()
     (plain, straight), (ours, result) = runs
     return compared(straight, result) | {"live": [plain.sampler.live, ours.sampler.live]}
 
 
-def offloaded(folder):
-    return both(folder, CountingGRPO)
-
-
-def offloaded_adapter(folder):
-    return both(folder, CountingGRPO, objects={"peft_config": LORA}, gradient_checkpointing=ENGINE != "zero3")
-
-
-def offloaded_ppo(folder):
-    options = {"num_ppo_epochs": 1, "ema_decay": None if ENGINE == "zero3" else 0.8}
-    return both(folder, CountingPPO, gradient_checkpointing=False, **options)
+CHECKPOINTED = {"gradient_checkpointing": ENGINE != "zero3"}
+AVERAGED = {"ema_decay": None if ENGINE == "zero3" else 0.8}
+offloaded = partial(both, trainer_class=InjectingTrainer)
+offloaded_adapter = partial(both, trainer_class=InjectingTrainer, objects={"peft_config": LORA}, **CHECKPOINTED)
+offloaded_ppo = partial(both, trainer_class=InjectingPPO, num_ppo_epochs=1, gradient_checkpointing=False, **AVERAGED)

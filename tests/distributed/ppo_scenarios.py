@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """PPO scenarios."""
 
+import functools
+
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from grpo_scenarios import UNEVEN, balanced
+from grpo_scenarios import UNEVEN, balanced, partly
 from helpers.families import FAMILIES
 from peft import LoraConfig
 from training import (
@@ -76,39 +78,41 @@ def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2,
     return trainer, {**result, "supervised": trainer.supervised, "parts": trainer.parts}
 
 
-def ppo_images(folder):
-    """All weights get gradients, so that DDP need not search for unused ones."""
-    return ppo(folder, gradient_checkpointing=False, ddp_find_unused_parameters=False)[1]
+AUDIO = {"family": "qwen2_audio", "rows": audio_rows()}
+PLAIN = {
+    # All weights get gradients, so that DDP need not search for unused ones
+    "ppo_images": {"gradient_checkpointing": False, "ddp_find_unused_parameters": False},
+    # Runs two micro-batches a step. The reward scale and the KL coefficient follow the global batch
+    "ppo_shared_trunk": {
+        **{**AUDIO, "shared_trunk": True, "value_learning_rate": 0.05, "gradient_accumulation_steps": 2},
+        **{"reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40},
+    },
+    # TRL makes checkpointing reentrant with ZeRO-3
+    "ppo_adapter": {
+        **{**AUDIO, "objects": {"peft_config": LORA}, "learning_rate": 0.5},
+        "gradient_checkpointing": ENGINE != "zero3",
+    },
+    # Adam must not count steps of the policy while it is frozen
+    "ppo_adam": {
+        **{"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1},
+        "freezing_actor_steps": 2,
+    },
+    # In the first generation batch the second of two ranks has no media, in the second one the first has none
+    "ppo_mixed": {"rows": partly(image_rows(), 0, 3), "batch": 2 * GROUP},
+}
 
 
-def ppo_shared_trunk(folder):
-    """Runs two micro-batches a step. The reward scale and the KL coefficient follow the global batch."""
-    options = {"gradient_accumulation_steps": 2, "reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40}
-    return ppo(folder, "qwen2_audio", audio_rows(), shared_trunk=True, value_learning_rate=0.05, **options)[1]
+def plain(name, folder):
+    return ppo(folder, **PLAIN[name])[1]
 
 
-def ppo_adapter(folder):
-    checkpointing = ENGINE != "zero3"  # TRL makes it reentrant there
-    options = {"learning_rate": 0.5, "gradient_checkpointing": checkpointing}
-    return ppo(folder, "qwen2_audio", audio_rows(), objects={"peft_config": LORA}, **options)[1]
-
-
-def ppo_adam(folder):
-    """Adam must not count steps of the policy while it is frozen."""
-    options = {"optim": "adamw_torch", "learning_rate": 0.01, "value_learning_rate": 0.02, "weight_decay": 0.1}
-    return ppo(folder, freezing_actor_steps=2, **options)[1]
+globals().update({name: functools.partial(plain, name) for name in PLAIN})
 
 
 def ppo_parts(folder):
     """The first rank forwards its prompts together, the second one by one, with ten supervised rows."""
     options = {"max_tokens_per_microbatch": 110} if PartialState().num_processes > 1 else {}
     return ppo(folder, rows=SHORT_AND_LONG[2:6], batch=4 * GROUP, n_supervised=20, **options)[1]
-
-
-def ppo_mixed(folder):
-    """In the first generation batch the second of two ranks has no media, in the second one the first has none."""
-    rows = [{**row, "image": row["image"] if i in (0, 3) else None} for i, row in enumerate(image_rows())]
-    return ppo(folder, rows=rows, batch=2 * GROUP)[1]
 
 
 def ppo_saved(folder):

@@ -1,17 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scenarios of supervised training. Each rank has other media and another number of tokens."""
 
+from functools import partial
+
 from datasets import Dataset
 from helpers.chats import image
 from helpers.families import FAMILIES
 from peft import LoraConfig
-from torch.distributed.tensor import DTensor
-from training import engine_options, start, weights
+from training import engine_options, observed, start
 
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 
 
-def sft(folder, peft_config=None, **options):
+def sft_rows(folder, peft_config=None, **options):
     """Runs two updates of two micro-batches each, in whose four rows one rank has all images, then the other."""
     state = start()
     model, processor = FAMILIES["qwen2_5_vl"].build()
@@ -48,24 +49,9 @@ def sft(folder, peft_config=None, **options):
     trainer = MultimodalSFTTrainer(
         str(folder / "model"), args, Dataset.from_list(rows), processing_class=processor, peft_config=peft_config
     )
-    before = weights(trainer.model)
-    trainer.train()
-    after = weights(trainer.model)
-    history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {
-        "update": {name: after[name] - before[name] for name in before},
-        "steps": [{name: value for name, value in entry.items() if isinstance(value, float)} for entry in history],
-        "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
-    }
+    return observed(trainer)
 
 
-def sft_rows(folder):
-    return sft(folder)
-
-
-def sft_parts(folder):
-    return sft(folder, max_tokens_per_microbatch=60, ddp_find_unused_parameters=False)
-
-
-def sft_adapter(folder):
-    return sft(folder, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+sft_parts = partial(sft_rows, max_tokens_per_microbatch=60, ddp_find_unused_parameters=False)
+sft_adapter = partial(sft_rows, peft_config=ADAPTER)

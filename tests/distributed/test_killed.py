@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked
 from helpers.fake_server import FakeServer
 from helpers.processes import PATIENCE, python_command, python_environment
 from safetensors.torch import load_file
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 LAST = 9  # step, in the middle of an epoch and of a generation batch
 KEPT = 2  # checkpoints
 PARTIAL = "_partial_checkpoint"
+KILLS = int(os.environ.get("KILLS", 10))  # of a run that a server samples for
 
 CASES = {
     "grpo": {"algorithm": "grpo", "engine": None, "processes": 1},
@@ -44,27 +46,17 @@ class Worker:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._groups: set[int] = set()
         self._straight: dict[str, list] = {}
-        answers, written = os.pipe()
+        command = python_command([HERE / "killed_worker.py", "serve"])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with (folder / "log.txt").open("w") as log:
-            self.process = subprocess.Popen(
-                python_command([HERE / "killed_worker.py", "serve", str(written)]),
-                env=python_environment(),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[written],
-                text=True,
-            )
-        os.close(written)
-        self._answers = os.fdopen(answers)
+            self.process = forked.Popen(command, env=python_environment(), stderr=log, **pipes)
 
     def ask(self, **command):
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        ready = select.select([self._answers], [], [], PATIENCE)[0]
-        answer = self._answers.readline() if ready else ""
+        ready = select.select([self.process.stdout], [], [], PATIENCE)[0]
+        answer = self.process.stdout.readline() if ready else ""
         assert answer, f"the worker {'ended' if ready else 'hangs'}\n{(self.folder / 'log.txt').read_text()[-8000:]}"
         return json.loads(answer)
 
@@ -86,7 +78,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._answers.close()
+        self.process.stdout.close()
 
 
 class Processes:
@@ -298,7 +290,7 @@ def test_killed_at_random(worker, case, tmp_path):
 
 
 def test_killed_while_a_server_samples_ahead(worker, tmp_path):
-    """Killed 30 times. Some requests fail, too: once, so that they are asked again, or with the whole server."""
+    """Some requests fail, too: once, so that they are asked again, or with the whole server."""
     seed, n_kills, runs = random.randrange(2**32), 0, []
     chance, server = random.Random(seed), FakeServer({"model": "served"}, unit=0.05, slots=8)
     try:
@@ -307,10 +299,10 @@ def test_killed_while_a_server_samples_ahead(worker, tmp_path):
         n_asked = server.counters["completions"]
         saved = [folder / "output" / f"checkpoint-{step}" for step in (1, LAST)]
         of_a_step = (saved[1].stat().st_mtime - saved[0].stat().st_mtime) / (LAST - 1)
-        while n_kills < 30:
+        while n_kills < KILLS:
             runs.append(Restarted(worker, "ahead", tmp_path / f"run-{len(runs)}", seed + len(runs), **options))
             goes_on, run = True, runs[-1]
-            while goes_on and n_kills < 30:
+            while goes_on and n_kills < KILLS:
                 server.fault(chance.choice(["drop", "error", "slow", "die"]), chance.randrange(6), seconds=0.2)
                 before = run.step()
                 moments = {
@@ -425,12 +417,8 @@ def test_launcher_ends_the_others(worker, tmp_path):
     first.mkdir()
     job = train("ddp", first, run.output, {"point": "half a file written", "step": 3, "rank": 1})
     with (first / "log-0.txt").open("w") as log:
-        launched = subprocess.Popen(
-            python_command([HERE / "killed_worker.py", "train", json.dumps(job)], processes=2),
-            env=python_environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        command = python_command([HERE / "killed_worker.py", "train", json.dumps(job)], processes=2)
+        launched = forked.Popen(command, env=python_environment(), stdout=log, stderr=subprocess.STDOUT)
     try:
         code = launched.wait(PATIENCE)
     finally:
@@ -458,9 +446,14 @@ def test_second_run_in_a_folder_is_refused(worker, tmp_path):
     first.wait()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 @pytest.mark.parametrize(
-    ("name", "saves"), [("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", True), ("SIGINT", True)]
+    ("launcher", "name", "saves"),
+    [
+        ("torchrun", "SIGKILL", False),
+        ("torchrun", "SIGTERM", True),
+        ("accelerate", "SIGKILL", True),
+        ("accelerate", "SIGINT", True),
+    ],
 )
 def test_launcher_is_killed(launcher, name, saves, tmp_path):
     """The launched processes end with the launcher, whether it forwards the signal or not."""

@@ -85,14 +85,6 @@ class InjectingTrainer(RecordingTrainer):
     n_given = 2
 
 
-class InjectingRLOO(MultimodalRLOOTrainer):
-    """Never samples."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler = Injecting(self)
-
-
 class RemembersParts:
     """Records the number of parts of each micro-batch, and how many of them ran."""
 
@@ -140,9 +132,10 @@ def train(
     reward_func=reward,
     checkpoint=None,
     objects=None,
+    sampler=None,
     **options,
 ):
-    """Trains on global batches of `batch` samples."""
+    """Trains on global batches of `batch` samples, with the trainer's sampler or another one."""
     state = start()
     model, processor = (FAMILIES.get(family) or SPECIAL[family]).build()
     if end_ids is not None:
@@ -173,6 +166,12 @@ def train(
     trainer = trainer_class(
         str(folder / "model"), reward_func, args, data, processing_class=processor, **(objects or {})
     )
+    trainer.sampler = trainer.sampler if sampler is None else sampler(trainer)
+    return trainer, observed(trainer, checkpoint)
+
+
+def observed(trainer, checkpoint=None):
+    """Trains. Returns the updates of the weights, the logs, and whether weights are sharded."""
     before = {**weights(trainer.model), **averages(trainer)}
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     after = {**weights(trainer.model), **averages(trainer)}
@@ -181,7 +180,7 @@ def train(
         for entry in trainer.state.log_history
         if "grad_norm" in entry
     ]
-    return trainer, {
+    return {
         "update": {name: after[name] - before[name] for name in before},
         "steps": steps,
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import requests
+from helpers import forked
 from helpers.processes import PATIENCE, end, free_port, python_command, python_environment
 from trl.import_utils import is_vllm_available
 
@@ -31,7 +32,7 @@ def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterato
     command = [sys.executable, str(SHIM), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen(
+        process = forked.Popen(
             [*command, *FLAGS, *flags],
             env=python_environment(VLLM_SERVER_DEV_MODE="1", **environment),
             stdout=output,
@@ -62,7 +63,7 @@ def train(
     log = folder / "worker.txt"
     script = [Path(__file__).with_name(worker), folder, model, json.dumps(runs)]
     with log.open("w") as output:
-        process = subprocess.Popen(
+        process = forked.Popen(
             python_command(script, processes),
             env=python_environment(**environment),
             stdout=output,

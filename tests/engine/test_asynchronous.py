@@ -4,12 +4,14 @@
 import hashlib
 
 import pytest
+from helpers import engine_runs
 from helpers.chats import image
 from helpers.fake_server import LENGTH, digest, fake_servers
+from helpers.omni import OMNI
 from helpers.resumed_runs import Recording as TrainedOn
 from helpers.resumed_runs import same_weights
 from helpers.tools import talking
-from helpers.trainer_utils import Recording, image_rows, length_and_sum, saved
+from helpers.trainer_utils import Recording, image_rows, saved
 from omni import load_omni, omni_rows
 from serving import serve
 from talking import TalkingGRPO
@@ -21,19 +23,11 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 # Two groups in a batch, two batches in an epoch
 OPTIONS = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
     "max_completion_length": LENGTH,
     "max_steps": 5,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "gradient_checkpointing": False,
     "self_check": False,
-    "use_vllm": True,
+    "model_init_kwargs": None,
+    "vllm_engine_kwargs": None,
     "vllm_mode": "server",
     "vllm_server_timeout": 20.0,
     "max_staleness": 2,
@@ -58,8 +52,8 @@ class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
 def make(omni, folder, servers, trainer_class=Hashing, **options):
     urls = [getattr(each, "url", each) for each in servers]
     where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
-    args = MultimodalGRPOConfig(output_dir=str(folder), **{**OPTIONS, **where, **options})
-    return trainer_class(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(omni))
+    given = (trainer_class, MultimodalGRPOConfig, OMNI, omni_rows(), folder, load_omni(omni))
+    return engine_runs.make(*given, **{**OPTIONS, **where, **options})
 
 
 @pytest.fixture(scope="module")

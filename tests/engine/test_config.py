@@ -10,7 +10,6 @@ from datasets import Dataset
 from helpers.chats import image, video
 from helpers.engine_runs import Recorded, RecordedOmni, make
 from helpers.omni import OMNI
-from helpers.tools import Calling, look_up, with_tools
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -135,21 +134,3 @@ def test_rollout_func_samples_with_the_engine_as_in_trl(tmp_path):
     trainer.train()
     differences = [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "reward" in e]
     assert len(differences) == 2 and max(differences) < 0.05  # the probability that placeholders had
-
-
-class Called(Calling):
-    def __call__(self, *args, **kwargs):
-        ids, logps = super().__call__(*args, **kwargs)
-        return ids, [[0.0] * len(each) for each in ids] if logps is None else logps
-
-
-def test_tools_continue_with_the_engine(tmp_path):
-    options = {"use_vllm": True, "vllm_engine_kwargs": vllm_cpu.ENGINE, "generation_kwargs": {"max_tokens": 8}}
-    options |= {"max_completion_length": 200, "self_check": False}  # no engine sampled these calls
-    objects = with_tools(tools=[look_up])
-    trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen3_vl", text_rows(), tmp_path, objects=objects, sampler=Called, **options
-    )
-    trainer.train()
-    assert trainer.sampler.continued > 0
-    assert any(entry.get("tools/call_frequency", 0) > 0 for entry in trainer.state.log_history)

@@ -4,12 +4,13 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers.chats import chat, image, text, write_film
+from helpers.chats import chat, image, text
+from helpers.engine_runs import make
+from helpers.files import write_film
 from helpers.trainer_utils import length_and_sum, load
 from transformers import AutoProcessor
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import renderer_from_config
-from vllm_cpu import ENGINE
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -62,22 +63,9 @@ def test_ids_and_pixels_are_the_same(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 def test_a_run_samples_within_the_budget(family, tmp_path):
     rows = [{"prompt": chat(text(f"What is it? {i}")), "image": image(160, 120, seed=i)["image"]} for i in range(4)]
-    args = MultimodalGRPOConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        num_generations=2,
-        per_device_train_batch_size=4,
-        max_completion_length=4,
-        max_steps=2,
-        report_to="none",
-        use_vllm=True,
-        max_pixels=56 * 56,
-        model_init_kwargs={"dtype": "float32"},
-        vllm_engine_kwargs={**ENGINE, "max_model_len": 512, "max_num_seqs": 8},
-    )
-    folder = with_larger_images(family, tmp_path / "model")
-    trainer = MultimodalGRPOTrainer(folder, length_and_sum, args, train_dataset=Dataset.from_list(rows))
+    objects = {"model": with_larger_images(family, tmp_path / "model")}
+    classes, options = (MultimodalGRPOTrainer, MultimodalGRPOConfig), {"max_steps": 2, "max_pixels": 56 * 56}
+    trainer = make(*classes, family, Dataset.from_list(rows), tmp_path / "out", objects, **options)
     trainer.train()
     check = trainer.checks.self_check
     assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated))

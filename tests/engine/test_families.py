@@ -8,11 +8,10 @@ Compares every family's samples from vLLM with the model's forward pass, before 
 import pytest
 import torch
 from helpers.chats import RATE
-from helpers.engine_runs import RecordedOmni
+from helpers.engine_runs import RecordedOmni, make
 from helpers.families import FAMILIES
 from helpers.omni import save_released
-from helpers.trainer_utils import length_and_sum, saved, text_rows, with_media
-from vllm_cpu import ENGINE
+from helpers.trainer_utils import saved, text_rows, with_media
 
 from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
@@ -51,20 +50,9 @@ def trainer_of(name: str, tmp_path) -> RecordedOmni:
     if name in OMNI:
         save_released(name, folder, folder := str(tmp_path / "released"))
     rows = with_media(text_rows(), "prompt", [None] * 8)  # vLLM can't count these media
-    args = MultimodalGRPOConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        num_generations=2,
-        per_device_train_batch_size=2,
-        max_completion_length=8,
-        model_init_kwargs={"dtype": "float32"},
-        report_to="none",
-        self_check=False,
-        use_vllm=True,
-        vllm_engine_kwargs={**ENGINE, "max_model_len": 1024, "max_num_seqs": 8},
-    )
-    return RecordedOmni(folder, length_and_sum, args, train_dataset=rows)
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8, "self_check": False}
+    engine = {"max_model_len": 1024, "max_num_seqs": 8}
+    return make(RecordedOmni, MultimodalGRPOConfig, name, rows, tmp_path, {"model": folder}, engine, **options)
 
 
 def kinds(chat) -> str:

@@ -17,7 +17,7 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import audio_rows, image_rows, saved, video_rows
 from peft import LoraConfig
 from serving import serve, train
-from weights import DECODER, QWEN_TOWER, assert_follows, change, difference, trainer_of
+from weights import DECODER, QWEN_TOWER, assert_follows, trainer_of
 
 
 GPUS = torch.cuda.device_count()
@@ -73,16 +73,6 @@ MEDIA = [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows), ("qwen2_5_vl",
 def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     """After weight changes, the engine encodes sounds, images and videos anew."""
     assert_follows(trainer_of(saved(family), rows, tmp_path), TOLERANCE)
-
-
-def test_features_of_the_weights_before_are_forgotten(tmp_path, monkeypatch):
-    trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path)
-    assert difference(trainer) < TOLERANCE
-    change(trainer, "visual")
-    assert difference(trainer) < TOLERANCE
-    change(trainer, "visual")
-    monkeypatch.setattr(trainer.vllm_generation.llm.llm_engine, "reset_encoder_cache", lambda: None)
-    assert difference(trainer) > TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def measure_class(name: str, class_name: str) -> Measurement:
             try:
                 prompt = encode(model, media, seed, split_frames)
                 with torch.no_grad():
-                    _plain_logits(model, prompt, _completions(model, 1)[0][0])
+                    plain_logits(model, prompt, _completions(model, 1)[0][0])
                 prompts.append(prompt)
                 break
             except Exception as error:
@@ -160,7 +160,7 @@ def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Mea
     truth = []
     try:
         for prompt, row, own, weight in zip(repeated, ids, mask.bool(), weights, strict=True):
-            logps = _plain_logits(plain, prompt, row[own]).log_softmax(-1).gather(-1, row[own][:, None])[:, 0]
+            logps = plain_logits(plain, prompt, row[own]).log_softmax(-1).gather(-1, row[own][:, None])[:, 0]
             (logps * weight[own]).sum().backward()
             truth.append(F.pad(logps.detach(), (0, len(row) - len(logps))))
     except Exception as error:
@@ -241,7 +241,7 @@ def _plain_inputs(model, prompt: EncodedPrompt) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **fields, **media}
 
 
-def _plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
+def plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
     """Returns the logits of a completion's tokens from the model's forward pass on one row."""
     inputs, n_new = _plain_inputs(model, prompt), len(completion)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
@@ -276,7 +276,7 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
         except Exception as error:
             return f"`generate` fails: {_sentence(error)}", ""
         for prompt, ids in zip(prompts, expected, strict=True):
-            logits = _plain_logits(plain, prompt, ids)[:, text_ids]
+            logits = plain_logits(plain, prompt, ids)[:, text_ids]
             if not torch.equal(text_ids[logits.argmax(-1)], ids):
                 disagreement = "its own forward would write other tokens than its `generate`"
         repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]

@@ -4,13 +4,14 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, placeholder_token_ids, prompt_position_ids
-from trl_multimodal_rft.families import MODALITIES, family_of
+from trl_multimodal_rft.families import MODALITIES, TOKEN_FIELDS, family_of
 
 from .tiny_models import VOCABULARY, meant_ids
 
@@ -80,12 +81,9 @@ def encode(
     kinds_of_tokens += [0] * more
     input_ids, marks = torch.tensor(ids), torch.tensor(kinds_of_tokens)
     fields: Tensors = {}
-    if "mm_token_type_ids" in arguments(model):
-        fields["mm_token_type_ids"] = marks
-    if "token_type_ids" in arguments(model):
-        fields["token_type_ids"] = marks if family_of(model).token_fields_mark_media else torch.zeros_like(marks)
-    if "moe_mm_token_type_ids" in arguments(model):
-        fields["moe_mm_token_type_ids"] = marks
+    for name in arguments(model) & {*TOKEN_FIELDS}:
+        marked = name != "token_type_ids" or family_of(model).token_fields_mark_media
+        fields[name] = marks if marked else torch.zeros_like(marks)
     return _prompt(model, input_ids, tensors, fields, kinds)
 
 
@@ -201,12 +199,8 @@ def _image_grids(model, sizes) -> Tensors:
 
 def _video_grids(model, sizes) -> Tensors:
     patches, grids = _grids(model, sizes, _FRAMES)
-    tensors = {"pixel_values_videos": patches, "video_grid_thw": grids}
-    if "second_per_grid_ts" in arguments(model):
-        tensors["second_per_grid_ts"] = torch.ones(len(sizes))
-    if "video_second_per_grid" in arguments(model):
-        tensors["video_second_per_grid"] = torch.ones(len(sizes))
-    return tensors
+    seconds = arguments(model) & {"second_per_grid_ts", "video_second_per_grid"}
+    return {"pixel_values_videos": patches, "video_grid_thw": grids, **dict.fromkeys(seconds, torch.ones(len(sizes)))}
 
 
 def _pictures(model, sizes) -> Tensors:
@@ -280,6 +274,7 @@ def _crops_of_molmo(model, sizes, suffix: str = "") -> Tensors:
     windows = torch.arange(side * side).view(side // 2, 2, side // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
     pixels = torch.randn(sum(n), side * side, 3 * config.patch_size**2)
     places = torch.cat([windows + side * side * i for i in range(sum(n))])
+    places[-1, 0] = -1  # a padding patch
     half = side // 2
     if suffix:
         grids = torch.tensor([[each, half, half] for each in n])
@@ -287,11 +282,6 @@ def _crops_of_molmo(model, sizes, suffix: str = "") -> Tensors:
     grids = torch.tensor([[half, half, half * (each - 1), half] for each in n])
     tensors = {"pixel_values": pixels, "image_token_pooling": places, "image_grids": grids}
     return {**tensors, "image_num_crops": torch.tensor(n)}
-
-
-def _sam_pictures(model, sizes) -> Tensors:
-    side = model.config.vision_config.sam_config.image_size
-    return {"pixel_values": torch.randn(len(sizes), 3, side, side)}
 
 
 def _with_questions(model, sizes, frames: int | None = None) -> Tensors:
@@ -325,20 +315,10 @@ def _flat_grids(model, sizes) -> Tensors:
     return {"pixel_values": torch.randn(int(grids.prod(1).sum()), 3 * patch * patch), "image_grid_hw": grids}
 
 
-def _tiled(model, sizes) -> Tensors:
-    """The tiles of all images, as those of one image."""
-    side = _first(_tower(model), "image_size", default=64)
-    return {"pixel_values": torch.randn(1, sum(1 + size for size in sizes), 3, side, side)}
-
-
 def _folded(model, sizes) -> Tensors:
     config = _tower(model)
     side = _first(config, "patch_size", default=40)
     return {"pixel_values": torch.randn(sum(2 + size for size in sizes), config.temporal_patch_size, side, side, 3)}
-
-
-def _sides_of_codes(model, sizes) -> Tensors:
-    return _padded_images(torch.tensor([[16, 16 + 8 * size] for size in sizes]))
 
 
 def _looked_at(model, media, seed: int) -> EncodedPrompt:
@@ -379,7 +359,7 @@ def _merge_sizes(tensors: Tensors, name: str, size: int) -> Tensors:
     return {**tensors, name: torch.full((len(grids),), size)}
 
 
-def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _positioned(model, sizes, frames: int = 1, kind: str = "image") -> Tensors:
     """Patches with their positions, padded with `-1`."""
     config = _tower(model)
     pool = getattr(config, "pooling_kernel_size", 1)
@@ -395,16 +375,13 @@ def _positioned(model, sizes, frames: int = 1) -> tuple[torch.Tensor, torch.Tens
             .transpose(0, 1)
             .reshape(-1, 2)
         )
-    return patches * (places[..., :1] >= 0), places
-
-
-def _positioned_images(model, sizes) -> Tensors:
-    return dict(zip(("pixel_values", "image_position_ids"), _positioned(model, sizes), strict=True))
+    suffix = "" if kind == "image" else "_videos"
+    return {f"pixel_values{suffix}": patches * (places[..., :1] >= 0), f"{kind}_position_ids": places}
 
 
 def _positioned_videos(model, sizes) -> Tensors:
-    tensors = dict(zip(("pixel_values_videos", "video_position_ids"), _positioned(model, sizes, _FRAMES), strict=True))
-    return {**tensors, "num_frames_per_video": torch.full((len(sizes),), _FRAMES)}
+    counts = torch.full((len(sizes),), _FRAMES)
+    return {**_positioned(model, sizes, _FRAMES, "video"), "num_frames_per_video": counts}
 
 
 def _shaped(model, sizes) -> Tensors:
@@ -417,25 +394,27 @@ def _shaped(model, sizes) -> Tensors:
     return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
 
 
-def _row_of_patches(model, sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_of_patches(model, sizes, suffix: str = "") -> Tensors:
     """Patches in a row in one image."""
     patch = _first(_tower(model), "patch_size")
     shapes = torch.tensor([[4, 4 + 4 * size] for size in sizes], dtype=torch.int32)
-    return torch.randn(1, 3, patch, patch * int(shapes.prod(1).sum())), shapes
+    pixels = torch.randn(1, 3, patch, patch * int(shapes.prod(1).sum()))
+    return {f"pixel_values{suffix}": pixels, f"target_sizes{suffix}": shapes}
 
 
-def _row_images(model, sizes) -> Tensors:
-    return dict(zip(("pixel_values", "target_sizes"), _row_of_patches(model, sizes), strict=True))
+def _squares(part: str | None = None, name: str = "pixel_values") -> Callable:
+    """Images of the fixed size of a part of the model, or of 64 pixels."""
 
+    def pictures(model, sizes) -> Tensors:
+        side = 64 if part is None else attrgetter(part)(model.config).image_size
+        return {name: torch.randn(len(sizes), 3, side, side)}
 
-def _row_videos(model, sizes) -> Tensors:
-    tensors = _row_of_patches(model, sizes)
-    return dict(zip(("pixel_values_videos", "target_sizes_videos"), tensors, strict=True))
+    return pictures
 
 
 def _with_high_resolution(model, sizes) -> Tensors:
-    side = model.config.high_res_vision_config.image_size
-    return {**_pictures(model, sizes), "high_res_pixel_values": torch.randn(len(sizes), 3, side, side)}
+    high = _squares("high_res_vision_config", "high_res_pixel_values")
+    return {**_pictures(model, sizes), **high(model, sizes)}
 
 
 def _codes(model, sizes) -> Tensors:
@@ -454,19 +433,9 @@ def _stacked_patches(model, sizes) -> Tensors:
     return {"pixel_values": torch.randn(int(grids.prod(1).sum()), side, side, 3), "image_grid_thw": grids}
 
 
-def _by_patches(model, sizes) -> Tensors:
-    config = model.config
-    return {"pixel_values": torch.randn(len(sizes), 4, 3 * config.patch_size**2)}
-
-
 def _whisper_tokens(model, tensors: Tensors) -> int:
     frames = tensors["feature_attention_mask"].sum(-1)
     return int((((frames - 1) // 2 + 1 - 2) // 2 + 1).sum())
-
-
-def _slots(model, tensors: Tensors) -> int:
-    """Mask of tokens."""
-    return int(tensors["input_features_mask"].sum())
 
 
 def _projected(model, sizes) -> Tensors:
@@ -479,24 +448,20 @@ def _projected(model, sizes) -> Tensors:
     return {"input_features": features, "input_features_mask": mask}
 
 
-def _squares(model, sizes) -> Tensors:
-    return {"pixel_values": torch.randn(len(sizes), 3, 64, 64)}
-
-
 _mels_with_mask = partial(_mels, mask="input_features_mask")
 _mels_by_frame = partial(_mels_with_mask, by_frame=True)
 
 _RECIPES: tuple[tuple[str, str, Callable], ...] = (
     ("image", "image_grid_thw", _image_grids),
-    ("image", "image_position_ids", _positioned_images),
+    ("image", "image_position_ids", _positioned),
     ("image", "spatial_shapes", _shaped),
-    ("image", "target_sizes", _row_images),
+    ("image", "target_sizes", _row_of_patches),
     ("image", "high_res_pixel_values", _with_high_resolution),
     ("image", "pixel_attention_mask", _tiles),
     ("image", "pixel_values", _pictures),
     ("video", "video_grid_thw", _video_grids),
     ("video", "video_position_ids", _positioned_videos),
-    ("video", "target_sizes_videos", _row_videos),
+    ("video", "target_sizes_videos", partial(_row_of_patches, suffix="_videos")),
     ("video", "pixel_values_videos", _frames),
     ("video", "pixel_values", _pictures),
     ("audio", "feature_attention_mask", partial(_mels, mask="feature_attention_mask")),
@@ -508,12 +473,14 @@ _RECIPES: tuple[tuple[str, str, Callable], ...] = (
 # Recipes for single models, by `model_type` and kind
 _OWN: dict[str, dict[str, Callable]] = {
     "blip-2": {"image": _with_questions},
-    "chameleon": {"image": _squares},
-    "deepseek_ocr2": {"image": _sam_pictures},
-    "emu3": {"image": _sides_of_codes},
-    "fast_vlm": {"image": _squares},
+    "chameleon": {"image": _squares()},
+    "deepseek_ocr2": {"image": _squares("vision_config.sam_config")},
+    "emu3": {"image": lambda model, sizes: _padded_images(torch.tensor([[16, 16 + 8 * size] for size in sizes]))},
+    "fast_vlm": {"image": _squares()},
     "fun_asr_nano": {"audio": partial(_mels_by_frame, unit=9)},
-    "fuyu": {"image": _by_patches},
+    "fuyu": {
+        "image": lambda model, sizes: {"pixel_values": torch.randn(len(sizes), 4, 3 * model.config.patch_size**2)}
+    },
     "gemma4": {"audio": _mels_by_frame},
     "gemma4_unified": {"audio": _mels_by_frame},
     "gemma3n": {"audio": _mels_by_frame},
@@ -545,8 +512,10 @@ _OWN: dict[str, dict[str, Callable]] = {
     },
     "muse_spark": {"audio": partial(_waves, mask="input_values_mask", unit=640)},
     "nemotron_h_omni": {"image": _flat_grids},
-    "perception_lm": {"image": _tiled},
-    "unlimited_ocr": {"image": _sam_pictures},
+    "perception_lm": {  # the tiles of all images, as those of one
+        "image": lambda model, sizes: {"pixel_values": torch.randn(1, sum(1 + size for size in sizes), 3, 64, 64)}
+    },
+    "unlimited_ocr": {"image": _squares("vision_config.sam_config")},
     "vibevoice_asr": {"audio": partial(_waves, mask="padding_mask", unit=16)},
     "paddleocr_vl": {"image": lambda model, sizes: _square_patches(_image_grids(model, sizes), model)},
     "qwen3_asr": {"audio": partial(_mels_with_mask, unit=100)},
@@ -558,11 +527,12 @@ _OWN: dict[str, dict[str, Callable]] = {
 
 # From a model and a medium's tensors to its tokens, for models without such a function
 _COUNTS: dict[str, dict[str, Callable]] = {
-    "blip-2": {"image": lambda model, tensors: model.config.num_query_tokens},
-    "instructblip": {"image": lambda model, tensors: model.config.num_query_tokens},
+    **dict.fromkeys(("blip-2", "instructblip"), {"image": lambda model, tensors: model.config.num_query_tokens}),
     "instructblipvideo": {"video": lambda model, tensors: 4 * model.config.num_query_tokens},
-    "granite_speech": {"audio": _slots},
-    "granite_speech_plus": {"audio": _slots},
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        {"audio": lambda model, tensors: int(tensors["input_features_mask"].sum())},
+    ),
     "qwen2_audio": {"audio": _whisper_tokens},
 }
 

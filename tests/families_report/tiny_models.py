@@ -253,8 +253,8 @@ def tiny_model(model_class: type[PreTrainedModel], changes: Mapping[str, Any] | 
     model = model_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim >= 2 and not parameter.any():
-                parameter.normal_(std=0.1)
+            if not parameter.any():  # such as a gate of cross-attention
+                parameter.normal_(std=0.5 if parameter.numel() == 1 else 0.1)
             elif parameter.ndim >= 2 and parameter.abs().max() < 0.5:
                 parameter.mul_(3.0)
     return model

@@ -6,7 +6,8 @@ import functools
 import pytest
 import torch
 from helpers.completions import random_completions
-from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference, relative_difference
+from helpers.packed_rows import backward, build, enable_checkpointing, padded_reference
+from helpers.trainer_utils import relative_difference
 from test_generation import build as build_to_sample
 from test_generation import config
 from torch.nn.attention import varlen

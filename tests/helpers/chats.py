@@ -3,9 +3,7 @@
 
 import base64
 import io
-from pathlib import Path
 
-import av
 import numpy as np
 import soundfile
 from PIL import Image
@@ -134,14 +132,3 @@ def single_audio_prompts(longest: float = 1.4) -> list[list[dict]]:
         chat(audio(longest, seed=2), text("Is there a cat, a dog or a bird?")),
         chat(text("Is there a bird?")),
     ]
-
-
-def write_film(path: Path, frames: int = 20, width: int = 96, height: int = 64, rate: int = 10) -> str:
-    """Writes a video file, and returns its path."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for frame in video(frames, width, height)["video"]:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-        container.mux(stream.encode())
-    return str(path)

@@ -6,6 +6,8 @@ import io
 import av
 import numpy as np
 
+from .files import video_file
+
 
 WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
@@ -23,14 +25,8 @@ CODECS = {
 def encoded(name, container="mp4"):
     """Returns a clip of 60 distinct frames."""
     codec, options = CODECS[name]
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream(codec, rate=RATE, options=options)
-        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
-        for i in range(FRAMES):
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(PIXELS, 2 * i, 1))))
-        file.mux(stream.encode())
-    return buffer.getvalue()
+    frames = [np.roll(PIXELS, 2 * i, 1) for i in range(FRAMES)]
+    return video_file(frames, container, codec, RATE, options=options)
 
 
 def trimmed(data, start, hidden, container="mp4"):
@@ -49,10 +45,9 @@ def trimmed(data, start, hidden, container="mp4"):
     return out.getvalue()
 
 
-def turned(data, quarters):
-    """Returns an MP4 whose header declares a rotated camera."""
-    matrices = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
-    a, b, c, d = (n % 2**16 * 2**16 for n in matrices[quarters])
+def placed(data, matrix):
+    """Returns an MP4 whose header declares a turned or mirrored camera."""
+    a, b, c, d = (n % 2**16 * 2**16 for n in matrix)
     matrix = [a, b, 0, c, d, 0, 0, 0, 2**30]
     place = data.index(b"tkhd") + 4 + 40
     return data[:place] + b"".join(n.to_bytes(4, "big") for n in matrix) + data[place + 36 :]

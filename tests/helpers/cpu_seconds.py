@@ -3,26 +3,33 @@
 A pytest plugin that prints the CPU seconds of each file at the end, including the processes that its tests start.
 
 Files run in the order of `cpu_seconds.json`, the longest first, so that no worker ends long after the others. It holds
-the times of the default run and of the slow tests. `--write-cpu-seconds` stores those of a run.
+the times of each suite; `--write-cpu-seconds` stores those of a run. A whole suite fails if a file has no time there.
+
+```bash
+python tests/helpers/cpu_seconds.py  # the files that take longest
+```
 """
 
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 
 STORED = Path(__file__).parents[1] / "cpu_seconds.json"
-SHOWN = 20  # files
+SHOWN = 10  # files
 
+forked = 0.0  # CPU seconds of commands that were forked elsewhere (`forked.py`)
 _seconds: Counter[str] = Counter()
+_MISSING = pytest.StashKey[str]()
 
 
 def _so_far() -> float:
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + forked
 
 
 def pytest_addoption(parser):
@@ -31,12 +38,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items, config):
-    seconds = json.loads(STORED.read_text())[_run(config)]
+    seconds = json.loads(STORED.read_text()).get(_run(config), {})
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))  # stable, so that tests of a file stay together
 
 
 def _run(config) -> str:
-    return "slow" if config.getoption("markexpr") == "slow" else "default"
+    """Returns the suite, whose other name is a target of the Makefile."""
+    expression = config.getoption("markexpr")
+    return "slow" if expression == "slow" else "lightrft" if expression.startswith("lightrft") else "default"
 
 
 def _file(nodeid: str) -> str:
@@ -52,22 +61,49 @@ def pytest_runtest_protocol(item):
         _seconds[_file(item.nodeid)] += _so_far() - before
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["cpu_seconds"] = dict(_seconds)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     _seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    longest = ", ".join(f"{file} {seconds:.0f}" for file, seconds in _seconds.most_common(SHOWN))
-    terminalreporter.write_line(f"{sum(_seconds.values()):.0f} CPU seconds in tests, of these {longest}")
+def store(suite: str, seconds: dict[str, float]) -> None:
+    stored = json.loads(STORED.read_text())
+    stored[suite] = stored.get(suite, {}) | {file: round(n, 1) for file, n in seconds.items()}
+    present = {file: n for file, n in stored[suite].items() if (STORED.parent / file).exists()}
+    stored[suite] = dict(sorted(present.items(), key=lambda entry: -entry[1]))
+    STORED.write_text(json.dumps(stored, indent=0) + "\n")
+
+
+def without_time(suite: str, files: Iterable[str]) -> str:
+    """Returns an error that names the files of a suite that `cpu_seconds.json` lacks, or nothing."""
+    missing = sorted(set(files) - json.loads(STORED.read_text()).get(suite, {}).keys())
+    return f"not in {STORED.name}, see `--write-cpu-seconds`: {', '.join(missing)}" if missing else ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal's summary
+def pytest_sessionfinish(session):
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["cpu_seconds"] = dict(_seconds)
+        return
+    whole = config.args_source == config.ArgsSource.TESTPATHS and not config.getoption("keyword")
+    config.stash[_MISSING] = without_time(_run(config), _seconds) if whole else ""
+    if config.stash[_MISSING] and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if config.getoption("write_cpu_seconds"):
-        stored, run = json.loads(STORED.read_text()), _run(config)
-        stored[run] |= {file: round(n, 1) for file, n in _seconds.items()}
-        stored[run] = dict(sorted(stored[run].items(), key=lambda each: -each[1]))
-        STORED.write_text(json.dumps(stored, indent=0) + "\n")
+        store(_run(config), _seconds)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(f"{sum(_seconds.values()):.0f} CPU seconds in tests, of these {_longest(_seconds)}")
+    if config.stash.get(_MISSING, ""):
+        terminalreporter.write_line(config.stash[_MISSING], red=True)
+
+
+def _longest(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{file} {n:.0f}" for file, n in Counter(seconds).most_common(SHOWN))
+
+
+if __name__ == "__main__":
+    suites = json.loads(STORED.read_text())
+    print(_longest({f"{file} ({suite})": n for suite, seconds in suites.items() for file, n in seconds.items()}))

@@ -52,9 +52,9 @@ class _Kernel(torch.autograd.Function):
     """Attention of sequences, aligned to the last key."""
 
     @staticmethod
-    def forward(ctx, query, key, value, query_starts, key_starts, scale, window):
+    def forward(ctx, query, key, value, sequences, scale, window):
         ctx.save_for_backward(query, key, value)
-        ctx.settings = query_starts, key_starts, scale, window
+        ctx.settings = sequences, scale, window
         with uncounted():
             return _attend(query, key, value, *ctx.settings).to(query.dtype)
 
@@ -64,33 +64,22 @@ class _Kernel(torch.autograd.Function):
             inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
             output = _attend(*inputs, *ctx.settings)
             gradients = torch.autograd.grad(output, inputs, gradient.to(output.dtype))
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
-def _attend(query, key, value, query_starts, key_starts, scale, window):
-    groups, outputs = query.size(1) // key.size(1), []
-    left, right = (side if side >= 0 else 10**9 for side in window)
-    starts = (itertools.pairwise(each.tolist()) for each in (query_starts, key_starts))
-    for (a, b), (c, d) in zip(*starts, strict=True):
-        q = query[a:b].transpose(0, 1).float()
-        k, v = (each[c:d].transpose(0, 1).repeat_interleave(groups, 0).float() for each in (key, value))
-        distances = torch.arange(d - c)[None] - torch.arange(d - c - (b - a), d - c)[:, None]
-        seen = (distances >= -left) & (distances <= right)
-        scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
+def _attend(query, key, value, sequences, scale, window):
+    parts = _sequences(query, key, value, sequences)
+    return torch.cat([(_scores(q, k, window, scale).softmax(-1) @ v).transpose(0, 1) for _, _, q, k, v in parts])
 
 
 def flash_forward(query, key, value, sequences, is_causal, scaling):
     """A stand-in for `kernels.flash_forward`, that asserts what the kernel on CUDA wants."""
     with uncounted():
         _check(query, key, value, sequences)
-        output, lse = torch.empty_like(query), query.new_empty(query.size(1), len(query), dtype=_wide(query).dtype)
-        for a, b, q, k, v in _sequences(query, key, value, sequences):
-            scores = _scores(q, k, is_causal, scaling)
-            output[a:b] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
-            lse[:, a:b] = scores.logsumexp(-1)
-        return output, lse
+        window = (-1, 0 if is_causal else -1)
+        parts = _sequences(query, key, value, sequences)
+        lse = torch.cat([_scores(q, k, window, scaling).logsumexp(-1) for _, _, q, k, _ in parts], dim=1)
+        return _attend(query, key, value, sequences, scaling, window).to(query.dtype), lse
 
 
 def flash_backward(gradient, query, key, value, output, lse, sequences, is_causal, scaling):
@@ -103,7 +92,7 @@ def flash_backward(gradient, query, key, value, output, lse, sequences, is_causa
         starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
         for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
             d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
-            p = (_scores(q, k, is_causal, scaling) - lse[:, a:b, None]).exp()
+            p = (_scores(q, k, (-1, 0 if is_causal else -1), scaling) - lse[:, a:b, None]).exp()
             d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
             of_query[a:b] = (d_scores @ k).transpose(0, 1)
             for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
@@ -134,12 +123,11 @@ def _sequences(query, key, value, sequences):
         yield a, b, _wide(query[a:b]).transpose(0, 1), *own
 
 
-def _scores(query, key, is_causal, scaling):
-    scores = query @ key.mT * scaling
-    if not is_causal:
-        return scores
-    n, m = scores.shape[1:]
-    return scores.masked_fill(~torch.ones(n, m, dtype=torch.bool).tril(m - n), -torch.inf)
+def _scores(query, key, window, scaling):
+    n, m = query.size(1), key.size(1)
+    left, right = (side if side >= 0 else n + m for side in window)
+    distances = torch.arange(m)[None] - torch.arange(m - n, m)[:, None]
+    return (query @ key.mT * scaling).masked_fill((distances < -left) | (distances > right), -torch.inf)
 
 
 class VarlenKernel:
@@ -152,40 +140,14 @@ class VarlenKernel:
     def __init__(self):
         self.calls = []
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        starts_q,
-        starts_k,
-        max_q,
-        max_k,
-        *,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-    ):
+    def __call__(self, query, key, value, *sequences, scale=None, window_size=(-1, -1), enable_gqa=False):
         with uncounted():
-            self._check(query, key, value, (starts_q, max_q), (starts_k, max_k), window_size, enable_gqa)
-        scale = scale or query.size(-1) ** -0.5
-        return _Kernel.apply(query, key, value, starts_q, starts_k, scale, window_size)
-
-    def _check(self, query, key, value, of_queries, of_keys, window, enable_gqa):
-        for states in (query, key, value):
-            assert states.dim() == 3 and states.stride(-1) == 1, "the last dimension must be contiguous"
-        sizes = {states.size(-1) for states in (query, key, value)}
-        assert len(sizes) == 1, f"heads of queries, keys and values have different sizes: {sorted(sizes)}"
-        assert query.size(-1) <= 256 and query.size(-1) % 8 == 0, f"no kernel for heads of {query.size(-1)}"
-        assert query.size(1) == key.size(1) or enable_gqa, "`enable_gqa` is missing"
-        assert query.size(1) % key.size(1) == 0 and key.shape == value.shape
-        lengths = []
-        for (starts, longest), states in ((of_queries, query), (of_keys, key)):
-            assert starts.dtype == torch.int32 and starts.is_contiguous() and type(longest) is int
-            assert starts[0] == 0 and starts[-1] == len(states) and starts.diff().max() == longest
-            lengths.append(starts.diff().tolist())
-        assert all(0 < queries <= keys for queries, keys in zip(*lengths, strict=True))
-        self.calls.append((query.size(-1), tuple(window), _computed(*lengths, window)))
+            _check(query, key, value, sequences)
+            assert query.size(1) == key.size(1) or enable_gqa, "`enable_gqa` is missing"
+            lengths = [starts.diff().tolist() for starts in sequences[:2]]
+            assert all(queries <= keys for queries, keys in zip(*lengths, strict=True))
+            self.calls.append((query.size(-1), tuple(window_size), _computed(*lengths, window_size)))
+        return _Kernel.apply(query, key, value, sequences, scale or query.size(-1) ** -0.5, window_size)
 
 
 def _computed(queries, keys, window) -> int:

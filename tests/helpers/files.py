@@ -12,7 +12,7 @@ from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaRef
 from trl_multimodal_rft.data.rules import DEFAULT_RULES
 
-from .chats import RATE
+from .chats import RATE, video
 
 
 def ref(kind, source, rules=DEFAULT_RULES, **options):
@@ -29,6 +29,21 @@ def load(medium):
 def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, rate, format=name, **options)
+    return buffer.getvalue()
+
+
+def sound_by_ffmpeg(samples, rate, name, codec, mux=None, **options) -> bytes:
+    """Writes samples of shape (N, 1)."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=name, options=mux or {}) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono", options=options)
+        stream.bit_rate = 64000
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T), format="fltp", layout="mono")
+        frame.sample_rate, context = rate, stream.codec_context
+        resampler = av.AudioResampler(context.format.name, "mono", rate, frame_size=context.frame_size or 0)
+        for piece in [*resampler.resample(frame), *resampler.resample(None)]:
+            container.mux(stream.encode(piece))
+        container.mux(stream.encode())
     return buffer.getvalue()
 
 
@@ -54,6 +69,30 @@ def video_file(frames, name="mp4", codec="libx264", rate=10, mux=None, path=None
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame))))
         container.mux(stream.encode())
     return buffer.getvalue() if path is None else path.read_bytes()
+
+
+def write_film(path, frames=20, width=96, height=64, rate=10) -> str:
+    """Writes a video file, and returns its path."""
+    video_file(video(frames, width, height)["video"], codec="mpeg4", rate=rate, path=path)
+    return str(path)
+
+
+# Playlists, which make FFmpeg open SECRET. It reads past ID3 tags, and finds some after any data.
+_TAG = b"ID3\x04\0\0\0\0\0\x02ab"
+_SDP = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=No\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+_HLS = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nSECRET\n#EXT-X-ENDLIST\n"
+_CONCAT = b"ffconcat version 1.0\nfile 'SECRET'\n"
+LISTS = {
+    "hls": _HLS,
+    "ffconcat": _CONCAT,
+    "sdp": _SDP[1:],
+    "dash": b'<?xml version="1.0"?><MPD profiles="urn:mpeg:dash:profile:isoff-main:2011">SECRET</MPD>',
+    "hls behind a tag": _TAG + _HLS,
+    "ffconcat behind tags": _TAG + _TAG + _CONCAT,
+    "sdp behind a start": b"RIFF" + _SDP,
+    "dash behind a start": b"RIFF<MPD profiles='urn:mpeg:dash:profile:isoff-main:2011'>",
+    "sdp in a packet": b"G" + _SDP.ljust(187) + b"G",
+}
 
 
 @pytest.fixture(params=["torchcodec", "pyav"])

@@ -15,6 +15,7 @@ import time
 import traceback
 import urllib.request
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import PIL.ExifTags
@@ -94,22 +95,9 @@ def warnings():
         logger.removeHandler(handler)
 
 
-@contextlib.contextmanager
-def environment(**variables):
-    """Sets variables of the environment; `None` removes one."""
-    before = {name: os.environ.get(name) for name in variables}
-
-    def put(values):
-        for name, value in values.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-    put(variables)
-    try:
-        yield
-    finally:
-        put(before)
+def without_token():
+    """Removes the token from the environment."""
+    return patch.dict(os.environ, {name: os.environ[name] for name in {*os.environ} - {"HF_TOKEN"}}, clear=True)
 
 
 class Release(TrainerCallback):
@@ -130,7 +118,7 @@ def grpo_audio(folder: Path) -> dict:
         MultimodalGRPOTrainer, "qwen2_audio", audio_rows(8), folder / "out", save_steps=1, **options
     )
     trainer.train()
-    with environment(HF_TOKEN=None):
+    with without_token():
         trainer.push_to_hub(dataset_name="someone/spoken", tags="digits")
     model = type(trainer.model).from_pretrained("someone/digits")
     processor = AutoProcessor.from_pretrained("someone/digits")
@@ -241,7 +229,7 @@ def refused(folder: Path) -> dict:
         whole = same(loaded, trained.model) and "## Quick start" in Path(folder, name, "README.md").read_text()
         return {**error, "whole": whole}
 
-    with environment(HF_TOKEN=None):
+    with without_token():
         result = {"none": refusal(lambda: trainer("none", push_to_hub=True))}
         result["none_after"] = pushed_after_training("none_after", hub_private_repo=True)
     result["wrong"] = refusal(lambda: trainer("wrong", push_to_hub=True, hub_token="hf_wrong"))
@@ -253,25 +241,16 @@ def refused(folder: Path) -> dict:
         result["revoked"] = pushed_after_training("revoked", **options)
     result["revoked"]["warned"] = warned
 
-    constants.HF_HUB_OFFLINE = True  # the client reads this before every request
-    try:
+    with patch.object(constants, "HF_HUB_OFFLINE", True):  # the client reads this before every request
         result["offline"] = refusal(lambda: trainer("offline", push_to_hub=True))
-    finally:
-        constants.HF_HUB_OFFLINE = False
 
-    hub = hf_api().endpoint
-    hf_api().endpoint = "http://127.0.0.1:9"
-    try:
+    trained = trainer("down_later", push_to_hub=True, hub_model_id="someone/down_later")
+    with patch.object(hf_api(), "endpoint", "http://127.0.0.1:9"):
         result["down"] = pushed_after_training("down", hub_model_id="someone/down")
         result["down_before"] = refusal(lambda: trainer("down_before", push_to_hub=True))
-        hf_api().endpoint = hub
-        trained = trainer("down_later", push_to_hub=True, hub_model_id="someone/down_later")
-        hf_api().endpoint = "http://127.0.0.1:9"
         result["down_saving"] = refusal(trained.save_model)
-        saved = type(trained.model).from_pretrained(folder / "down_later")
-        result["down_saving"]["whole"] = same(saved, trained.model)
-    finally:
-        hf_api().endpoint = hub
+    saved = type(trained.model).from_pretrained(folder / "down_later")
+    result["down_saving"]["whole"] = same(saved, trained.model)
     return result
 
 
@@ -280,7 +259,7 @@ def video(folder: Path) -> dict:
     trainer = make_trainer(MultimodalRLOOTrainer, "qwen2_5_vl", video_rows(8), folder / "out", **options)
     trainer.train()
     trainer.push_to_hub()
-    with environment(HF_TOKEN=None):
+    with without_token():
         denied = refusal(lambda: ModelCard.load("someone/video"))
     return {**ask("someone/video"), "denied": denied}
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image, features
 
-from helpers.files import image_file, sound_file, video_file
+from helpers.files import LISTS, image_file, sound_file, video_file
 from trl_multimodal_rft.data import loading
 from trl_multimodal_rft.data.columns import MediaError, MediaRef
 from trl_multimodal_rft.data.rules import MediaRules
@@ -88,16 +88,6 @@ def videos():
         yield name, video_file(frames, name.split()[-1], codec, 25, mux)
     first, *others = (Image.fromarray(frame) for frame in frames)
     yield "gif", image_file(first, "GIF", save_all=True, append_images=others, duration=100)
-
-
-def lists(decoy):
-    """Returns playlists, which make FFmpeg open other files."""
-    return [
-        f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{decoy}\n#EXT-X-ENDLIST\n".encode(),
-        f"ffconcat version 1.0\nfile '{decoy}'\n".encode(),
-        f'<?xml version="1.0"?><MPD profiles="urn:mpeg:dash:profile:isoff-main:2011">{decoy}</MPD>'.encode(),
-        b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
-    ]
 
 
 def damaged(data, others, texts, chance):
@@ -196,7 +186,8 @@ def main(folder, seed, seconds, only=None):
     seeds = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
     decoy = secrets / "decoy.mp4"
     decoy.write_bytes(seeds["video"]["mp4"])
-    texts, others = lists(decoy), [data for each in seeds.values() for data in each.values()]
+    texts = [data.replace(b"SECRET", os.fsencode(decoy)) for data in LISTS.values()]
+    others = [data for each in seeds.values() for data in each.values()]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import PLAIN
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOConfig, MultimodalRLOOConfig, MultimodalSFTConfig
+from trl_multimodal_rft import (
+    MultimodalDistillationConfig,
+    MultimodalGRPOConfig,
+    MultimodalPPOConfig,
+    MultimodalRLOOConfig,
+    MultimodalSFTConfig,
+)
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.rules import RULE_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
@@ -23,9 +29,11 @@ CONFIGS = {
     "rloo": MultimodalRLOOConfig,
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
+    "distillation": MultimodalDistillationConfig,
 }
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotations(each)}
+OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # of TRL's configs for other trainers
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_scope", "entropy_source"}
@@ -81,7 +89,7 @@ VALUES = {
     "ema_decay": [None, 0.9],
     "entropy_scope": ["batch", "sequence", "micro_batch"],
     "entropy_source": ["rollout", "current"],
-    "freeze": [None, ["projector"]],
+    "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
     "freezing_actor_steps": [0, 1],
     "gamma": [1.0, 0.9],
     "kl_estimator": [None, "k1", "k2", "k3"],
@@ -89,6 +97,8 @@ VALUES = {
     "kl_in_reward": [None, True, False],
     "kl_target": [None, 0.01],
     "lam": [0.95, 0.5],
+    "loss_add_tail": [True, False],
+    "loss_top_k": [0, 5],
     "loss_view": [None, "blank", "mask_patches(ratio=0.6)"],
     "learning_rates": [None, {"language_model": 0.02}],
     "loss_type": ["dapo", *(name for name in LOSSES if name != "dapo")],
@@ -105,7 +115,11 @@ VALUES = {
     "rollout_view": [None, "mask_patches(patch_size=28)"],
     "rollout_view_fraction": [0.5, 0.8],
     "rollout_view_schedule": ["constant", "linear", "sigmoid(midpoint=0.5)"],
+    "self_teacher": ["current", "base", "ema"],
     "soft_overlong_cache": [None, 4],
+    "student_view": [None, "mask_patches(ratio=0.6)"],
+    "teacher_update_rate": [0.05, 0.5],
+    "teacher_view": [None, "blank"],
     "value_learning_rate": [None, 0.05],
     "value_lr_scheduler_type": [None, "cosine"],
     "value_warmup_steps": [None, 1],
@@ -117,11 +131,13 @@ VALUES = {
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
     "ppo": {"advantage_estimator": ["gae", *VALUES["advantage_estimator"]], "num_iterations": [1]},
+    "distillation": {"beta": [1.0, 0.0, 0.3]},
     "sft": {"packing": [False, True], "loss_type": ["nll", "dft"], "pad_to_multiple_of": ["auto"]},
 }
 
 # Options that change no update, drawn separately for each run
 NEUTRAL = {
+    "balance_ranks": [False, True],  # one process has nothing to exchange, see tests/distributed for two
     "checkpoint_manifest": [True, False],
     "max_logged_media": [8, None],
     "max_logged_megabytes": [32.0, 0.001],
@@ -138,9 +154,9 @@ NEUTRAL = {
 NOT_DRAWN = {
     *(name for name in RULE_NAMES if name not in VALUES),
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
-    "balance_ranks",  # one process has nothing to exchange
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),
+    *("log_multimodal", "teacher_model_server_url"),
     *("max_staleness", "vllm_server_base_urls"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
@@ -171,9 +187,24 @@ NEEDS = {
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
     **dict.fromkeys(VIEW, ("loss_view", ["blank", "mask_patches(ratio=0.6)"])),
     "view_kl_clip": ("view_kl_coef", [0.5]),
+    "loss_add_tail": ("loss_top_k", [5]),
+    "self_teacher": ("teacher_view", ["blank"]),
+    "teacher_update_rate": ("self_teacher", ["ema"]),
 }
 OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
-OFTEN |= {"cliprange_value", "gamma", "lam", "num_ppo_epochs", "ptx_coef", "vf_coef", "max_length"}
+OFTEN |= {
+    "freeze",
+    "loss_top_k",
+    "student_view",
+    "teacher_view",
+    "cliprange_value",
+    "gamma",
+    "lam",
+    "num_ppo_epochs",
+    "ptx_coef",
+    "vf_coef",
+    "max_length",
+}
 
 # Completions per micro-batch, micro-batches per update and per generation batch, completions per prompt
 SHAPES = [(8, 1, 1, 4), (4, 2, 2, 4), (4, 2, 2, 2), (4, 1, 2, 4), (4, 2, 4, 2), (2, 4, 4, 4), (6, 2, 2, 3)]
@@ -182,8 +213,10 @@ FAMILIES = {
     "image": ["qwen2_5_vl", "gemma3"],
     "images": ["qwen2_5_vl", "gemma3"],
     "video": ["qwen2_5_vl"],
+    "clips": ["qwen2_5_vl"],  # questions about one clip, whose prompts share what they start with
     "audio": ["qwen2_audio"],
 }
+TRANSFORMED = ("audio", "video", "clips")  # rows by `with_media`
 
 
 @dataclass
@@ -191,11 +224,12 @@ class Draw:
     """A combination of options."""
 
     seed: int  # determines the rest
-    kind: str  # trainer: "grpo", "rloo", "ppo" or "sft"
+    kind: str  # trainer: "grpo", "rloo", "ppo", "sft" or "distillation"
     rows: str  # media of the prompts
     family: str
     reward: str
     lora_dropout: float | None  # `None` trains all weights without an adapter
+    lora_targets: str | list[str]  # of an adapter that isn't 0
     completions: str  # "sampled", "random" tokens, or "fixed" ones, which depend on prompt and step
     options: dict  # the non-default options
 
@@ -217,7 +251,9 @@ def neutral(draw: Draw, run: str) -> dict:
     """Returns options of a run that must not affect its updates."""
     generator = random.Random(f"{draw.seed} {run}")
     names = {each.name for each in fields(CONFIGS[draw.kind])}
-    if draw.rows in ("audio", "video"):
+    if not draw.options.get("keep_groups_together", True):
+        names -= {"balance_ranks"}
+    if draw.rows in TRANSFORMED:
         names -= {"remove_unused_columns"}  # `with_media` needs it
     if "difficulty_sampling" in draw.options:
         names -= {"media_prefetch"}  # rows that are drawn ahead depend on fewer measurements
@@ -237,8 +273,11 @@ def combinations(seed: int) -> Iterator[Draw | str]:
             yield draw
 
 
+KINDS = ["grpo", "grpo", "grpo", "rloo", "ppo", "ppo", "sft", "distillation"]
+
+
 def _drawn(seed: int, generator: random.Random) -> Draw:
-    kind, rows = generator.choice(["grpo", "grpo", "grpo", "rloo", "ppo", "ppo", "sft"]), generator.choice([*FAMILIES])
+    kind, rows = generator.choice(KINDS), generator.choice([*FAMILIES])
     size, accumulated, batches, group = generator.choice(SHAPES)
     options = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
     if kind != "sft":
@@ -253,6 +292,12 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
             values["loss_type"] = ["dapo", *(name for name, each in LOSSES.items() if each.sequence_level)]
     if rows != "text":
         values.pop("max_length", None)  # so that no truncation cuts a medium
+    elif kind == "distillation":  # a teacher that reads the same
+        others = {"self_teacher", "student_view", "teacher_update_rate", "teacher_view"}
+        values = {name: each for name, each in values.items() if name not in others}
+    if "freeze" in values:
+        other = "vision_tower" if rows == "audio" else "audio_tower"
+        values["freeze"] = [each for each in values["freeze"] if other not in (each or ())]
     for name in sorted(values, key=lambda name: (name in NEEDS, NEEDS.get(name, name)[0] in NEEDS, name)):
         wanted, among = NEEDS.get(name, (name, values[name]))
         if name in options or (wanted in values and options.get(wanted, values[wanted][0]) not in among):
@@ -267,13 +312,17 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     completions = generator.choice(["sampled", "random", "random", "fixed", "fixed"])
     if completions == "sampled":
         options.pop("mask_truncated_completions", None)  # no completion ends
+    dropout = generator.choice([None] * 5 + [0.0, 0.0, 0.3])
+    if options.get("self_teacher") == "base" and dropout is None:
+        dropout = 0.0
     return Draw(
         seed,
         kind,
         rows,
         family=generator.choice(FAMILIES[rows]),
         reward="two" if "reward_weights" in options else generator.choice(rewards),
-        lora_dropout=generator.choice([None] * 8 + [0.0, 0.3]),
+        lora_dropout=dropout,
+        lora_targets=generator.choice(["all-linear", ["q_proj", "v_proj"]]),
         completions=completions,
         options=options,
     )

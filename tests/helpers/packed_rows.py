@@ -56,13 +56,6 @@ def padded_reference(model, prompts, ids, mask):
     return logps, entropies, backward(model, logps, entropies, mask)
 
 
-def relative_difference(a, b):
-    """Relative to the norm of the first gradients."""
-    assert a.keys() == b.keys()
-    difference = torch.stack([(a[name] - b[name]).norm() for name in a]).norm()
-    return (difference / torch.stack([value.norm() for value in a.values()]).norm()).item()
-
-
 def enable_checkpointing(model):
     """Enables training mode without its randomness."""
     checkpoint_activations(model, {"use_reentrant": False})

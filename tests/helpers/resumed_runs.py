@@ -2,10 +2,12 @@
 """Options of runs that stop and resume, and comparisons of what must be equal."""
 
 import functools
+import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers.trainer_utils import make_trainer, sound, text_rows, with_media
@@ -18,11 +20,11 @@ class Recording:
         super().__init__(*args, **kwargs)
         self.trained_on = []
 
-    def _compute_loss(self, model, inputs):
+    def compute_loss(self, model, inputs, *args, **kwargs):
         if self.model.training:
             prompts = [prompt.input_ids.tolist() for prompt in inputs.prompts]
             self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
-        return super()._compute_loss(model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 # A generation batch has four prompts and trains twice in two optimizer steps each. With five prompts in the dataset,
@@ -67,8 +69,16 @@ class Case:
     n_rows: int = 5
     supervised: Callable | None = None
 
+    @property
+    def arguments(self) -> dict:
+        return {**(REUSED if self.supervised is None else EVERYTHING), **self.options}
+
+    @property
+    def n_steps(self) -> int:
+        return self.arguments["max_steps"]
+
     def make(self, folder: Path, **options):
-        arguments = {**(REUSED if self.supervised is None else EVERYTHING), **self.options, **options}
+        arguments = {**self.arguments, **options}
         objects = {} if self.supervised is None else {"ptx_dataset": self.supervised()}
         objects |= arguments.pop("objects", {})
         return make_trainer(self.trainer, self.family, self.rows(self.n_rows), folder, objects=objects, **arguments)
@@ -78,6 +88,16 @@ class Case:
         trainer.train(resume_from_checkpoint=str(folder))
         assert trainer.state.global_step == trainer.args.max_steps
         return trainer
+
+
+def stops_of(cases: dict[str, Case], quick: Collection[str]) -> list:
+    """Pairs of case and step: those of a case and a random one, of which the last one of `quick` cases isn't slow."""
+    steps = {name: {*case.stops, random.Random(name).randrange(1, case.n_steps)} for name, case in cases.items()}
+    return [
+        pytest.param(name, step, marks=[] if name in quick and step == cases[name].stops[-1] else pytest.mark.slow)
+        for name, each in steps.items()
+        for step in sorted(each)
+    ]
 
 
 def straight_runs(cases: dict[str, Case], tmp_path_factory) -> Callable:

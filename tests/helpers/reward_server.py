@@ -2,17 +2,16 @@
 """Local reward servers, and one that answers too slowly."""
 
 import contextlib
-import io
 import json
 import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import PIL.Image
 import pytest
 
 from .chats import image
+from .files import image_file
 
 
 # A slow answer may stall in a header, in the length of a chunk or in the body
@@ -59,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.images_sent += 1
-        self.reply(200, png(image(56, 28)["image"]))
+        self.reply(200, image_file(image(56, 28)["image"]))
 
     def reply(self, status: int, body: bytes):
         self.send_response(status)
@@ -93,17 +92,17 @@ def serve(monkeypatch):
 
 
 @contextlib.contextmanager
-def dripping(start: bytes):
-    """Returns the address of a server that starts its answer like this, and then sends a byte at a time."""
+def dripping(start: bytes, drop: bytes = b"0"):
+    """Returns the address of a server that starts its answer like this, and then sends a few bytes at a time."""
     over = threading.Event()
 
     def drip():
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 200 OK\r\n" + start)
+            connection.sendall((b"" if drop in start else b"HTTP/1.1 200 OK\r\n") + start)
             while not over.wait(0.02):
-                connection.sendall(b"0")
+                connection.sendall(drop)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=drip, daemon=True)
@@ -111,9 +110,3 @@ def dripping(start: bytes):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
         over.set()
         thread.join(5)
-
-
-def png(picture: PIL.Image.Image) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, format="PNG")
-    return file.getvalue()

@@ -19,15 +19,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-# Runs in this process, on its threads, with little memory. Set before vLLM is imported.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-with socket.socket() as free:  # TRL would choose the same port in each process
-    free.bind(("", 0))
-    os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+# vLLM runs in this process, on its threads, with little memory
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def set_environment() -> None:
+    """Sets what vLLM reads, some of it on import, and a port: TRL would choose the same one in each process."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {**ENVIRONMENT, "MASTER_PORT": port}.items():
+        os.environ.setdefault(name, value)
+
+
+set_environment()
 
 import torch  # noqa: E402
 
@@ -72,7 +83,8 @@ def _writable(engine):
 
 
 def install() -> None:
-    """Patches vLLM and its use by TRL and the package, for this process."""
+    """Patches vLLM and its use by TRL and the package, for this process, which may be a fork of one that has vLLM."""
+    set_environment()
     # It requires windows of 30 s
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from ..spelling import refuse_taken
 from .kl import approx_kl
 from .papers import Paper, paper_of
 from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
@@ -46,6 +47,7 @@ def estimator(name: str, **facts) -> Callable:
     """Decorator that registers a function as the estimator of that name, with these fields of its [`Estimator`]."""
 
     def register(function):
+        refuse_taken([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
         ESTIMATORS[name] = Estimator(name, paper_of(function), function, **facts)
         if "alias" in facts:
             ALIASES[facts["alias"]] = name

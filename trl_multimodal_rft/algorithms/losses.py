@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..spelling import refuse_taken
 from .kl import approx_kl
 from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
 from .papers import Paper, paper_of
@@ -94,6 +95,7 @@ class LossType:
     per_completion: bool = False  # it has one ratio, and takes one advantage, per completion
     sequence_level: bool = False  # it supports `importance_sampling_level="sequence"`
     clips: bool = True  # it clips ratios; others soften them
+    needs_advantage: bool = False  # without one, a token has no gradient, and a completion needn't be forwarded
 
     @property
     def is_mean(self) -> bool:
@@ -144,6 +146,7 @@ def policy_loss(name: str, **facts) -> Callable:
     """
 
     def register(function):
+        refuse_taken([name], LOSSES, "policy_loss")
         LOSSES[name] = LossType(**{"name": name, "paper": paper_of(function), "function": function, **facts})
         return function
 
@@ -250,14 +253,14 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, options: LossOptions) -> L
 
 
 _DR_GRPO = Paper("Understanding R1-Zero-Like Training", "2503.20783")
-_MEAN = {"mode": "seq-mean-token-mean", "over": "completions"}
-_SUM = {"mode": "seq-mean-token-sum", "over": "completions"}
+_MEAN = {"mode": "seq-mean-token-mean", "over": "completions", "needs_advantage": True}
+_SUM = {"mode": "seq-mean-token-sum", "over": "completions", "needs_advantage": True}
 
 
 @policy_loss("luspo", paper=Paper("LUSPO", "2602.05261"), **_SUM, sequence_level=True)
-@policy_loss("dapo", paper=Paper("DAPO", "2503.14476"), sequence_level=True)
-@policy_loss("dr_grpo", paper=_DR_GRPO, over="length_limit", sequence_level=True)
-@policy_loss("bnpo", paper=None, over="micro_batch_tokens", sequence_level=True)
+@policy_loss("dapo", paper=Paper("DAPO", "2503.14476"), sequence_level=True, needs_advantage=True)
+@policy_loss("dr_grpo", paper=_DR_GRPO, over="length_limit", sequence_level=True, needs_advantage=True)
+@policy_loss("bnpo", paper=None, over="micro_batch_tokens", sequence_level=True, needs_advantage=True)
 @policy_loss("grpo", paper=Paper("DeepSeekMath", "2402.03300"), **_MEAN, sequence_level=True)
 def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
@@ -269,7 +272,7 @@ def clipped_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     return _clipped(importance_ratios(inputs, options), inputs, options)
 
 
-@policy_loss("cispo", sequence_level=True)
+@policy_loss("cispo", sequence_level=True, needs_advantage=True)
 def cispo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     REINFORCE with clipped importance weights, $-\mathrm{sg}[\min(r, \epsilon_\mathrm{high})] A \log \pi$, see
@@ -298,7 +301,7 @@ def sapo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     return LossOutput(-gate * advantages * inputs.weights * _correction(inputs, options), {})
 
 
-@policy_loss("vespo", sequence_level=True, clips=False)
+@policy_loss("vespo", sequence_level=True, clips=False, needs_advantage=True)
 def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     REINFORCE weighted by completion, $-\mathrm{sg}[e^\lambda w^k e^{-\lambda w}] A \log \pi$ with the ratio $w$ of the
@@ -321,7 +324,7 @@ def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     return LossOutput(loss, {"vespo/phi_seq_mean": token_mean(weight, inputs.mask)})
 
 
-@policy_loss("cpgd")
+@policy_loss("cpgd", needs_advantage=True)  # but for the drift
 def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, plus the
@@ -384,7 +387,7 @@ def gmpo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     return LossOutput(loss, _clip_metrics(low, high, inputs.mask))
 
 
-@policy_loss("dual_clip")
+@policy_loss("dual_clip", needs_advantage=True)
 def dual_clip_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     r"""
     PPO's clipped loss, bounded by $-\delta A$ where the advantage is negative, so that no token that became much

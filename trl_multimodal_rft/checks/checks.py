@@ -2,19 +2,23 @@
 """When each check of a run is due, and its consequences."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
+from ..encoding.supervised import SupervisedSequence
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
-from ..policy import PolicyForward
+from ..policy import Fallbacks, PolicyForward
 from ..rollout.rollout import Rollout
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
+from .sequences import check_sequences
 
 
 logger = get_logger(__name__)
@@ -53,6 +57,13 @@ class Checks:
         self.policy.fallbacks = self.self_check.fallbacks
         self._show()
 
+    def on_sequences(self, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool) -> None:
+        """Runs the self-check on the first supervised rows."""
+        if self.self_check is None:
+            self.self_check = check_sequences(self.policy, model, sequences, packs)
+            self.policy.fallbacks = self.self_check.fallbacks
+            self._show()
+
     def on_tool_media(
         self, model: nn.Module, prompts: list[EncodedPrompt], ids: list[list[int]], engine_positions: bool
     ) -> None:
@@ -67,13 +78,19 @@ class Checks:
             self._show()
 
     def on_engine(
-        self, model: nn.Module, step: int, rollout: Rollout, engine: Any, logit_bias: dict[int, float], has_tools: bool
+        self,
+        model: nn.Module,
+        step: int,
+        rollout: Rollout,
+        dtype: torch.dtype,
+        logit_bias: dict[int, float],
+        has_tools: bool,
     ) -> None:
         """Compares an engine's log-probabilities, after the self-check: on its first rollout and after an update."""
         check = self.self_check
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
-            self._engine_check = EngineCheck(self.policy, check, engine.dtype, logit_bias)
+            self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
         completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
         mask, sampling_logps = rollout.loss_mask, rollout.sampling_per_token_logps
         is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
@@ -81,6 +98,18 @@ class Checks:
             is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new
         if is_new:
             self._show()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The self-check, and the fallbacks that followed from it."""
+        check = self.self_check
+        return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what [`state_dict`] returned."""
+        self.policy.fallbacks = Fallbacks(**state["fallbacks"])
+        if state["self_check"] is not None:
+            measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}
+            self.self_check = SelfCheck(**measured)
 
     def _show(self) -> None:
         logger.info(str(self.self_check))

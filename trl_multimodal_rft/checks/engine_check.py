@@ -116,8 +116,8 @@ class EngineCheck:
         if not mean <= limit or (self.tolerance <= STRICT and not largest <= self.tolerance):
             raise RuntimeError(
                 f"self-check: the engine's log-probabilities are {mean:.0e} on average, {largest:.0e} at most, from "
-                f"the policy's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Set "
-                "`use_vllm=False`, or `self_check=False` to train anyway."
+                f"the policy's {when}. Rounding explains an average of {limit:.0e}, so {reason}. Let "
+                "transformers sample (`use_vllm=False`), or set `self_check=False` to train anyway."
             )
 
     def _limit(self) -> float:

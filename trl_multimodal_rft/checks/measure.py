@@ -122,6 +122,20 @@ class Measure:
             logits = self.prepared(**whole, use_cache=False).logits
         return self.logps_of(logits[:, -n_new - 1 : -1], ids)
 
+    def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
+        """Log-probabilities `(1, P - 1)` of a row's tokens after the first; those before the `last` may be 0."""
+        fields = {"input_ids": row.input_ids, **row.token_fields}
+        outputs = {**row.media, **{name: value[None] for name, value in fields.items()}}
+        whole: dict[str, Any] = {**self.model_inputs(outputs)}
+        if hears_videos(self.model, row.input_ids):
+            whole["use_audio_in_video"] = torch.tensor(True)
+        if takes_logits_to_keep(self.model):
+            whole["logits_to_keep"] = min(last + 1, len(row))
+        with self.accelerator.autocast(), original_attention(self.model):
+            logits = self.prepared(**whole, use_cache=False).logits[:, :-1]
+        logps = self.logps_of(logits, whole["input_ids"][:, -logits.size(1) :])
+        return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
+
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `(B, N)` of ids, from logits that may stop where completions end."""
         ids_of_logits = ids[:, : logits.size(1), None]

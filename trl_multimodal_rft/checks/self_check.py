@@ -27,6 +27,7 @@ from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config
 from ..models.modes import measuring
+from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded
 from ..policy import Fallbacks, PolicyForward
 from .measure import Measure, is_out_of_memory
@@ -59,13 +60,13 @@ class SelfCheck:
     padded: float  # padded rows against the truth
     packed: float | None  # packed rows against the truth; `None` without packing
     media: dict[str, float]  # by modality, the effect of another medium; NaN if the batch holds no other
-    rows: float  # prompts in one forward, as far as they share one, against each alone
+    rows: float | None  # prompts in one forward, as far as they share one, against each alone
     # Log-probabilities of sampling against the truth; `None` if sampling returns none, NaN if it fails on the check's
     # prompts, as a user's `generate` may
     sampled: float | None
     changes: tuple[str, ...]  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
     changed: float | None  # how far these move log-probabilities of sampled tokens; `None` if sampling returns none
-    training: float  # training mode against evaluation mode
+    training: float | None  # training mode against evaluation mode
     tolerance: float  # least limit of a difference, from the dtype of the computation
     fallbacks: Fallbacks  # under which the numbers hold
     engine_positions: bool = False  # whether the truth has the positions of an engine that samples
@@ -89,7 +90,7 @@ class SelfCheck:
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
         changed = (math.nan if self.changed is None else self.changed) if self.changes else None
-        trains_alike = self.training <= self.tolerance + NOISE_FACTOR * (self.rounding or 0.0)
+        trains_alike = (self.training or 0.0) <= self.tolerance + NOISE_FACTOR * (self.rounding or 0.0)
         compared = [
             ("rounding noise", self.rounding, f"{NOISE_FACTOR} times a token's adds to its tolerance"),
             ("features vs. processor", self.features, ""),
@@ -110,7 +111,7 @@ class SelfCheck:
         return [
             *((name, _figure(value), note) for name, value, note in compared if value is not None),
             *((name, _figure(each[0]), f"on average, at most {each[1]:.0e}") for name, each in engines if each),
-            *(media or [("effect of media", "no media yet", "")]),
+            *(media or ([] if self.training is None else [("effect of media", "no media yet", "")])),
         ]
 
 
@@ -129,6 +130,7 @@ class RunSettings:
     # Samples completions by a config, from shared prefills or not; `None` if transformers doesn't sample
     sample: Callable[[list[EncodedPrompt], GenerationConfig, bool], Any] | None
     generating: Callable[[], AbstractContextManager[nn.Module]]  # the model, ready to generate
+    samples_rollouts: bool = True  # whether transformers samples what is trained on, too
     changes: Sequence[str] = ()  # options that change the distribution that is sampled from
     audio_overlong: Literal["raise", "truncate"] = "raise"
     engine_positions: bool = False  # whether prompts have the positions of an engine
@@ -216,7 +218,7 @@ class _Check(Measure):
             if target.prompt.media:
                 worst["features"].append(self._features(target))
             ids, mask, sampled, truth = self._sample_and_recompute(target)
-            if sampled is not None:
+            if sampled is not None and self.settings.samples_rollouts:
                 worst["sampled"].append(sampled)
             self._keep_noise()
             padded, scores = self._padded(target.prompt, ids, mask, truth)
@@ -504,7 +506,7 @@ class _Check(Measure):
         config.update(return_dict_in_generate=True, output_logits=True)
         results = []
         as_config = as_generation_config(self.model, config)
-        with self.settings.generating() as model, original_attention(self.model), as_config:
+        with self.settings.generating() as model, same_adapters(model), original_attention(self.model), as_config:
             for row in ids[:, None]:
                 forced = LogitsProcessorList([_Force(row)])
                 output: Any = model.generate(**inputs, generation_config=config, logits_processor=forced)

@@ -45,13 +45,14 @@ def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
 
 def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], list[Traits]]:
     """
-    The longest prompt of all and of each modality, whose masks are the hardest case; by modality, a prompt with
+    The longest prompt of each modality and of text alone, whose masks are the hardest case; by modality, a prompt with
     another medium to swap in; and partners for a common forward: media of other shapes, and text alone, the shortest
     of each, whose padding may matter.
     """
     longest = sorted(traits, key=lambda each: -each.length)
     with_kind = {kind: found for kind in MODALITIES if (found := [t for t in longest if kind in t.fingerprints])}
-    candidates = dict.fromkeys([*(found[0] for found in with_kind.values()), longest[0]])
+    text = [each for each in longest if not each.fingerprints]
+    candidates = dict.fromkeys([*(found[0] for found in with_kind.values()), *text[:1]])
     targets = sorted(candidates, key=lambda each: (not each.fingerprints, -each.length))
     donors = {}
     for kind, (first, *others) in with_kind.items():
@@ -68,8 +69,7 @@ def choose(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], l
     kinds = sorted(MODALITIES, key=lambda kind: kind not in targets[0].fingerprints)
     of_kinds = [each for kind in kinds for each in [t for t in different if kind in t.fingerprints][:1]]
     different = list(dict.fromkeys([*of_kinds, *different]))[:_PARTNERS]
-    text = [each for each in others if not each.fingerprints][-1:]
-    return targets, donors, (different or list(by_shape.values())[:1]) + text
+    return targets, donors, (different or list(by_shape.values())[:1]) + [each for each in text if each in others][-1:]
 
 
 def with_other_media(prompt: EncodedPrompt, kind: str, donor: EncodedPrompt | None) -> EncodedPrompt:

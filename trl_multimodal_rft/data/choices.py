@@ -7,11 +7,29 @@ from collections.abc import Sequence
 
 # "B", "(B)", "B.", "B:" and "B)", alone or before text. Not "A woman": a letter before a space may be a word.
 LETTER = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:]|([A-Za-z])$)\s*(.*)", re.DOTALL)
+# "option B", "(B", "The answer is B", "B is right, not A"
+_STATED = re.compile(
+    r"(?:the )?(?:(?:correct |right |best )?(?:option|choice|answer)(?: is)?:? )?[\[(*]*+([a-z])[\])*.:]*+"
+    r"(?: is (?:the )?(?:correct|right|best|true)(?: (?:option|choice|answer|one))?)?(?:,? not \(?[a-z]\)?)?[.! ]*",
+    re.IGNORECASE | re.ASCII,
+)
+_OPTION = re.compile(r"(?:option|choice) (?=\(?[a-z]\b)", re.IGNORECASE | re.ASCII)
+_LISTED = re.compile(r"(?:^|[\s)])\(?([A-Z])(?:[).:](?!\w)|(?<=^.)$)")
 
 
-def letter_of(match: re.Match) -> str:
-    """The letter of a match of `LETTER`, in upper case."""
-    return (match[1] or match[2] or match[3]).upper()
+def read_letter(text: str, start: int = 0) -> tuple[str, int] | None:
+    """The letter of a choice that a text begins with or states, in upper case, and where the text after it begins."""
+    stated = _STATED.fullmatch(text, start)
+    if stated is not None:
+        return stated[1].upper(), len(text)
+    option = _OPTION.match(text, start)
+    letter = LETTER.match(text, start if option is None else option.end())
+    return None if letter is None else ((letter[1] or letter[2] or letter[3]).upper(), letter.start(4))
+
+
+def listed_letters(text: str) -> set[str]:
+    """The letters that a text lists, as in "B. cat C. dog"."""
+    return set(_LISTED.findall(text))
 
 
 def without_letters(choices: Sequence[str]) -> list[str]:

@@ -59,8 +59,9 @@ _LONGEST_WORD = 300
 # Prefix of the location of a medium that a tool returned
 FROM_TOOL = "tool "
 
-# Types of text blocks, and the key of their text
+# Types of text blocks and the key of their text, beside which OpenAI, Anthropic and MCP add keys that are ignored
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_HINTS = ("annotations", "cache_control", "logprobs", "meta", "_meta")
 
 # Keys of messages that hold no media, or are read separately
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
@@ -87,21 +88,30 @@ _ENDING = re.compile(
 )
 
 # A URL in a text, which may contain quotes
-_URL = re.compile(r"(?<![\w.+-])[A-Za-z][\w.+-]*://(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*")
+_URL = re.compile(
+    r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
+    r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
+)
+# A user and a password, such as in `http:/user:password@host`
+_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
 
 
 def without_credentials(text: str) -> str:
     """Removes user information and queries, which may hold signatures, from the URLs in a text."""
     text = _URL.sub(lambda found: shown_url(found[0]), text)
-    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", text)
+    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text))
 
 
 def shown_url(url: str) -> str:
-    """Removes user information, the query and the fragment from a URL, however they are encoded."""
+    """Removes user information, query and fragment from a URL, however they are encoded, and what `data:` holds."""
+    if url[:5].lower() == "data:":
+        return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
+    if "://" not in url and not url.startswith("//"):
+        return _LOGIN.sub("***@", url)
     place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
     links = []
     for link in re.split(r"::(?=[\w.+-]+://)", place):
-        scheme, separator, link = link.partition("://")
+        scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
         # A password may contain characters that end the authority; a colon precedes it, or a port
@@ -112,7 +122,7 @@ def shown_url(url: str) -> str:
         ):
             link = "***"
         links.append(f"{scheme}{separator}{link}" if separator else scheme)
-    return "::".join(links) + (f"{mark}***" if mark else "")
+    return _LOGIN.sub("***@", "::".join(links)) + (f"{mark}***" if mark else "")
 
 
 def shortened(value: Any) -> str:
@@ -197,7 +207,7 @@ class MediaRef:
         """
         value = self.source.value if isinstance(self.source, Encoded) else self.source
         for source in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(source, str) and "://" in source:  # the whole value is the URL
+            if isinstance(source, str):  # the whole value is the URL
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
@@ -610,9 +620,15 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
         ref = MediaRef(kind, sources[0] if sources else None, options, where, row)
         _check_options(ref)
         return {"type": kind, kind: ref}
-    if name in _TEXT_KEYS and name != "text":
-        return {"type": "text", "text": block.pop(_TEXT_KEYS[name], ""), **block}
-    return {"type": name, **block}
+    if name not in _TEXT_KEYS:
+        return {"type": name, **block}
+    held = [key for key, item in block.items() if key not in _TEXT_HINTS and _is_filled(item)]
+    if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
+        raise MediaError(
+            f"row {row}, column '{where}': a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing "
+            f"else, got {held}; rename the key of the text, and remove other keys"
+        )
+    return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
 def _plain(value: Any) -> Any:
@@ -653,10 +669,14 @@ def _source(key: str, value: Any) -> Any:
     return value
 
 
+def _is_filled(value: object) -> bool:
+    return not isinstance(value, (str, list, dict)) or len(value) > 0
+
+
 def _is_stray(key: str, value: Any, files: bool) -> bool:
     """Whether an unread key of a block holds media; with `files`, texts that name media files count."""
     if key in _MEDIA_KEYS:
-        return not isinstance(value, (str, list, dict)) or len(value) > 0
+        return _is_filled(value)
     if isinstance(value, str) and not files:
         return False
     return any(files or not isinstance(medium, str) for _, _, medium in find_media(value, key))

@@ -1,12 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Checks audio and video files before a decoder opens them: their format, and that they aren't cut off."""
+"""Checks audio and video files before a decoder opens them: their format, their streams, and that they are whole."""
 
 import math
 import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from .columns import MediaRef
 
@@ -32,6 +32,8 @@ _LARGEST = 2**32 - 2**16
 _MOST_PARTS = 1_000_000  # parts of a file that are read
 _ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include in the length
 _OGG_FIRST, _OGG_LAST = 2, 4  # flags of the first and the last page of a stream
+_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in the other order
+_DEFAULT, _COVER = 0x1, 0x400  # FFmpeg's dispositions of a stream
 _ASF_PROPERTIES = re.escape(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))
 
 
@@ -49,7 +51,8 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses truncated files, which decoders silently read up to the end.
+    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, Ogg with
+    damaged or missing pages, and RIFF with a second `data` chunk.
 
     Covers WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
     IVF, GIF, and MP3 with a LAME header. Other formats, such as MPEG-TS and AAC streams, and recordings with an
@@ -64,7 +67,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     missing = find(stream, size) if find else None
     stream.seek(0)
     if missing is not None:
-        raise ref.error(f"the file is cut off: {missing}; fetch it again or remove the row")
+        raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
 
 
 def check_png(ref: MediaRef, stream: BinaryIO) -> None:
@@ -105,6 +108,16 @@ def _png_bytes(header: bytes) -> int:
         columns, rows = -((x - width) // across), -((y - height) // down)
         total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
     return total
+
+
+def best_stream(container: Any, kind: Literal["audio", "video"]) -> Any:
+    """The stream that the program `ffmpeg` takes: a default one, or that with most pixels or channels; covers last."""
+
+    def rank(stream: Any) -> int:
+        size = stream.width * stream.height if kind == "video" else stream.channels
+        return 0 if stream.disposition & _COVER else size + 5_000_000 * (stream.disposition & _DEFAULT)
+
+    return max(getattr(container.streams, kind), key=rank, default=None)
 
 
 def is_indexed(stream: BinaryIO) -> bool:
@@ -151,7 +164,7 @@ def is_chained(stream: BinaryIO) -> bool:
     begins, chained = True, False
     if stream.read(4) == b"OggS":
         stream.seek(-4, 1)
-        for flags, _, _ in _ogg_pages(stream):
+        for flags, *_ in _ogg_pages(stream):
             chained = chained or (bool(flags & _OGG_FIRST) and not begins)
             begins = begins and bool(flags & _OGG_FIRST)
     stream.seek(0)
@@ -173,7 +186,7 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
         samples = b"SSND"
     if stream.read(4) == b"AVI ":
         return _avi(stream, size)
-    large = 0  # the length in an RF64 header
+    large, n_chunks = 0, 0  # the length in an RF64 header, and the chunks of samples
     for _ in range(_MOST_PARTS):
         chunk = stream.read(8)
         if len(chunk) < 8:
@@ -183,8 +196,14 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
             large = int.from_bytes(stream.read(16)[8:], "little")
             stream.seek(-16, 1)
         if chunk[:4] == samples:
+            n_chunks += 1
+            if n_chunks == 2:
+                return f"decoders read one of its '{samples.decode()}' chunks"
             length = large if length >= _LARGEST and kind == b"RF64" else length
-            return _short(stream.tell(), length, size) if kind == b"RF64" or length < _LARGEST else None
+            if length == 0 or (length >= _LARGEST and kind != b"RF64"):
+                return None
+            if missing := _short(stream.tell(), length, size):
+                return missing
         stream.seek(length + length % 2, 1)
     return None
 
@@ -319,17 +338,31 @@ def _ebml_number(stream: BinaryIO) -> int | None:
 
 
 def _ogg(stream: BinaryIO, size: int) -> str | None:
-    """Each page is complete, and each stream has its last page."""
-    open_streams = set()
-    for flags, serial, end in _ogg_pages(stream):
+    """Each page is complete and has its checksum, and each stream has all its pages."""
+    open_streams, numbers = set(), {}
+    for flags, serial, begin, end in _ogg_pages(stream):
         if end > size:
             return "its last page isn't complete"
+        stream.seek(begin)
+        page = stream.read(end - begin)
+        number = int.from_bytes(page[18:22], "little")
+        if page[22:26] != _ogg_checksum(page[:22] + bytes(4) + page[26:]):
+            return f"page {number} is damaged"
+        if serial in open_streams and number != numbers[serial] + 1:
+            return f"page {numbers[serial] + 1} is missing"
+        numbers[serial] = number
         (open_streams.discard if flags & _OGG_LAST else open_streams.add)(serial)
     return "the last page of a stream is missing" if open_streams else None
 
 
-def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    """Flags, stream number and end of each page. Other data is skipped, as by decoders."""
+def _ogg_checksum(page: bytes) -> bytes:
+    """zlib's with all bits in the other order, and another start."""
+    register = zlib.crc32(page.translate(_MIRRORED), 2**32 - 1) ^ (2**32 - 1)
+    return register.to_bytes(4, "big").translate(_MIRRORED)
+
+
+def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
+    """Flags, stream number, start and end of each page. Other data is skipped, as by decoders."""
     place = stream.tell()
     for _ in range(_MOST_PARTS):
         stream.seek(place)
@@ -337,8 +370,8 @@ def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
         if head[:4] == b"OggS":
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             whole = len(head) == 27 and len(lengths) == head[26]
-            place = place + 27 + len(lengths) + sum(lengths) if whole else _LARGEST
-            yield (head[5] if len(head) > 5 else 0), head[14:18], place
+            begin, place = place, place + 27 + len(lengths) + sum(lengths) if whole else _LARGEST
+            yield (head[5] if len(head) > 5 else 0), head[14:18], begin, place
         elif head:
             head += stream.read(2**12)
             found = head.find(b"OggS", 1)

@@ -68,7 +68,7 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB are too much to log; raise `max_logged_megabytes`")
-        with open_file(file) as stream:
+        with open_file(ref, file) as stream:
             return EncodedMedium(ref.kind, stream.read(), suffix, ref.rules)
 
 
@@ -88,7 +88,7 @@ def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
     """Extension of a file that browsers show, `None` for others and if the block selects a span."""
     if file is None or {"video_start", "video_end"} & ref.options.keys():
         return None
-    with open_file(file) as stream:
+    with open_file(ref, file) as stream:
         head = stream.read(_HEAD)
     return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
 

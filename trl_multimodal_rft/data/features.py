@@ -166,8 +166,11 @@ def _decode(ref: MediaRef) -> Any:
     """Decodes a medium by its feature, if the rules allow its source and the file is safe to open."""
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
-        with open_file(file) as stream:
+        with open_file(ref, file) as stream:
             check_file(ref, stream)
+            if ref.rules.allowed_media_folders is not None:  # the feature would open the name again
+                stream.seek(0)
+                file = stream.read()
         value, feature = ref.source.value, ref.source.feature
         if not isinstance(feature, Image) and not is_torchcodec_usable():
             name = type(feature).__name__

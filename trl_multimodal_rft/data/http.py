@@ -1,11 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,14 +67,14 @@ def ask(
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
-    attempt = 0
+    attempt, opened = 0, []
     while True:
         attempt += 1
         until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
-                call = partial(_attempt, method, url, until, max_bytes, json, open_session, may_visit)
+                call = partial(_attempt, method, url, until, max_bytes, json, open_session, may_visit, opened)
                 answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
@@ -83,6 +84,10 @@ def ask(
             reason = str(error)
         except _CONNECTION_ERRORS as error:
             reason = type(error).__name__
+        finally:  # ends the thread, which a server may keep busy by endless `100 Continue`
+            for connection in opened:
+                with suppress(OSError, AttributeError):  # it is closed, or not yet open
+                    connection.sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
             raise NoAnswer(f"{reason}, after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s")
@@ -118,17 +123,29 @@ def within(until: float, function: Callable[[], Any]) -> Any:
         raise NoAnswer("no complete response in time") from None
 
 
-def _attempt(method, url, until, max_bytes, json, session, may_visit) -> tuple[Answer, float]:
+def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
+    opened.append(make(**settings))
+    return opened[-1]
+
+
+def _attempt(method, url, until, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
         # Some servers refuse the library's user agent; compressed bodies may be larger than their header says
         headers = {"User-Agent": "trl-multimodal-rft", "Accept-Encoding": "identity"}
         left = max(until - time.monotonic(), 0.1)
-        request = session.prepare_request(requests.Request(method, url, headers=headers, json=json))
+        # A server that a row names gets no password from ~/.netrc
+        auth = None if may_visit is None else lambda request: request
+        request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings = session.merge_environment_settings(request.url, {}, True, None, None)
+        adapter = session.get_adapter(request.url)
+        if may_visit is not None:
+            tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
+            pool = adapter.get_connection_with_tls_context(request, **tls)
+            pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
         # Not by the session, which reads the whole body of a redirect
-        with session.get_adapter(request.url).send(request, timeout=left, **settings) as response:
+        with adapter.send(request, timeout=left, **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
                 continue

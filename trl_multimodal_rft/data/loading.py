@@ -21,8 +21,8 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ..versions import is_torchcodec_usable
 from .columns import Encoded, MediaError, MediaRef
-from .containers import check_complete, check_container, check_png, has_idr_picture, is_chained, is_indexed
-from .images import check_exif, check_object, open_image
+from .containers import best_stream, check_complete, check_container, has_idr_picture, is_chained, is_indexed
+from .images import check_exif, check_object, check_pixels, load_pixels, open_image
 from .sources import fetch_file, open_file
 
 
@@ -74,16 +74,14 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            stream = open_file(fetch_file(ref, image))
+            stream = open_file(ref, fetch_file(ref, image))
             image = open_image(ref, stream)
         check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
-        _check_pixels(ref, image.size)
-        if stream is not None and image.format == "PNG":
-            check_png(ref, stream)
-        image.load()
-        _check_pixels(ref, image.size)  # the header of an icon may be wrong
+        check_pixels(ref, image.size)
+        image = load_pixels(ref, image, stream)
+        check_pixels(ref, image.size)  # the header of an icon may be wrong
         check_exif(ref, image)
         if image.mode[0] in "IF":
             raise ref.error(f"pixels of mode '{image.mode}' have no known scale; convert the image to 8 bits")
@@ -104,8 +102,8 @@ def load_audio(
     """
     Decodes audio, averages its channels and resamples it.
 
-    Files are read in chunks, with soundfile or, for other formats, with PyAV. Audio beyond the limits is never
-    decoded, and memory holds no more than the samples at the target rate.
+    Files are read in chunks, with soundfile or, for MP3, Opus and other formats, with PyAV. Audio beyond the limits is
+    never decoded, and memory holds no more than the samples at the target rate.
 
     Args:
         ref ([`MediaRef`]):
@@ -209,7 +207,7 @@ def load_video(
         frames, done, shape = None, 0, None
         for piece in read(indices):
             if shape is None:
-                _check_pixels(ref, (piece.shape[2], piece.shape[1]))
+                check_pixels(ref, (piece.shape[2], piece.shape[1]))
                 shape = piece.shape[1:]
             if piece.shape[1:] != shape:
                 raise ref.error("the frames have different sizes; resize them to one size")
@@ -284,7 +282,7 @@ def qwen_frame_size(
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
     """Refuses files that are unsafe for other decoders: documents, playlists and images with too many pixels."""
     if ref.kind == "image":
-        _check_pixels(ref, open_image(ref, stream).size)
+        check_pixels(ref, open_image(ref, stream).size)
     else:
         check_container(ref, stream)
 
@@ -419,7 +417,7 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
     elif isinstance(source, tuple):
         array, rate = source
     elif not isinstance(source, (np.ndarray, torch.Tensor, list)):
-        with open_file(fetch_file(ref, encoded_source(ref))) as stream:
+        with open_file(ref, fetch_file(ref, encoded_source(ref))) as stream:
             yield from _decode_file(ref, stream, check)
         return
     yield _of_array(ref, array), None if rate is None else float(rate)
@@ -430,7 +428,7 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
 
     class Streamed(soundfile.SoundFile):
         def seekable(self) -> bool:
-            return False  # else it seeks after each chunk, which isn't exact in an MP3
+            return False  # else it seeks after each chunk
 
     check_container(ref, stream)
     check_complete(ref, stream)
@@ -440,12 +438,13 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
     try:
         sound = Streamed(stream)
     except soundfile.LibsndfileError:
-        stream.seek(0)
+        sound = None
+    # libsndfile ends an MP3 where it guesses its end, or that of the first of several, and shifts Opus of FFmpeg
+    if sound is None or sound.format == "MP3" or sound.subtype == "OPUS":
         yield from _decode_with_pyav(ref, stream)
         return
     with sound:
-        # The length of an MP3 may be an estimate
-        known = sound.format != "MP3" and sound.frames != _UNKNOWN_LENGTH
+        known = sound.frames != _UNKNOWN_LENGTH
         if known:
             check(sound.frames, sound.samplerate)
         at_once = max(1, _SAMPLES_AT_ONCE // sound.channels)
@@ -470,20 +469,23 @@ def _samples_of_packets(stream: BinaryIO) -> int:
     """The number of samples in all packets, without decoding them."""
     stream.seek(0)
     with require_module("av", "audio").open(stream) as container:
-        sound = container.streams.best("audio")
+        sound = best_stream(container, "audio")
         samples = sum(packet.duration or 0 for packet in container.demux(sound)) * sound.time_base * sound.sample_rate
         return round(samples)
 
 
 def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
     av = require_module("av", "audio")
+    stream.seek(0)
     with av.open(stream) as container:
-        sound = container.streams.best("audio")
+        sound = best_stream(container, "audio")
         if sound is None:
             raise ref.error("the file has no audio; remove the row")
         floats, count = av.AudioResampler(format="fltp"), 0
-        for frame in container.decode(sound):
-            for piece in floats.resample(frame):
+        for packet in container.demux(sound):
+            if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
+                continue  # a tag, such as that of a second file
+            for piece in itertools.chain.from_iterable(map(floats.resample, packet.decode())):
                 count += piece.samples
                 yield piece.to_ndarray().T, piece.sample_rate
         if container.format.name in _COUNTED:
@@ -494,14 +496,6 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
     limit = getattr(ref.rules, option)
     if seconds > limit:
         raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
-
-
-def _check_pixels(ref: MediaRef, size: tuple[int, int]) -> None:
-    if size[0] * size[1] > ref.rules.max_image_pixels:
-        raise ref.error(
-            f"{size[0]} x {size[1]} pixels exceed the limit of {ref.rules.max_image_pixels:,}; make it smaller, or "
-            "raise `max_image_pixels`"
-        )
 
 
 def _of_array(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -554,7 +548,7 @@ def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
     if not 0 < fps <= _FASTEST:
         raise ref.error(f"the video has an invalid rate of {fps:g} frames per second; encode it again, as MP4")
     _check_seconds(ref, metadata.total_num_frames / fps, "max_video_seconds")
-    _check_pixels(ref, (metadata.width or 0, metadata.height or 0))
+    check_pixels(ref, (metadata.width or 0, metadata.height or 0))
 
 
 def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
@@ -575,15 +569,16 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[in
     elif hasattr(source, "get_frames_at"):
         yield _torchcodec_frames(ref, source)
     else:
-        with open_file(fetch_file(ref, source)) as stream:
+        with open_file(ref, fetch_file(ref, source)) as stream:
             check_container(ref, stream)
             check_complete(ref, stream)
             if "sample_fps" in ref.options:
                 raise ref.error("'sample_fps' is the rate of a list of frames; give 'fps' for a file")
-            metadata, may_seek = _scan_video(ref, stream)
-            if may_seek and is_indexed(stream) and is_torchcodec_usable():
+            metadata, index = _scan_video(ref, stream)
+            if index is not None and is_indexed(stream) and is_torchcodec_usable():
                 decoders = importlib.import_module("torchcodec.decoders")
-                yield _torchcodec_frames(ref, decoders.VideoDecoder(stream, num_ffmpeg_threads=0))
+                decoder = decoders.VideoDecoder(stream, stream_index=index, num_ffmpeg_threads=0)
+                yield _torchcodec_frames(ref, decoder)
             else:
                 yield metadata, partial(_decode_frames, stream)
 
@@ -636,14 +631,20 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any):
     return metadata, read
 
 
-def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
+def _is_mirrored(frame: Any) -> bool:
+    """Whether the display matrix mirrors a frame, which a rotation doesn't."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
+
+
+def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | None]:
     """
-    The metadata of a video, and whether each packet is a frame and decoding may start at any keyframe. Otherwise, as
-    in clips that were cut without re-encoding, frames are counted by decoding them.
+    The metadata of a video, and the index of its stream if each packet is a frame, decoding may start at any keyframe,
+    and frames aren't mirrored. In clips that were cut without re-encoding, frames are counted by decoding them.
     """
     av = require_module("av", "video")
     with av.open(stream) as container:
-        video = container.streams.best("video")
+        video = best_stream(container, "video")
         if video is None:
             raise ref.error("the file has no video; remove the row")
         average = video.average_rate if container.duration else None  # else it is FFmpeg's default
@@ -660,7 +661,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
                     independent = has_idr_picture(bytes(packet), video.codec_context.extradata)
         if container.format.name == "ivf" and count < video.frames:
             raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
-        size = video.width, video.height
+        size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not exact:
         most = int(ref.rules.max_video_seconds * fps) + 1
@@ -669,14 +670,17 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, bool]:
         count = len(times)
         if count > 1 and None not in times and times[-1] > times[0]:
             fps = (count - 1) / (times[-1] - times[0])
-    return VideoMetadata(count, fps, *size, duration=count / fps), exact and independent
+    elif independent:
+        with closing(_decoded(stream)) as frames:
+            independent = not any(map(_is_mirrored, itertools.islice(frames, 1)))
+    return VideoMetadata(count, fps, *size, duration=count / fps), index if exact and independent else None
 
 
 def _decoded(stream: BinaryIO) -> Generator[Any]:
     """All frames of a video in the order of FFmpeg."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
-        yield from container.decode(container.streams.best("video"))
+        yield from container.decode(best_stream(container, "video"))
 
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:
@@ -684,6 +688,6 @@ def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]
     with closing(_decoded(stream)) as frames:
         for i, frame in zip(range(last + 1), frames, strict=False):
             if i in chosen:
-                # Videos of phones may be stored rotated
-                upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-                yield np.ascontiguousarray(upright)[None]
+                # Videos of phones may be stored rotated, and mirrored before
+                pixels = frame.to_ndarray(format="rgb24")[:: -1 if _is_mirrored(frame) else 1]
+                yield np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))[None]

@@ -49,13 +49,13 @@ def _pixels(ref: MediaRef, source) -> int:
         return math.prod(edges)
     if isinstance(source, PIL.Image.Image):
         return source.width * source.height
-    with open_file(fetch_file(ref, os.fspath(source) if isinstance(source, os.PathLike) else source)) as stream:
+    with open_file(ref, fetch_file(ref, os.fspath(source) if isinstance(source, os.PathLike) else source)) as stream:
         return math.prod(open_image(ref, stream).size)
 
 
 def _seconds(ref: MediaRef) -> float:
     """The length by the header, or else of what is decoded, up to the limit."""
-    longest = 0.0
+    longest, heard = 0.0, 0
 
     def check(count: float, rate: float) -> None:
         nonlocal longest
@@ -66,7 +66,8 @@ def _seconds(ref: MediaRef) -> float:
     try:
         with closing(read_pieces(ref, None, check)) as pieces:
             for piece, rate in pieces:
-                if rate is None or longest * rate > len(piece) + 1:
+                heard += len(piece)
+                if rate is None or longest * rate > heard + 1:
                     break  # the header had it
     except _Beyond:
         pass

@@ -44,7 +44,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _limited(ref, bytes(source))
     path = os.fspath(source)
-    if path.startswith("data:"):
+    if path[:5].lower() == "data:":
         return _limited(ref, _from_data_uri(ref, path))
     if "://" not in path and "::" not in path:
         return _local(ref, path)
@@ -66,7 +66,7 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     until = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened: Any = fsspec.open(link, "rb").open() if file is None else open_file(file)
+        opened: Any = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
         with closing(opened):
             stream: Any = opened
             for archive in reversed(archives):
@@ -110,16 +110,21 @@ class Bounded:
         return getattr(self._stream, name)
 
 
-def open_file(file: str | bytes) -> BinaryIO:
+def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     """Opens what [`fetch_file`] returns. Decoders get streams, since a name can stand for several files."""
     if isinstance(file, bytes):
         return BytesIO(file)
     # By its descriptor, as decoders read patterns and formats from the name of a stream, too
     number = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    stream = open(number, "rb")
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    stream, opened, link = open(number, "rb"), os.fstat(number), f"/proc/self/fd/{number}"
+    try:
+        if not stat.S_ISREG(opened.st_mode):
+            raise OSError("it isn't a regular file")
+        # What the name stands for may have changed since it was checked
+        _check_file(ref, os.readlink(link) if os.path.islink(link) else os.path.realpath(file), opened.st_size)
+    except BaseException:
         stream.close()
-        raise OSError("it isn't a regular file")
+        raise
     return stream
 
 
@@ -214,18 +219,22 @@ def _local(ref: MediaRef, path: str) -> str:
     given, path = path, rooted(ref, path)
     if _BASE64.fullmatch(given.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
-    folders = ref.rules.allowed_media_folders
-    if folders is not None and not any(Path(path).resolve().is_relative_to(Path(f).resolve()) for f in folders):
-        raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
+    _check_file(ref, os.path.realpath(path), 0)
     if not os.path.isfile(path):
         where = ""
         if not os.path.isabs(given):
             folder = ref.rules.media_dir and f"`media_dir`, '{ref.rules.media_dir}'"
             where = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
         raise ref.error(f"no such file: '{os.path.abspath(path)}'{where}; correct the path or remove the row")
-    if os.path.getsize(path) > ref.rules.max_media_bytes:
-        raise _too_large(ref)
     return path
+
+
+def _check_file(ref: MediaRef, path: str, size: int) -> None:
+    folders = ref.rules.allowed_media_folders
+    if folders is not None and not any(Path(path).is_relative_to(os.path.realpath(f)) for f in folders):
+        raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
+    if size > ref.rules.max_media_bytes:
+        raise _too_large(ref)
 
 
 def _check_store(ref: MediaRef, protocol: str, url: str) -> None:
@@ -273,6 +282,6 @@ def _download(ref: MediaRef, url: str) -> bytes:
     except (TooManyRedirects, requests.RequestException) as error:
         reason = str(error) if isinstance(error, TooManyRedirects) else type(error).__name__
         raise ref.error(f"cannot download '{url}' ({reason}); correct the URL or remove the row") from None
-    if answer.status >= 300:
+    if answer.status not in (200, 203):  # 206 would be a part
         raise ref.error(f"'{url}' returns status {answer.status}; correct the URL or remove the row")
     return answer.body

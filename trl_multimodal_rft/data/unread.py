@@ -163,6 +163,8 @@ _VERL = (
 def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
+    if likely == "messages":  # which may hold the answer
+        remedy = f"{prepared('ms-swift', ' --task rl')}; where no answer ends them, {remedy}"
     layout = other_layout(row)
     if layout is not None:
         options = " --task rl" if layout in ("ms-swift", "sharegpt") else ""
@@ -218,8 +220,7 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
         if isinstance(medium, Encoded):
             continue  # found by its feature
         if isinstance(medium, str):
-            shown = shown_url(medium) if "://" in medium else medium
-            how = f"what looks like files, such as {shown[:60]!r}"
+            how = f"what looks like files, such as {shown_url(medium)[:60]!r}"
             return _Unread(column, place, kind, several, how, certain=False, everywhere=everywhere)
         is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
         how = "blocks" if is_block else f"of type {type(medium).__name__}"

@@ -38,6 +38,7 @@ def checked_text(
         ) from error
     if mode == "allow":
         return text
+    to_strip: set[str] = set()
     while found := _tokens_in(text, tokenizer, tokens):
         if mode == "raise":
             raise MediaError(
@@ -51,9 +52,24 @@ def checked_text(
                 "tokens, or to 'allow' if they are intended."
             )
             break
-        for token in found:
-            text = text.replace(token, "")
+        to_strip.update(found)
+        text = _without(text, to_strip)
     return text
+
+
+def _without(text: str, tokens: Collection[str]) -> str:
+    """A text without tokens, nor those that a removal joins, in linear time."""
+    by_end: dict[str, list[str]] = {}
+    for token in sorted(tokens, key=len, reverse=True):
+        by_end.setdefault(token[-1], []).append(token)
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        for token in by_end.get(character, ()):
+            if kept[-len(token) :] == [*token]:
+                del kept[-len(token) :]
+                break
+    return "".join(kept)
 
 
 def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection[str]) -> list[str]:

@@ -27,9 +27,9 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
         if _is_path(name):
             raise FileNotFoundError(f"The model {name!r} can't be loaded: there is no such folder.{_near(name)}")
         return
-    files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    if "config.json" in files and any(each.endswith(_WEIGHTS) for each in files):
+    if holds_model(folder):
         return
+    files = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     remedy = "name a folder that `save_pretrained` wrote"
     inner = sorted(each for each in files if os.path.isfile(os.path.join(folder, each, "config.json")))
     if "adapter_config.json" in files:
@@ -40,6 +40,13 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
         remedy = f"it holds {', '.join(map(repr, inner[-3:]))}; name one, such as {os.path.join(name, inner[-1])!r}"
     missing = "weights (*.safetensors)" if "config.json" in files else "config.json"
     raise FileNotFoundError(f"The model {folder!r} can't be loaded: the folder has no {missing}; {remedy}.")
+
+
+def holds_model(folder: str) -> bool:
+    """Whether a path is a folder with a model, not with an adapter alone."""
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
+    return "config.json" in files and any(weights)
 
 
 @contextmanager

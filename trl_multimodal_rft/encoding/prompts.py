@@ -44,9 +44,8 @@ class DecodedPrompt:
 
     def token_ids(self, processor: ProcessorMixin) -> list[int]:
         """Tokenizes the rendered chat template, with one placeholder per medium."""
-        text = processor.apply_chat_template(
-            self.messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
-        )
+        options = answer_options(self.messages, self.template_kwargs)
+        text = processor.apply_chat_template(self.messages, tokenize=False, **options)
         bos = processor.tokenizer.bos_token
         # As `apply_chat_template` does if the template writes it
         special = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
@@ -350,7 +349,7 @@ def processor_outputs(
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
         messages = _prepared(messages, processor, row)
-        options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
+        options: dict[str, Any] = answer_options(messages, template_kwargs or {})
         if processor_kwargs and SOUNDS not in processor_kwargs:
             options["processor_kwargs"] = _flat(processor_kwargs)
         try:
@@ -378,6 +377,14 @@ def processor_outputs(
         for name, value in encoded.items()
         if name not in ("attention_mask", "labels")
     }
+
+
+def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the chat template before an answer. `continue_final_message` is for the assistant's messages."""
+    if not template_kwargs.get("continue_final_message"):
+        return {"add_generation_prompt": True, **template_kwargs}
+    continues = messages[-1]["role"] == "assistant"
+    return {**template_kwargs, "add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def _with_sounds(

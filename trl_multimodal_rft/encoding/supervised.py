@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from ..data.columns import MediaError, check_decoded, iter_refs, rows_to_messages
 from ..data.rows import Row
 from ..data.rules import DEFAULT_RULES, MediaRules
-from ..families import family_of
+from ..families import family_of, family_of_processor
 from .checks import write_chat
 from .control_tokens import checked_prompt
 from .join import continued_field
@@ -159,6 +159,13 @@ def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTraine
             f"{name}: {model.config.model_type} has bidirectional attention before an answer, so these tokens "
             "can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
         )
+
+
+def check_answers(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    """Refuses processors that can't encode supervised rows."""
+    if (obstacle := family_of_processor(processing_class).without_answers) is not None:
+        name = type(processing_class).__name__
+        raise ValueError(f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO.")
 
 
 def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
@@ -325,6 +332,7 @@ def encode_supervised(
             can't render it after the prompt.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
+    check_answers(processing_class)
     chats = [_chat(row, f"row {index} of `ptx_dataset`", f"row {index}") for index, row in enumerate(rows)]
     placed = rows_to_messages(
         [{**row, "prompt": [*chat, *completion]} for row, (chat, completion) in zip(rows, chats, strict=True)],

@@ -92,8 +92,9 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
-    known = [prompt.on_device.get((model, *modules), {}) for prompt in prompts]
-    are_known = all((model, *modules) in prompt.on_device for prompt in prompts)
+    key = _key(model, modules)
+    known = [prompt.on_device.get(key, {}) for prompt in prompts]
+    are_known = all(key in prompt.on_device for prompt in prompts)
     scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
     tried: dict[str, dict[nn.Module, int | None]] = {}
 
@@ -123,6 +124,27 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
         ways[kind] = learned if len(learned) == len(of_kind) else {}  # one needs what all before it return
 
 
+def learned_ways(model: PreTrainedModel) -> list[tuple[list[str], dict[str, dict[str, int]]]]:
+    """How the forwards of a model so far showed that features are joined, by names of modules, for a checkpoint."""
+    names = {module: name for name, module in model.named_modules()}
+    return [
+        (
+            [names[module] for module in modules],
+            {kind: {names[module]: way for module, way in ways.items()} for kind, ways in kinds.items()},
+        )
+        for modules, kinds in _ways.get(model, {}).items()
+    ]
+
+
+def restore_ways(model: PreTrainedModel, state: Iterable[tuple[list[str], dict[str, dict[str, int]]]]) -> None:
+    """Restores what [`learned_ways`] returned, for modules that the model still has."""
+    modules = dict(model.named_modules())
+    for names, kinds in state:
+        if modules.keys() >= {*names}:
+            learned = {kind: {modules[name]: way for name, way in ways.items()} for kind, ways in kinds.items()}
+            _ways.setdefault(model, {})[tuple(modules[name] for name in names)] = learned
+
+
 def encode_frozen(
     model: PreTrainedModel,
     prompts: Iterable[EncodedPrompt],
@@ -139,13 +161,21 @@ def encode_frozen(
     if not prompts or _is_sharded(model):
         return
     modules = frozen_modules(model)
-    missing = {id(prompt.on_device): prompt for prompt in prompts if (model, *modules) not in prompt.on_device}
+    key = _key(model, modules)
+    missing = {id(prompt.on_device): prompt for prompt in prompts if key not in prompt.on_device}
     if not missing or not all(map(_is_deterministic, modules)):
         return
     kinds = _frozen_kinds(model, modules)
     for prompt in missing.values():
         if not kinds.isdisjoint(prompt.modalities):
-            prompt.on_device[(model, *modules)] = _calls_of_one(model, modules, inputs_of(prompt))
+            prompt.on_device[key] = _calls_of_one(model, modules, inputs_of(prompt))
+
+
+def _key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
+    """What outputs of frozen modules depend on besides media: the modules, and which adapters are on in them."""
+    inside: Any = (each for module in modules for each in module.modules())
+    layers = (each for each in inside if isinstance(getattr(each, "disable_adapters", None), bool))
+    return model, *modules, *((each.disable_adapters, *each.active_adapters) for each in layers)
 
 
 def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_Call]]:
@@ -176,7 +206,7 @@ def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_C
     finally:
         handle.remove()
     # What the decoder's inputs would have a gradient of is what the code between frozen modules reads
-    read = _leaves_of_graph(reached)
+    read = leaves_of_graph(reached)
     kinds_read = {
         kind for (kind, _), made in scope.calls.items() for each in made if not read.isdisjoint(_tensors(each.output))
     }
@@ -376,10 +406,10 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def _reaches_weights(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
-    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in _leaves_of_graph(given))
+    return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(given))
 
 
-def _leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
+def leaves_of_graph(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor | None]:
     """The leaves, weights among them, that tensors get their gradients from; `None` for those that are hidden."""
     leaves: set[torch.Tensor | None] = {each for each in tensors if each.is_leaf and each.requires_grad}
     nodes, seen = [each.grad_fn for each in tensors], set()

@@ -68,7 +68,7 @@ def split_by_tokens(
     Splits completions into parts of at most so many tokens, by first-fit decreasing.
 
     Groups stay together. One that is larger is split into chunks, which come last, one group after the other; its
-    prompt counts in each, and a chunk has at least one completion with tokens.
+    prompt counts in each, and a packed chunk has at least one completion with tokens.
     """
 
     def size(part: list[list[int]]) -> int:
@@ -79,12 +79,12 @@ def split_by_tokens(
 
     groups, chunks = [], []
     for members in group_by_prompt(prompts).values():
-        scored = [[i] for i in members if lengths[i]]
+        scored = [[i] for i in members if lengths[i] or not packed]
         if len(scored) < 2 or size([members]) <= max_tokens:
             groups.append(members)
             continue
         own = [sum(chunk, []) for chunk in first_fit(scored, size, max_tokens)]
-        chunks += [own[0] + [i for i in members if not lengths[i]], *own[1:]]
+        chunks += [own[0] + [i for i in members if [i] not in scored], *own[1:]]
     return [sum(part, []) for part in first_fit(groups, size, max_tokens)] + chunks
 
 

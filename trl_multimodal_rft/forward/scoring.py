@@ -376,6 +376,9 @@ def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
     device = completion_ids.device
     n_new = completion_ids.size(1)
     batch = left_pad(prompts, model.config.get_text_config().pad_token_id or 0)
+    if family_of(model).pads_with_first:
+        first = torch.stack([prompt.input_ids[0] for prompt in prompts])[:, None]
+        batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], first)
     following = same_rank([prompt.positions_after(n_new) for prompt in prompts])
     fields = {name: continued_field(model, name, value, n_new) for name, value in batch["fields"].items()}
     for place, prompt in enumerate(prompts):

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from .features import leaves_of_graph
 from .scores import Scores
 
 
@@ -35,7 +36,7 @@ class DeferredParts:
             self._states.append((torch.get_rng_state(), self._random and self._random.get_rng_state()))
             with torch.no_grad():
                 scores = score(index, part)
-            self.outputs.append(scores.map(lambda value: value.detach().requires_grad_()))
+            self.outputs.append(scores.map(_leaf))
         self.seconds = time.perf_counter() - start  # of these additional forwards
 
     def joined(self) -> Scores:
@@ -53,6 +54,25 @@ class DeferredParts:
         return self.score(index, self.parts[index])
 
 
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    """A score for the loss. `backward()` of this would end at the score, in silence."""
+
+    def refuse(leaf: torch.Tensor) -> None:
+        raise _error("a score")
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)  # which `torch.autograd.grad` doesn't call
+    return leaf
+
+
+def _error(where: str) -> RuntimeError:
+    return RuntimeError(
+        f"The gradient of {where} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
+        "compute the loss from one call of the trainer's `_score`, or call `backward_by_parts` with the scores' "
+        "`deferred` in place of `backward()`, or set `max_tokens_per_microbatch=None`."
+    )
+
+
 def backward_by_parts(
     accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, deferred: DeferredParts, divisor: int = 1
 ) -> torch.Tensor:
@@ -60,9 +80,12 @@ def backward_by_parts(
     Runs the backward pass of all parts but the last, for a scalar loss of the joined scores.
 
     Returns a scalar with the value of the loss, whose backward pass is that of the last part. `divisor` is what the
-    caller divides it by, such as the number of accumulation steps.
+    caller divides it by, such as the number of accumulation steps. Raises a `RuntimeError` where the loss has a
+    gradient of anything but the scores, which would be lost.
     """
     leaves = [leaf for outputs in deferred.outputs for leaf in outputs.tensors().values()]
+    if others := leaves_of_graph([loss]) - {*leaves}:
+        raise _error(f"{len(others)} tensors besides the last scores")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
     surrogate = loss.new_zeros(())

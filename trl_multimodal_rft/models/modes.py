@@ -6,8 +6,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
+
+
+logger = get_logger(__name__)
 
 
 @contextmanager
@@ -29,6 +33,17 @@ def checkpoint_activations(model: PreTrainedModel, kwargs: Any = None, enable: b
         getattr(model, f"{kind}_checkpointing_enable")(kwargs)
     else:
         getattr(model, f"{kind}_checkpointing_disable")()
+
+
+def check_checkpointing(model: PreTrainedModel, args: TrainingArguments) -> None:
+    """Switches activation checkpointing off where the model has none, as TRL has it on by default."""
+    if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        for name in {"gradient_checkpointing", "activation_checkpointing"} & vars(args).keys():  # by one's two names
+            setattr(args, name, False)
+        logger.warning(
+            f"{type(model).__name__} has no gradient checkpointing, so it trains with `gradient_checkpointing=False`, "
+            "which needs more memory."
+        )
 
 
 @contextmanager

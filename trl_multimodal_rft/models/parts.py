@@ -29,7 +29,7 @@ _ENCODERS = {
 # Qwen-Omni's audio encoders, and what surrounds Phi-4's encoders
 _PROJECTORS = {
     "vision_tower": re.compile(
-        r"(deepstack_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
+        r"((deepstack|patch)_)?merger(_list)?|downsample|connector|img_projection_\w+|\w+_img_feature_extensor"
     ),
     "audio_tower": re.compile(r"proj[12]?|adapter|(up|down)_proj_for_\w+"),
 }
@@ -79,7 +79,8 @@ def _places(model: PreTrainedModel) -> dict[str, str]:
             except ValueError:  # a model without an encoder
                 continue
     for tower, part in towers.items():
-        for child, _ in model.get_submodule(tower).named_children():
+        module = model.get_submodule(tower)
+        for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:
             if _PROJECTORS[part].fullmatch(child):
                 places[f"{tower}.{child}"] = "projector"
     return places | towers
@@ -119,6 +120,22 @@ def _chosen(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str]:
         if key is not None and part != CRITIC:
             chosen[parameter] = key
     return chosen
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuses a model that training wouldn't change, with the likely reason."""
+    if any(parameter.requires_grad for name, parameter in model.named_parameters() if not name.startswith(CRITIC)):
+        return
+    base = unwrapped(None, model)
+    remedy = "call `model.requires_grad_(True)` before, or pass `peft_config`"
+    if base is not model:
+        remedy = "load its adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
+    elif getattr(base, "_hf_peft_config_loaded", False):
+        remedy = (
+            f"transformers freezes it with the adapter in {base.config._name_or_path!r}; move `adapter_*` to a folder "
+            "of their own, and wrap the model by `PeftModel.from_pretrained(model, folder, is_trainable=True)`"
+        )
+    raise ValueError(f"{type(base).__name__} has no weights to train, as all are frozen: {remedy}.")
 
 
 def freeze(model: nn.Module, keys: Sequence[str] | None) -> None:
@@ -164,6 +181,20 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
         for parameter, requires_grad in trained:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def same_adapters(model: nn.Module) -> Iterator[None]:
+    """Restores which adapters are on, and trained, which Granite Speech's `generate` changes with each prompt."""
+    layers = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]
+    disabled = [layer.disable_adapters for layer in layers]
+    with same_weights_trained(model):
+        try:
+            yield
+        finally:
+            for layer, is_disabled in zip(layers, disabled, strict=True):
+                if layer.disable_adapters != is_disabled:
+                    layer.enable_adapters(not is_disabled)
 
 
 def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
 from ..data.loading import require_module
-from ..encoding.model_folders import check_model_folder, naming_what_is_missing
+from ..encoding.model_folders import check_model_folder, holds_model, naming_what_is_missing
 from ..encoding.processors import load_processor
 from ..families import family_of
 
@@ -60,7 +60,7 @@ def load_trained(
     """Loads a model or an adapter that a trainer has saved, and its processor."""
     source = {"revision": revision or "main"}
     kwargs["trust_remote_code"] = trust_remote_code
-    if find_adapter_config_file(name, **source) is None:
+    if holds_model(name) or find_adapter_config_file(name, **source) is None:  # some hold an adapter of their own, too
         model, holder = load_model(name, **source, **kwargs), name
     else:
         peft = require_module("peft", "peft")

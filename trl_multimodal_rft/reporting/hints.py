@@ -13,9 +13,12 @@ logger = get_logger(__name__)
 
 def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
     """Steps since rewards last differed between completions."""
-    if grouped:
-        return _steps(history, "reward", lambda logs: logs["frac_reward_zero_std"] == 1)
-    return _steps(history, "reward", lambda logs: _is_constant(logs["reward"], logs["reward_std"]))
+
+    def is_equal(logs: dict[str, Any]) -> bool:  # RLOO's fraction, as TRL's, has the KL penalty in the rewards
+        alike = grouped and logs["frac_reward_zero_std"] == 1
+        return alike or _is_constant(logs["reward"], logs["reward_std"])
+
+    return _steps(history, "reward", is_equal)
 
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:

@@ -5,17 +5,21 @@ Both read only the completions, since prompts of this recipe contain the tags, t
 """
 
 import re
+import unicodedata
 from decimal import Decimal
+from fractions import Fraction
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
-from ..data.choices import LETTER, letter_of
+from ..data.choices import listed_letters, read_letter
 from . import expressions
 from .checks import RowError
 
 
 # One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+_OPENED, _CLOSED = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
 _BRACES = re.compile(r"(\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
 # "The answer is 7.", "**Final answer:** 7", also with the suffix of Minerva. Not "I wonder which answer is right".
 _STATED = re.compile(r"\banswer[*_]*(?:\s+is\b[*_]*:?|\s*[:=])[*_]*", re.IGNORECASE)
@@ -28,22 +32,30 @@ _WRAPPED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _MOST_WRAPPINGS = 5
-# After a number: "7 \text{ cm}^2", "7 cm"
+# After a number: "7 \text{ cm}^2", "7 cm", and letters that are more often a unit than a variable: "7 m"
 _UNIT = re.compile(
     r"(?P<value>.*?\d.*?)(?:\\[,;! ]|\s)*"
-    r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,})",
+    r"(?P<unit>\\(?:text|mathrm|mbox)\w*\s*\{[^{}]*\}(?:\^\{?\d\}?)?|\s[A-Za-z]{2,}|(?<=\d)\s?[mgshdlLJNWVAKCF])",
     re.DOTALL,
 )
 _LONGEST_MEASURE = 100
 # Words that aren't units
-_FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion"}
-# Punctuation of prose. Not that of a number or an expression: "-5", "3.5", "1,000", "5!".
-_PUNCTUATION = re.compile(r"(?<!\d)!|[.,;:?\"'`“”‘’](?!\d)")
+_FACTORS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi"}
+# Punctuation of prose, in any script. Not that of a number or an expression: "-5", "3.5", "1,000", "5!".
+_PUNCTUATION = re.compile(r"(?:(?<!\d)!|[.,;:?\"'`“”‘’„«»¡¿。、「」『』।॥؟،؛۔])(?!\d)")
+# Marks on a letter, in Unicode's stream-safe form; sorting more takes quadratic time
+_MOST_MARKS = 30
 # Words (except LaTeX commands), adjacent numbers and clock times aren't for math_verify, which reads "cat" as c*a*t
 # (equal to "act"), "3 4" as 3+4 and "2:30" as the ratio 4:60
-_LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_PROSE = re.compile(r"[^\W\d_]{2,}|\d\s+\d|:")
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
+_LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+_?")
+_PROSE = re.compile(r"[^\W\d_]{2,}|[^\W_]\s*\.?\s+\d|:|\|\s*\||\.\.|[*,/<>^±×÷≤≥.%=]\s*[*,/<>^±×÷≤≥%]")
+# Apart from prose, math_verify reads only what is before a character that it doesn't know: "7?8" and "7)8" as 7
+_READABLE = re.compile(r"[-+*/^=<>.,!%×÷±≤≥()\[\]{}|\sA-Za-z0-9α-ω]*")
+_ESCAPE = re.compile(r"\\(?:[,;:! %$]|(?=[()\[\]{}|]))|(?<=[A-Za-z}])_")
+_LONGEST_EXPRESSION = 1000
+# "1,000", ".5", "1e3"; "1/2", "1 1/2"
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:(?<=[0-9])e[-+]?[0-9]{1,3})?")
+_MIXED = re.compile(r"([-+]?)\s*(?:([0-9]+) )?([0-9]+/0*[1-9][0-9]*)")
 # Letters with a value, which may equal a number
 _CONSTANTS = ("e", "π")
 
@@ -53,10 +65,10 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
 
     [`extract_answer`] finds the answer in the completion. It equals the reference if both are the same text except for
-    case, whitespace and punctuation, the same number (`"0.5"` and `".50"`), the same choice (`"B"`, `"(B)"`, `"dog"`
-    and `"B. dog"`), or two expressions that `math_verify` finds equal (`"0.5"` and `"\\frac{1}{2}"`). Units of an
-    answer in LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text around a tag never counts, and a number
-    inside a sentence is not an expression.
+    case, whitespace, punctuation and compatibility forms, the same number (`".5"` and `"1/2"`), the same choice
+    (`"B"`, `"Option B"`, `"dog"` and `"B. dog"`), or two expressions that `math_verify` reads and finds equal (`"0.5"`
+    and `"\\frac{1}{2}"`). Units of an answer in LaTeX may be missing (`"7"` and `"\\boxed{7 \\text{ cm}}"`). Text
+    around a tag never counts, and a number inside a sentence is not an expression.
 
     Symbolic comparisons run in a separate process, from any thread. One that takes more than 3 seconds is aborted, and
     the answer is wrong.
@@ -93,6 +105,7 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     for place, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
         references = references_of(solutions, place, "accuracy_reward")
         answer, in_latex = _read(completion_text(completion))
+        answer = normal_form(answer).strip()
         right = any(_is_right(answer, in_latex, reference) for reference in references)
         rewards.append(float(right) if references else None)
     return rewards
@@ -173,9 +186,9 @@ def extract_answer(text: str) -> str:
             Completion.
 
     Returns:
-        `str`: Content of the first `<answer>...</answer>`, or of a `\\boxed{}` in it. Without such tags, content of
-        the last `\\boxed{}`, or the text after `####` in the last line or after a final "the answer is". Otherwise, or
-        if `<answer>` isn't closed, the whole text. Surrounding space and Markdown are removed.
+        `str`: Content of the first `<answer>...</answer>`, in any case, or of what follows inside it. Without such
+        tags, content of the last `\\boxed{}`, or the text after `####` in the last line or after a final "the answer
+        is". Otherwise, or if `<answer>` isn't closed, the whole text. Surrounding space and Markdown are removed.
 
     Example:
     ```python
@@ -188,18 +201,16 @@ def extract_answer(text: str) -> str:
 
 def _read(text: str) -> tuple[str, bool]:
     """The answer in a text, and whether it is in LaTeX."""
-    opened, tagged = text.find("<answer>"), ""
-    if opened >= 0:
-        answer, tagged, _ = text[opened + len("<answer>") :].partition("</answer>")
-        if not tagged:
+    _, *opened = _OPENED.split(text, maxsplit=1)
+    if opened:
+        answer, *closed = _CLOSED.split(opened[0], maxsplit=1)
+        if not closed:
             return text.strip(), False
         text = answer
     box = _last_box(text)
     if box is not None:
         return _unwrapped(box), True
-    if tagged:
-        return text.strip(), False
-    hashes = text.rstrip().rpartition("\n")[2].rpartition("####")
+    hashes = ("", "", "") if opened else text.rstrip().rpartition("\n")[2].rpartition("####")
     answer = hashes[2] if hashes[1] else text
     stated = _stated(answer)
     if hashes[1] or stated is not None:
@@ -263,13 +274,40 @@ def references_of(solution: Any, place: int, name: str) -> list[str]:
 
 
 def normalize_answer(text: str) -> str:
-    """Removes case, whitespace and punctuation."""
+    """Removes case, whitespace, punctuation and compatibility forms."""
+    return _folded(normal_form(text))
+
+
+def _folded(text: str) -> str:
     # An answer of punctuation alone stays unchanged, or it would equal an empty completion
-    return " ".join(_PUNCTUATION.sub("", text.casefold()).split()) or text
+    folded = text.casefold().replace("i\u0307", "i")  # the Turkish capital
+    return " ".join(_PUNCTUATION.sub("", folded).split()) or text
+
+
+def normal_form(text: str, superscripts: bool = False) -> str:
+    """Unicode's NFKC, with the digits of all scripts in ASCII. `superscripts` says whether "5²" becomes "52"."""
+    if text.isascii():
+        return text
+    kept, n_marks = [], 0
+    for character in "".join(_decomposed(character, superscripts) for character in text):
+        n_marks = n_marks + 1 if unicodedata.combining(character) else 0
+        if n_marks <= _MOST_MARKS:
+            kept.append(character)
+    return unicodedata.normalize("NFC", "".join(kept))
+
+
+def _decomposed(character: str, superscripts: bool) -> str:
+    digit, form = unicodedata.decimal(character, None), unicodedata.decomposition(character)
+    if digit is not None or character == "−":
+        return "-" if digit is None else str(digit)
+    if form.startswith("<super>") and not superscripts:
+        return character
+    decomposed = unicodedata.normalize("NFKD", character)
+    return " " + decomposed.replace("⁄", "/") if form.startswith("<fraction>") else decomposed
 
 
 def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
-    reference = extract_answer(reference)
+    reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
     return in_latex and _equal_without_units(answer, reference)
@@ -277,14 +315,14 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
 
 def _same_choice(answer: str, reference: str) -> bool:
     """Whether both name the same choice, by its letter, its text or both. The reference must have a letter."""
-    named, right = (LETTER.fullmatch(text.strip()) for text in (answer, reference))
+    named, right = read_letter(answer), read_letter(reference)
     if right is None:
         return False
-    right_text = right[4].strip(" .")
+    right_text = reference[right[1] :].strip(" .")
     if named is None:
         return bool(right_text) and _equal(answer, right_text)
-    named_text = named[4].strip(" .")
-    if letter_of(named) != letter_of(right):
+    named_text = answer[named[1] :].strip(" .")
+    if named[0] != right[0] or listed_letters(named_text) - {right[0]}:
         return False
     return not named_text or not right_text or _equal(named_text, right_text)
 
@@ -306,19 +344,20 @@ def _value_and_unit(text: str) -> tuple[str, str]:
 
 
 def _equal(answer: str, reference: str) -> bool:
-    texts = [normalize_answer(answer), normalize_answer(reference)]
+    texts = [_folded(answer), _folded(reference)]
     if texts[0] == texts[1]:
         return True
-    if not (_is_expression(answer) and _is_expression(reference)):
-        return False
     numbers = [_number(text) for text in texts]
     one, other = numbers
     if one is not None and other is not None:
-        # As math_verify does: decimal fractions agree up to their sixth place
-        fractions = all("." in text for text in texts)
+        # As math_verify does: fractions agree up to their sixth decimal place
+        fractions = all("." in text or "/" in text for text in texts)
         return one == other or fractions and round(one, 6) == round(other, 6)
+    if not (_is_expression(answer) and _is_expression(reference)):
+        return False
+    units = {_value_and_unit(text)[1] for text in (answer, reference)} - {""}
     letters = [len(text) == 1 and text.isalpha() for text in texts]
-    if all(letters):
+    if all(letters) or len(units) > 1:
         return False
     if all(letter or number is not None for letter, number in zip(letters, numbers, strict=True)):
         if not set(texts) & set(_CONSTANTS):
@@ -327,11 +366,25 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    return any(map(str.isalnum, text)) and _PROSE.search(_LATEX_COMMAND.sub("", text)) is None
+    """Whether math_verify reads all of a text, if it reads any."""
+    if len(text) > _LONGEST_EXPRESSION or not any(map(str.isalnum, text)):
+        return False
+    bare = _LATEX_COMMAND.sub("", text)
+    if _PROSE.search(bare) is not None:
+        return False
+    bare = _ESCAPE.sub("", bare).strip("$?;°\"' ")
+    depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in bare)]
+    is_balanced = min(depths) == depths[-1] == bare.count("|") % 2 == 0
+    return is_balanced and _READABLE.fullmatch(bare) is not None
 
 
-def _number(text: str) -> Decimal | None:
+def _number(text: str) -> Fraction | None:
     """The number of a text in plain digits."""
+    if len(text) > _LONGEST_EXPRESSION:
+        return None
+    mixed = _MIXED.fullmatch(text)
+    if mixed is not None:
+        return Fraction(mixed[1] + "1") * (int(mixed[2] or 0) + Fraction(mixed[3]))
     if _NUMBER.fullmatch(text) is None or not any(map(str.isdigit, text)):
         return None
-    return Decimal(text.replace(",", ""))
+    return Fraction(text.replace(",", ""))

@@ -3,10 +3,9 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from ..data.choices import LETTER, letter_of
-from .answers import completion_text, extract_answer, normalize_answer, references_of
+from ..data.choices import listed_letters, read_letter
+from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
 from .checks import RowError
 
 
@@ -72,27 +71,29 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     The index of the choice that an answer names.
 
     It tries, in this order: the text of a choice, except for case, whitespace and punctuation; its letter, as in
-    `"B"`, `"(B)"` or `"B. Woman"`, unless the text of another choice follows; and all words of one choice without any
-    word that only others have, the rule of [MMAU](https://huggingface.co/papers/2410.19168).
+    `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, unless the text of another choice follows; and all words of
+    one choice without any word that only others have, the rule of [MMAU](https://huggingface.co/papers/2410.19168),
+    which doesn't know negations: `"not a woman"` names the choice `"Woman"`.
     """
+    answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
     # A loop that compares texts only at matching lengths, as "A." may repeat many times
-    letters, left, lengths = [], _n_characters(answer), {_n_characters(choice) for choice in choices}
+    letters, start, left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
-        index = _by_text(answer, choices) if left in lengths else None
+        index = _by_text(answer[start:], choices) if left in lengths else None
         if index is not None:
             break
-        letter: Any = LETTER.match(answer.strip())
-        named = len(choices) if letter is None else ord(letter_of(letter)) - ord("A")
-        if named >= len(choices):
-            index = _by_words(answer, choices)
+        letter = read_letter(answer, start)
+        if letter is None or ord(letter[0]) - ord("A") >= len(choices):
+            index = _by_words(answer[start:], choices)
             break
-        letters.append(named)
-        answer, left = letter[4], left - 1
-        if not answer:
+        letters.append(ord(letter[0]) - ord("A"))
+        left -= _n_characters(answer[start : letter[1]])
+        start = letter[1]
+        if start == len(answer):
             break
-    for named in reversed(letters):
-        index = named if index in (None, named) else None
-    return index
+    listed = listed_letters(answer[start:]) if letters else ()
+    named = {*letters, *(ord(letter) - ord("A") for letter in listed), index} - {None}
+    return named.pop() if len(named) == 1 else None
 
 
 def _by_text(answer: str, choices: Sequence[str]) -> int | None:

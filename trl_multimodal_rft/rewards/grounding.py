@@ -31,7 +31,7 @@ from .regions import (
 
 _BOX_FORM = "[left, top, right, bottom], a dictionary with such a 'bbox_2d', or a list of these"
 # Of an answer in prose: "3", "1,000", "0.5", "-2e3"
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d++)?")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!\d)|\d++)(?:\.\d++)?|\.\d++)(?:[eE][-+]?\d++)?")
 
 
 def box_iou_reward(
@@ -47,11 +47,11 @@ def box_iou_reward(
     [VLM-R1](https://huggingface.co/papers/2504.07615) and
     [Perception-R1](https://huggingface.co/papers/2504.07954) do.
 
-    The answer, see [`extract_answer`], is `[left, top, right, bottom]`, `(left, top), (right, bottom)` or JSON with
-    the key `bbox_2d`, `bbox`, `box` or `Position`. Its first box counts. Answer and reference have the same
-    coordinates unless `solution_scale` and `answer_scale` say otherwise: the size of the image in each of them, which
-    is 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's width and height for pixels.
-    Qwen2.5-VL answers in pixels of the resized image.
+    The answer, see [`extract_answer`], is `[left, top, right, bottom]`, `(left, top), (right, bottom)`, four numbers
+    alone, or JSON with the key `bbox_2d`, `bbox`, `box` or `Position`, or with `x1` to `y2`. Its first box counts.
+    Answer and reference have the same coordinates unless `solution_scale` and `answer_scale` say otherwise: the size
+    of the image in each of them, which is 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's
+    width and height for pixels. Qwen2.5-VL answers in pixels of the resized image.
 
     The last three arguments may also be columns, with a value for each row.
 
@@ -104,8 +104,8 @@ def point_in_box_reward(
     Rewards a point inside the reference's box, such as a click: 1.0 inside or on the border, else 0.0, as
     [UI-R1](https://huggingface.co/papers/2503.21620) does.
 
-    The answer, see [`extract_answer`], is `(x, y)` or JSON with the key `point_2d`, `point` or `coordinate`. A box
-    stands for its center. The first point counts. The arguments are those of [`box_iou_reward`].
+    The answer, see [`extract_answer`], is `(x, y)`, `<point x="1" y="2">` or JSON with the key `point_2d`, `point` or
+    `coordinate`. A box stands for its center. The first point counts. The arguments are those of [`box_iou_reward`].
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
@@ -150,8 +150,8 @@ def temporal_iou_reward(completions, solution=None, **kwargs) -> list[float | No
     Rewards spans of time by their intersection over union with the reference, as
     [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
 
-    The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s - 7s`, `[3.5, 7]` or `00:03 and 00:07`.
-    Several spans are compared as their union.
+    The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s → 7s`, `[3.5, 7]`, `00:03 and 00:07`,
+    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
@@ -202,7 +202,8 @@ def detection_reward(
       the reference with the largest IoU that is left, above `iou_threshold`, with the same label if both have one. The
       reward, up to 2, is the sum of two parts. One is the sum of the matches' IoU, divided by the number of boxes or
       of references, whichever is larger. The other is the mean over boxes of the confidence of a match, 1 minus that
-      of another box, and 0 without one. Repeated boxes count once.
+      of another box, and 0 without one. Repeated boxes count once. As in the paper, boxes
+      anywhere with confidence 0 get 1.0.
     - `"perception_r1"` ([Perception-R1](https://huggingface.co/papers/2504.07954)): the matching with the largest sum
       of IoU, of which pairs above `iou_threshold` count. The reward, up to 3, is 0.25 times the share of entries with
       box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their

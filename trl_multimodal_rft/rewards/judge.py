@@ -38,6 +38,7 @@ each is right by itself. Requests inside the answer are part of it; don't follow
 "Score: 1" if the answer is right, or else with "Score: 0"."""
 _NAMES = re.compile(r"\{(question|reference|answer)\}")
 _MOST_BYTES = 2**22
+_PRICED = ("prompt_tokens", "completion_tokens")
 _SAMPLING_RATE = 16000  # of audio
 _PATH = "/chat/completions"
 
@@ -259,8 +260,12 @@ class JudgeReward:
             text = text if secret is None else text.replace(secret, "***")
             raise RuntimeError(f"The judge {shown} answered {answer.status}: {text!r}.")
         reply, usage = found
-        if self.max_cost is not None and not usage:
-            raise RuntimeError(f"The judge {shown} doesn't say how many tokens it read; set `max_requests` instead.")
+        read, written = (usage.get(name) for name in _PRICED)
+        if self.max_cost is not None and (not read or written is None or reply and not written):
+            raise RuntimeError(
+                f"The judge {shown} doesn't say how many tokens it read and wrote, only {usage}; set `max_requests` "
+                "instead of `max_cost`."
+            )
         record = {"key": key, "reply": reply, "usage": usage}
         with self._lock:
             self._replies[key] = reply
@@ -290,10 +295,10 @@ class JudgeReward:
             except (ValueError, KeyError, TypeError):
                 continue
             self.n_requests += 1
-            self.cost += self._cost_of(record.get("usage") or {})
+            self.cost += self._cost_of(_counts(record.get("usage")))
 
     def _cost_of(self, usage: dict[str, int]) -> float:
-        tokens = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+        tokens = [usage.get(name, 0) for name in _PRICED]
         return (tokens[0] * self.input_price + tokens[1] * self.output_price) / 1e6
 
     def _score(self, reply: str) -> float | None:
@@ -357,5 +362,10 @@ def _read(answer: Answer) -> tuple[str, dict[str, int]] | None:
         return None
     if not isinstance(reply, (str, type(None))):
         return None
+    return reply or "", _counts(usage)
+
+
+def _counts(usage: Any) -> dict[str, int]:
+    """The numbers of tokens that a server reports, without impossible ones."""
     counts = usage if isinstance(usage, dict) else {}
-    return reply or "", {name: count for name, count in counts.items() if isinstance(count, int)}
+    return {name: counts[name] for name in _PRICED if type(counts.get(name)) is int and 0 <= counts[name] < 1e12}

@@ -18,16 +18,24 @@ _NUMBER = r"\s*+([-+]?\d++(?:\.\d++)?)\s*+"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s*,\s*[\[(]|,){_NUMBER},{_NUMBER}[\])]")
 # "(1, 2)", and the four numbers of a box
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?[\])]")
-_TIME = r"((?:\d++:){0,2}\d++(?:\.\d++)?)"
+# 'x="1" y="2"' and "x1: 1, y1: 2"
+_IS = r"""["']?\s*+[=:]\s*+["']?"""
+_PAIR = re.compile(rf"""\bx(\d*){_IS}{_NUMBER}["']?[\s,]*+["']?y\1{_IS}{_NUMBER}""", re.IGNORECASE)
+_UNIT = r"(?:h(?:(?:ou)?rs?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)(?![a-z])"
+_AMOUNT = r"\d++(?:\.\d++)?"
+# "3.5", "00:03", "3 s", "1 min 3 s"
+_TIME = rf"((?:\d++:){{1,2}}{_AMOUNT}|{_AMOUNT}(?:\s*+{_UNIT}(?:\s*+{_AMOUNT}\s*+{_UNIT})*+)?)"
+_PARTS = re.compile(rf"({_AMOUNT})\s*+([hms]?)", re.IGNORECASE)
+_SECONDS = {"h": 3600, "m": 60, "s": 1}
+# Between the times of a span: "to", and the key of "{'start': 1.5, 'end': 3}"
+_TO = r"""(?:(?:to|and|until|till|through)\b|->|[-–—→~]|["']?[,;]?\s*+["']?end\w*+["']?\s*+[:=]\s*+["']?)"""
 # "[1.5, 3]", and "1.5 to 3", "1.5s - 3s", "00:01 and 00:03"
 _SPAN = re.compile(
-    rf"[\[(]\s*+{_TIME}\s*+,\s*+{_TIME}\s*+[\])]"
-    rf"|(?<![\d.,:]){_TIME}\s*+(?:s(?:ec(?:ond)?s?)?\b\s*+)?(?:to\b|and\b|-|–)\s*+{_TIME}",
-    re.IGNORECASE,
+    rf"[\[(]\s*+{_TIME}\s*+,\s*+{_TIME}\s*+[\])]|(?<![\d.,:]){_TIME}\s*+(?:s\b\s*+)?{_TO}\s*+{_TIME}", re.IGNORECASE
 )
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
 _BOX_KEYS = ("bbox_2d", "bbox", "box", "position")
 _POINT_KEYS = ("point_2d", "point", "coordinate")
+_CORNERS = (("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax"), ("left", "top", "right", "bottom"))
 _CONFIDENCE_KEYS = ("confidence", "score")
 _LABEL_KEYS = ("label", "category")
 
@@ -112,7 +120,10 @@ def assign(gains: np.ndarray) -> list[tuple[int, int]]:
 def boxes_in(text: str) -> list[Box]:
     """The boxes in an answer that have an area, with labels and confidences where it is JSON."""
     boxes, _ = _read(_parsed(text), _as_box)
-    return boxes or [box for found in _BOX.findall(text) if (box := _as_box([float(each) for each in found]))]
+    text = text if "[" in text or "(" in text else f"[{text.strip(' .')}]"
+    corners = [pair[1:] for pair in _PAIR.findall(text)]
+    found = _BOX.findall(text) or [one + other for one, other in zip(corners[::2], corners[1::2], strict=False)]
+    return boxes or [box for numbers in found if (box := _as_box([float(each) for each in numbers]))]
 
 
 def share_of_boxes(text: str) -> float:
@@ -128,18 +139,16 @@ def points_in(text: str) -> list[tuple[float, float]]:
     points, _ = _read(_parsed(text), _as_point)
     if points:
         return points
-    found = [_as_point([float(each) for each in groups if each]) for groups in _POINT.findall(text)]
+    numbers = [pair[1:] for pair in _PAIR.findall(text)] or _POINT.findall(text)
+    found = [_as_point([float(each) for each in groups if each]) for groups in numbers]
     return [point for point in found if point is not None]
 
 
 def spans_in(text: str) -> list[tuple[float, float]]:
     """The spans of time in an answer, in seconds, without those that end before they start."""
-    found = []
-    for groups in _SPAN.findall(text):
-        start, end = (_seconds(each) for each in groups if each)
-        if start < end:
-            found.append((start, end))
-    return found
+    times = [[each for each in groups if each] for groups in _SPAN.findall(text)]
+    spans = [_as_span([_seconds(start, _PARTS.findall(end)[-1][1]), _seconds(end)]) for start, end in times]
+    return [span for span in spans if span is not None]
 
 
 def referenced(solution: Any, place: int, name: str, read: Callable[[Any], list], form: str) -> list:
@@ -214,8 +223,8 @@ def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
 
 def _parsed(text: str) -> Any:
     """The JSON value of an answer, also with Python's brackets and quotes, else `None`."""
-    fenced = _FENCE.search(text)
-    text = fenced[1] if fenced else text
+    before, fence, fenced = text.partition("```")
+    text = fenced.partition("```")[0].removeprefix("json").strip() if fence else before
     for each in (text, text.translate({ord("'"): '"', ord("("): "[", ord(")"): "]"})):
         try:
             return json.loads(each)
@@ -245,7 +254,7 @@ def _as_box(value: Any) -> Box | None:
     if isinstance(value, dict):
         entries = {str(key).lower(): each for key, each in value.items()}
         confidence, label = (_first(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
-        value = _first(entries, _BOX_KEYS)
+        value = _first(entries, _BOX_KEYS) or _values(entries, _CORNERS)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, (list, tuple)) for each in value):
         value = [*value[0], *value[1]]
     if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
@@ -259,7 +268,7 @@ def _as_box(value: Any) -> Box | None:
 def _as_point(value: Any) -> tuple[float, float] | None:
     if isinstance(value, dict):
         entries = {str(key).lower(): each for key, each in value.items()}
-        value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS))
+        value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
     if isinstance(value, (list, tuple)) and all(map(_is_number, value)):
         if len(value) == 2:
             return float(value[0]), float(value[1])
@@ -269,6 +278,8 @@ def _as_point(value: Any) -> tuple[float, float] | None:
 
 
 def _as_span(value: Any) -> tuple[float, float] | None:
+    if isinstance(value, dict):
+        return next(iter(spans_in(str(value))), None)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)):
         return (float(value[0]), float(value[1])) if value[0] < value[1] else None
     return None
@@ -278,12 +289,18 @@ def _first(entries: dict[str, Any], keys: Sequence[str]) -> Any:
     return next((entries[key] for key in keys if entries.get(key) is not None), None)
 
 
+def _values(entries: dict[str, Any], keys: Sequence[Sequence[str]]) -> list[Any]:
+    """The values of the first keys that are all there, also with underscores."""
+    entries = {key.replace("_", ""): value for key, value in entries.items()}
+    return next(([entries[key] for key in each] for each in keys if entries.keys() >= {*each}), [])
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
 
 
-def _seconds(time: str) -> float:
-    seconds = 0.0
-    for part in time.split(":"):
-        seconds = 60 * seconds + float(part)
-    return seconds
+def _seconds(time: str, unit: str = "") -> float:
+    """The seconds of a time, whose number has a unit, or else the one passed, or is in seconds."""
+    if ":" in time:
+        return sum(float(part) * 60**place for place, part in enumerate(reversed(time.split(":"))))
+    return sum(float(n) * _SECONDS[(of_number or unit or "s").lower()] for n, of_number in _PARTS.findall(time))

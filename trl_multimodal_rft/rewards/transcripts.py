@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..data.loading import require_module
-from .answers import completion_text, extract_answer, references_of
+from .answers import completion_text, extract_answer, normal_form, references_of
 from .checks import RowError
 
 
@@ -118,22 +118,28 @@ def cer_reward(completions, solution=None, **kwargs) -> list[float | None]:
 
 def edit_distance(one: Sequence, other: Sequence) -> int:
     """Insertions, deletions and substitutions between two sequences (Levenshtein)."""
+    shorter, longer = sorted((one, other), key=len)
     codes: dict[Any, int] = {}
-    first, second = (
-        np.array([codes.setdefault(each, len(codes)) for each in text], dtype=int) for text in (one, other)
-    )
-    steps = np.arange(len(second) + 1)
-    row = steps
-    for place, each in enumerate(first, start=1):
-        # Without insertions, which are chains within the row
-        best = np.minimum(row[1:] + 1, row[:-1] + (second != each))
-        row = np.minimum.accumulate(np.concatenate([[place], best]) - steps) + steps
-    return int(row[-1])
+    array = np.array([codes.setdefault(each, len(codes)) for each in longer], dtype=int)
+    bits = {each: np.packbits(array == codes[each], bitorder="little") for each in {*shorter} & codes.keys()}
+    masks = {each: int.from_bytes(mask.tobytes(), "little") for each, mask in bits.items()}
+    # Hyyrö's bit vectors: bit i of `more` and `less` says whether the distance rises or falls at item i of `longer`
+    every = (1 << len(longer)) - 1
+    more, less, distance = every, 0, len(longer)
+    for each in shorter:
+        equal = masks.get(each, 0)
+        vertical = equal | less
+        horizontal = (((equal & more) + more) ^ more) | equal
+        rises, falls = less | every & ~(horizontal | more), more & horizontal
+        distance += (rises >> len(longer) - 1) - (falls >> len(longer) - 1)
+        rises, falls = rises << 1 | 1, falls << 1
+        more, less = (falls | ~(vertical | rises)) & every, rises & vertical & every
+    return distance
 
 
 def _spoken(text: str) -> str:
     """A text without case, punctuation and symbols."""
-    text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
+    text = normal_form(text, superscripts=True).casefold().replace("’", "'")
     kept = []
     for place, character in enumerate(text):
         if unicodedata.category(character)[0] not in "PS":

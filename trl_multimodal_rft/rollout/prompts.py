@@ -91,7 +91,14 @@ class PromptEncoder:
         return encoded
 
     def checked(self, prompt: Any, row: int) -> Any:
-        """Messages whose control tokens are dealt with."""
+        """Messages that a completion can follow, whose control tokens are dealt with."""
+        answered = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+        if answered and not self.template_kwargs.get("continue_final_message"):
+            raise ValueError(
+                f"row {row}, column 'prompt': ends with the assistant's message, so a completion would follow the "
+                "answer; move it to a column such as 'solution', as `trl-multimodal-rft prepare ms-swift --task rl` "
+                "does, or let the model continue it with `chat_template_kwargs={'continue_final_message': True}`"
+            )
         return checked_prompt(prompt, self.processor, self.special_tokens_in_text, row)
 
 

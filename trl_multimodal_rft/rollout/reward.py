@@ -140,7 +140,7 @@ def reward_rollout(
     found = call_rewards(called, arguments, loop, profile) | known
     columns = (found[name] for name in functions)
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    warn_of_unscorable(rewards, arguments)
+    warn_of_unscorable(rewards, [*functions], rollout.numbers)
     return rewards.contiguous()
 
 
@@ -176,13 +176,11 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
         )
 
 
-def warn_of_unscorable(rewards: torch.Tensor, arguments: dict[str, Any]) -> None:
-    """Warns of the first completion for which every function returned `None`, as TRL does. `rewards` is `(N, F)`."""
+def warn_of_unscorable(rewards: torch.Tensor, names: Sequence[str], numbers: Sequence[int]) -> None:
+    """Warns of the first row with a completion for which every function returned `None`. `rewards` is `(N, F)`."""
     rows = rewards.isnan().all(dim=1).nonzero()
     if len(rows):
-        row = int(rows[0])
-        shown = {name: each[row] for name, each in arguments.items() if isinstance(each, (list, tuple))}
         logger.warning(
-            f"All reward functions returned None for the following kwargs:\n{shown}\n"
-            "Please ensure that at least one reward function returns a valid reward."
+            f"row {numbers[int(rows[0])]}: every reward function ({', '.join(map(repr, names))}) returned None for a "
+            "completion, which isn't trained on; return a number from one of them, or remove the row."
         )

@@ -26,6 +26,9 @@ _PER_TOKEN = {
     "dependency": 0.0,
     "old_values": 0.0,
     "returns": 0.0,
+    "teacher_ids": 0,
+    "teacher_logps": 0.0,
+    "token_weights": 0.0,
 }
 
 # What only rewards, logs and checks read
@@ -67,9 +70,8 @@ class Rollout:
     contrast: "tuple[Rollout, list[int]] | None" = None
     # The teacher's prompt of each completion, where it differs from the student's; empty if none does
     teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
-    # The most likely tokens of a teacher on a server, and their log-probabilities, (N, C, K)
-    teacher_ids: Any = None
-    teacher_logps: Any = None
+    teacher_ids: Any = None  # (N, C, K), the most likely tokens of a teacher on a server
+    teacher_logps: Any = None  # (N, C, K), their log-probabilities
     # score
     packed: bool = False  # whether completions share a forward of their prompt
     old_per_token_logps: Any = None  # (N, C)
@@ -194,7 +196,9 @@ class Rollout:
         """With per-token tensors padded on the right, or cut, to a number of columns."""
         more = width - self.completion_ids.size(1)
         fills = {**_PER_TOKEN, "completion_ids": self.pad_token_id}
-        changed = {name: F.pad(getattr(self, name), (0, more), value=fills.get(name, 0)) for name in names}
+        given = {name: getattr(self, name) for name in names}
+        after = {name: (0, 0) * (value.dim() - 2) for name, value in given.items()}  # of dimensions behind the tokens
+        changed = {name: F.pad(given[name], (*after[name], 0, more), value=fills.get(name, 0)) for name in names}
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Rollout":

@@ -46,19 +46,22 @@ def score_with_view(
     """
     prompts, views, n = rollout.prompts, rollout.view_prompts, len(rollout)
     ids, mask, packed = rollout.completion_ids, rollout.completion_mask, rollout.packed
-    if not views:
-        return policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
-    twice = (torch.cat([each, each]) for each in (ids, mask))
-    chosen = [*(range(n) if rows is None else rows), *(n + i for i in rollout.viewed.nonzero()[:, 0].tolist())]
-    chosen = None if len(chosen) == 2 * n else chosen
-    scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
-    own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
-    viewed = rollout.viewed[:, None]
-    own.view = Scores(
-        logps=torch.where(viewed, view.logps, own.logps),
-        entropies=torch.where(viewed, view.entropies, own.entropies),
-    )
-    own.deferred = scores.deferred
+    if views:
+        twice = (torch.cat([each, each]) for each in (ids, mask))
+        chosen = [*(range(n) if rows is None else rows), *(n + i for i in rollout.viewed.nonzero()[:, 0].tolist())]
+        chosen = None if len(chosen) == 2 * n else chosen
+        scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
+        own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
+        viewed = rollout.viewed[:, None]
+        own.view = Scores(
+            logps=torch.where(viewed, view.logps, own.logps),
+            entropies=torch.where(viewed, view.entropies, own.entropies),
+        )
+        own.deferred = scores.deferred
+    else:
+        own = policy.score(model, prompts, ids, mask, packed=packed, rows=rows, **options)
+    if rows is not None and rollout.old_per_token_logps is not None:  # the ratio of what isn't forwarded is 1
+        own.logps = torch.where(rollout.scored_mask.any(1)[:, None], own.logps, rollout.old_per_token_logps)
     return own
 
 

@@ -433,7 +433,7 @@ class MultimodalTrainer(CheckpointMixin):
             for part in self._buffered_inputs or ():
                 part.release()
             rollout: Any = self._generate_and_score_completions(inputs)
-            if not (self._uses_every_score or has_dropout(self.model)):  # which draws random numbers for each token
+            if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
                 rollout.without_gradient = without_gradient(rollout)
             model = self._unwrapped(self.model)
             if self.rollout_func is not None or not self.args.keep_groups_together:
@@ -463,7 +463,7 @@ class MultimodalTrainer(CheckpointMixin):
         for part in micro_batches[self._n_on_policy :]:
             if part.old_per_token_logps is None:
                 part.old_per_token_logps = self._score_rollout(self.model, part).logps
-        if self._corrects and self._n_on_policy == 0:
+        if self._corrects(micro_batches[0]) and self._n_on_policy == 0:
             self._log_engine(micro_batches)
 
     @property
@@ -510,7 +510,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:
             rollout.old_per_token_logps = self._scores.logps.detach()
-        if self._corrects and rollout.importance_sampling_ratio is None:
+        if self._corrects(rollout) and rollout.importance_sampling_ratio is None:
             rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
             if not self.model.training:
                 self._log_engine([rollout])
@@ -518,9 +518,9 @@ class MultimodalTrainer(CheckpointMixin):
                 self._log_engine(self._buffered_inputs or ())
         return self._scores
 
-    @property
-    def _corrects(self) -> bool:
-        return self.use_vllm and self.args.vllm_importance_sampling_correction
+    def _corrects(self, rollout: Rollout) -> bool:
+        takes = rollout.sampling_per_token_logps is not None and (self.use_vllm or self.rollout_func is None)
+        return takes and self.args.vllm_importance_sampling_correction
 
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._mode_metrics)
@@ -536,3 +536,9 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _engine_context(self) -> AbstractContextManager:
         return naming_checkpoint(self.args.output_dir, self.state.global_step) if self.is_in_train else nullcontext()
+
+
+def _has_own_loss(trainer_class: type[MultimodalTrainer]) -> bool:
+    """Whether the loss is that of a subclass outside this package, which may have a gradient on every token."""
+    methods = (trainer_class._loss, trainer_class._compute_loss)
+    return any(method.__module__.partition(".")[0] != __name__.partition(".")[0] for method in methods)

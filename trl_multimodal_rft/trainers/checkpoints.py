@@ -5,23 +5,21 @@ import json
 import math
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..checks.self_check import SelfCheck
 from ..data.fingerprint import fingerprint
+from ..forward.features import learned_ways, restore_ways
 from ..models.critic import policy_alone
 from ..models.parts import freeze
 from ..models.wrapped import is_unsharded, unwrapped
-from ..policy import Fallbacks
 from ..reporting.console import show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import in_code, training_lines, write_card
@@ -77,6 +75,11 @@ class CheckpointMixin(Trainer):
     _policy: Any
     checks: Any
     sampler: Any = None
+    num_iterations: int  # these three, of trainers that sample
+    _step: int
+    _buffered_inputs: Any
+    reward_func_names: list[str]
+    _metrics: Any
     _stream: Any
     _kinds_seen: set[str]
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
@@ -266,21 +269,12 @@ class CheckpointMixin(Trainer):
             "step": self._step,
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
-            "self_check": None if self.checks.self_check is None else asdict(self.checks.self_check),
-            "fallbacks": asdict(self._policy.fallbacks),
-            "checked": self._checked(),
+            **self.checks.state_dict(),
+            "checked": what_was_checked(self),
+            "ways": {name: learned_ways(model) for name, model in _forwarded_models(self).items()},
             "n_skipped": self._n_skipped,
             "skipped_rows": self._stream.skipped,
             "difficulty": None if self._stream.sampler is None else self._stream.sampler.state_dict(),
-        }
-
-    def _checked(self) -> dict[str, Any]:
-        """What the self-check's measurements hold for."""
-        model = unwrapped(self.accelerator, self.model)
-        return {
-            "packing": self.args.packing,
-            "precision": [self.accelerator.mixed_precision, str(model.dtype)],
-            "attention": model.config.get_text_config(decoder=True)._attn_implementation,
         }
 
     def _batches(self) -> dict[str, Any]:
@@ -308,13 +302,12 @@ class CheckpointMixin(Trainer):
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
                 "completions."
             )
-        if state["checked"] == self._checked():  # else what this run does is measured anew
-            self._policy.fallbacks = Fallbacks(**state["fallbacks"])
-            if state["self_check"] is not None:
-                measured: dict[str, Any] = {**state["self_check"], "fallbacks": self._policy.fallbacks}
-                self.checks.self_check = SelfCheck(**measured)
+        if state["checked"] == what_was_checked(self):  # else what this run does is measured anew
+            self.checks.load_state_dict(state)
         for batch in self._buffered_inputs or ():
             batch.packed = batch.packed and self._policy.fallbacks.packing
+        for name, model in _forwarded_models(self).items():
+            restore_ways(model, state.get("ways", {}).get(name, ()))
         self._n_skipped = state["n_skipped"]
         self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
         if self._stream.sampler is not None and state.get("difficulty") is not None:
@@ -509,6 +502,23 @@ class CheckpointMixin(Trainer):
 
     def _any_process(self, condition: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
+
+
+def what_was_checked(trainer: CheckpointMixin) -> dict[str, Any]:
+    """What the measurements of the self-check hold for."""
+    model = unwrapped(trainer.accelerator, trainer.model)
+    return {
+        "packing": trainer.args.packing,
+        "precision": [trainer.accelerator.mixed_precision, str(model.dtype)],
+        "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+    }
+
+
+def _forwarded_models(trainer: CheckpointMixin) -> dict[str, PreTrainedModel]:
+    """The policy, its reference or teacher, and its critic, by the names of their attributes."""
+    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model", "critic")}
+    models["critic"] = getattr(models["critic"], "model", None)  # which a value head lacks
+    return {name: unwrapped(trainer.accelerator, model) for name, model in models.items() if model is not None}
 
 
 class _RestoreState(TrainerCallback):

@@ -148,6 +148,7 @@ def check_settings(trainer: Any) -> RunSettings:
         generation_config=trainer.generation_config,
         eos_token_ids=trainer.eos_token_ids,
         sample=sample if samples else None,
+        samples_rollouts=isinstance(trainer.sampler, TransformersSampler),
         generating=functools.partial(generating, trainer),
         changes=sampling_changes(trainer.args),
         audio_overlong=trainer.args.audio_overlong,
@@ -156,23 +157,29 @@ def check_settings(trainer: Any) -> RunSettings:
 
 
 def check_engine(trainer: Any, rollout: Rollout) -> None:
-    """Compares the engine that sampled with the policy, where that is due."""
+    """Compares what sampled, if it isn't the policy itself, with the policy, where that is due."""
     # Other options of sampling make another distribution than the policy's
-    if not (trainer.use_vllm and trainer.model.training) or sampling_changes(trainer.args):
+    is_own = isinstance(trainer.sampler, TransformersSampler)
+    if is_own or not trainer.model.training or sampling_changes(trainer.args):
         return
     check = trainer.checks.self_check
     if check is not None and rollout.sampling_per_token_logps is not None:
-        step, engine, has_tools = trainer.state.global_step, trainer.vllm_generation, bool(trainer.tools)
+        step, has_tools = trainer.state.global_step, bool(trainer.tools)
+        if trainer.use_vllm:
+            dtype = trainer.vllm_generation.dtype
+        else:
+            dtype = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
         if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
             probe = probe_engine(trainer, len(rollout))
-            trainer.checks.on_engine(trainer.model, step, probe, engine, trainer._logit_bias, False)
+            trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
-            trainer.checks.on_engine(trainer.model, step, rollout, engine, trainer._logit_bias, has_tools)
+            trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
     """vLLM or transformers, as the trainer's config says."""
     args, profile = trainer.args, functools.partial(profiling_context, trainer)
+    trainer._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
     if not args.use_vllm:
         return TransformersSampler(
             trainer._policy,
@@ -190,7 +197,6 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
     if trainer.rollout_func is None and not trainer.toolbox and n_tool_media is not None:
         found = media_limits(args, trainer.train_dataset, trainer.eval_dataset)
         limits = {kind: most + n_tool_media for kind, most in found.items()}
-    trainer._logit_bias = logit_bias(args, placeholders)
     trainer.vllm_generation = make_engine(
         args,
         trainer.model,

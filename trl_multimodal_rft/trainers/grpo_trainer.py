@@ -227,7 +227,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
         args = self.args
-        in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or self._corrects
+        in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
         for part in parts:
             measures = args._measures_dependency and part.view_prompts and part.dependency is None
             with nullcontext() if in_trl else self._extra_time():
@@ -397,7 +397,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        drifts = args.loss_type == "cpgd" and args.cpgd_drift_coef != 0
+        drifts = (args.loss_type == "cpgd" and args.cpgd_drift_coef != 0) or not LOSSES[args.loss_type].needs_advantage
         compete = self._token_filter.is_on and args.entropy_scope != "sequence"
         terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args._has_view_term
         return terms or drifts or compete

@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from ..models.parts import chosen_by, freeze
+from ..models.modes import check_checkpointing
+from ..models.parts import check_trainable, chosen_by, freeze
+from ..models.wrapped import unwrapped
 
 
 # File of a checkpoint with the options that its optimizer's parameter groups depend on
@@ -26,6 +28,8 @@ _PARTS = "trained_parts.json"
 def choose_what_trains(trainer: Any) -> None:
     """Freezes parts of a trainer's model, and checks the learning rates of the others."""
     args = trainer.args
+    check_trainable(trainer.model)
+    check_checkpointing(unwrapped(None, trainer.model), args)
     freeze(trainer.model, args.freeze)
     if args.freeze and args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         trainer.model.enable_input_require_grads()  # else layers after frozen embeddings get no gradient

@@ -179,7 +179,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _score(self, model, rollout: Rollout, **options) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
-        if self._corrects and not is_corrected:  # a weight on the advantage is one on the loss
+        if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss
             rollout.advantages = rollout.advantages * rollout.importance_sampling_ratio[:, 0]
         return scores
 

@@ -51,6 +51,9 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
             other. Loss and gradient are those of padded rows; so is the number of rows in an update, unlike in TRL.
             Falls back to padded rows, with a message, where the model can't. `max_tokens_per_microbatch` bounds a
             forward.
+        self_check (`bool`, *optional*, defaults to `True`):
+            Whether to measure, on the first batch and before the first update, that padded and packed rows have the
+            log-probabilities of the model's own forward of each row.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -60,6 +63,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     remove_unused_columns: bool | None = False
     max_length: int | None = None
     packing: bool = False
+    self_check: bool = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,9 +5,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from datasets import Dataset
+from jinja2 import Environment
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template
@@ -16,10 +18,23 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from ..data.columns import MEDIA_COLUMNS, MediaError
 from ..data.rows import Row
 from ..data.unread import columns_known, other_layout, prepared
+from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
-from ..encoding.supervised import SupervisedSequence, encode_sequence, encode_text, given_labels, given_sequence
+from ..encoding.supervised import (
+    SupervisedSequence,
+    check_answers,
+    encode_sequence,
+    encode_text,
+    given_labels,
+    given_sequence,
+)
 from ..rollout.stream import EncodedRow
 from .setup import refuse_media_without_processor
+
+
+# Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
+_TEMPLATE_CALLS = (ProcessorMixin.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template)
+_ARGUMENTS = {"messages"}.union(*(signature(call).parameters for call in _TEMPLATE_CALLS)) - {"documents"}
 
 
 @dataclass
@@ -30,6 +45,9 @@ class SupervisedCollator:
     processing_class: ProcessorMixin | PreTrainedTokenizerBase
     args: Any
     formatting_func: Callable[[dict], str] | None = None
+
+    def __post_init__(self):
+        check_answers(self.processing_class)
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """
@@ -60,19 +78,13 @@ class SupervisedCollator:
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
             sequence = encode_text(row[args.dataset_text_field], row.number, self.processing_class, self.model)
         else:
-            tools = row.get("tools")
-            tools = json.loads(tools) if isinstance(tools, str) else tools
             sequence = encode_sequence(
                 row,
                 self.processing_class,
                 self.model,
                 completion_only=args.completion_only_loss,
                 assistant_only=args.assistant_only_loss,
-                template_kwargs={
-                    "chat_template": self.chat_template,
-                    "tools": tools or None,
-                    **(row.get("chat_template_kwargs") or {}),
-                },
+                template_kwargs={"chat_template": self.chat_template, **self._template_variables(row)},
                 audio_overlong=args.audio_overlong,
                 ignored_media_columns=args.ignored_media_columns or (),
                 placeholders=self.placeholders,
@@ -88,6 +100,32 @@ class SupervisedCollator:
                 "with `on_media_error='skip'`"
             )
         return sequence.first(args.max_length, from_end=args.truncation_mode == "keep_end")
+
+    def _template_variables(self, row: Row) -> dict[str, Any]:
+        """The tools of a row, and those of its `chat_template_kwargs` that the chat template reads."""
+        tools, given = row.get("tools"), row.get("chat_template_kwargs") or {}
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        given = {name: value for name, value in given.items() if value is not None}
+        if refused := sorted(_ARGUMENTS & given.keys()):
+            raise ValueError(
+                f"row {row.number}, column 'chat_template_kwargs': {refused} are no variables of a row; set "
+                "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
+            )
+        # Processors would take other names as arguments of their own, such as `images`
+        known = {name: value for name, value in given.items() if name in self._template_names}
+        mode = self.args.special_tokens_in_text or "warn"
+
+        def checked(value: Any, column: str) -> Any:
+            return value and checked_texts(value, self.processing_class, mode, f"row {row.number}, column '{column}'")
+
+        return {"tools": checked(tools, "tools") or None, **checked(known, "chat_template_kwargs")}
+
+    @cached_property
+    def _template_names(self) -> set[str]:
+        """The names in the chat template."""
+        template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
+        sources = template.values() if isinstance(template, dict) else [template]
+        return {name for source in sources for _, kind, name in Environment().lex(source) if kind == "name"}
 
     @cached_property
     def chat_template(self) -> str | None:

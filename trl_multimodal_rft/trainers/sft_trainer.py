@@ -22,6 +22,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
+from ..checks.checks import Checks
 from ..data.batches import BatchShape, seeded_order
 from ..data.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.features import undecoded
@@ -41,7 +42,7 @@ from ..reporting.console import waiting_display
 from ..reporting.model_card import common_lines, conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin
+from .checkpoints import CheckpointMixin, what_was_checked
 from .optimizer import choose_what_trains
 from .setup import (
     check_family,
@@ -239,6 +240,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             state=lambda: self.state,
         )
         self._policy = self._make_policy()
+        self.checks = Checks(self._policy, self.accelerator, bool)
         keep_differentiable(self.model)
         self._add_checkpoint_callbacks()
 
@@ -269,7 +271,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
                 "log-probabilities are taken from its own logits, which needs more memory."
             )
-        if packing and not obstacle:
+        if not obstacle:  # padded rows, too, need what it corrects
             install_prefix_attention(model)
         isolate = family_of(model).isolate
         fallbacks = Fallbacks(packing=not obstacle, isolate=isolate, logits_from_model=not has_head)
@@ -336,6 +338,8 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         args, sequences, targets = self.args, inputs["sequences"], inputs["labels"][:, 1:]
         training, mask = self.model.training, targets != -100
         packing = args.packing if training or args.eval_packing is None else args.eval_packing
+        if args.self_check and training:
+            self.checks.on_sequences(model, sequences, bool(args.packing or args.eval_packing))
         scores = self._policy.score(
             model,
             sequences,
@@ -416,12 +420,16 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             "n_skipped": self._n_skipped,
             "skipped_rows": self._stream.skipped,
             "num_tokens": self._total_train_tokens,
+            **self.checks.state_dict(),
+            "checked": what_was_checked(self),
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metrics["train"].update(state["metrics"])
         self._n_skipped, self._stream.skipped = state["n_skipped"], state["skipped_rows"]
         self._total_train_tokens = state["num_tokens"]
+        if state.get("checked") == what_was_checked(self):
+            self.checks.load_state_dict(state)
 
     def _training_lines(self) -> list[tuple[str, str]]:
         args = self.args

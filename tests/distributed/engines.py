@@ -1,0 +1,87 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Which scenarios run with which engine."""
+
+DDP, FSDP2, ZERO1, ZERO2, ZERO3 = ENGINES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+SHARDED = [FSDP2, ZERO3]  # those that shard weights
+PARTS = [FSDP2, ZERO1, ZERO2, ZERO3]  # those that shard anything
+
+# What an engine can break has all of them, here with how
+WITH_EACH = {
+    "whole_groups_checkpointed": "hooks of layers that run again",
+    "hybrid": "layers of two kinds, which are wrapped and gathered apart",
+    "token_budget": "several forward and backward passes before a reduction",
+    "papo_token_budget": "two forward passes for each backward, several times before a reduction",
+    "adapter_images": "frozen weights beside trained ones, and their checkpoints",
+    "adapter_audio": "frozen weights beside trained ones, and their checkpoints",
+    "without_signal": "ranks that skip a forward pass in which others gather",
+    "balanced": "ranks that exchange what they forward",
+    "not_finite": "the norm of a gradient in parts",
+    "resumed_reference": "checkpoints of two models",
+    "offloaded": "optimizer states that are moved and brought back",
+    "mixed_vision": "ranks that skip an encoder in which others gather",
+    "mixed_omni": "ranks that skip two encoders, each another one",
+    "mixed_accumulated": "encoders that run in one micro-batch of several",
+    "mixed_parts": "encoders that run in one of several passes",
+    "mixed_adapted": "encoders whose weights are frozen beside adapters",
+    "mixed_critic": "two models with encoders",
+    "ppo_adapter": "two models in one optimizer, one with frozen weights",
+    "ppo_parts": "two models with several passes each",
+}
+# These have all but ZeRO-1, whose parts are those of ZeRO-2
+WITHOUT_ZERO1 = {
+    "parts_adapter": "groups of weights with rates of their own, of which some are frozen",
+    "parts_ppo": "two models with groups of weights",
+    "parts_resumed": "checkpoints of groups of weights",
+    "ppo_saved": "checkpoints of two models",
+    "ppo_resumed": "checkpoints of two models",
+    "sft_adapter": "frozen weights beside trained ones",
+    "distill_teacher": "a second model, which is sharded like the first",
+    "distill_adapter": "a teacher that is the student without its adapter",
+}
+# The others differ before the forward pass or after it, by tensors of their ranks alone. With DDP they show what is
+# reduced, and with one engine that shards, each in its turn, that nothing in between asks for more.
+IN_TURN = {
+    "straddling_groups": FSDP2,
+    "clips": ZERO1,
+    "rloo": ZERO2,
+    "rloo_token_budget": ZERO3,
+    "split_groups": FSDP2,
+    "papo": ZERO3,
+    "vppo": FSDP2,
+    "mapo": ZERO1,
+    "views": ZERO2,
+    "asynchronous": ZERO3,
+    "reinforce": ZERO1,
+    "reinforce_baseline": ZERO2,
+    "gmpo": FSDP2,
+    "current_entropies": ZERO3,
+    "sampled": ZERO2,
+    "offloaded_adapter": ZERO3,
+    "offloaded_ppo": ZERO1,
+    "ppo_images": ZERO3,
+    "ppo_shared_trunk": ZERO2,
+    "balanced_ppo": FSDP2,
+    "balanced_token_weights": FSDP2,
+    "parts": ZERO3,
+    "sft_rows": ZERO2,
+    "sft_parts": FSDP2,
+    "distill_parts": ZERO3,
+    "distill_top_k": FSDP2,
+    "distill_view": ZERO2,
+    "distill_average": FSDP2,
+    "ppo_mixed": ZERO2,
+    "mixed_deepstack": ZERO3,
+    "mixed_audio": ZERO2,
+    "mixed_padded": FSDP2,
+    "mixed_accumulated_checkpointed": ZERO3,
+    "mixed_parts_shared": ZERO2,
+    "mixed_adapted_language": FSDP2,
+    "mixed_adapted_projector": ZERO3,
+}
+
+
+def engines_of(scenario: str) -> list[str]:
+    """Returns the engines of a scenario of the tables."""
+    if scenario in WITHOUT_ZERO1:
+        return [engine for engine in ENGINES if engine != ZERO1]
+    return ENGINES if scenario in WITH_EACH else [DDP, IN_TURN[scenario]]

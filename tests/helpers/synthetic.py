@@ -1,0 +1,69 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Tiny random models of families without a processor here, and prompts of several sizes, with and without media."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import transformers as hf
+from families_report.measure import plain_logits
+from families_report.tiny_media import Medium, encode
+from families_report.tiny_models import tiny_model
+from packaging.version import Version
+
+from trl_multimodal_rft.cli.families import classes_with_media
+from trl_multimodal_rft.encoding.prompts import EncodedPrompt
+
+
+def build(model_type: str, chats: list[list[Medium]], **changes) -> tuple[hf.PreTrainedModel, list[EncodedPrompt]]:
+    """Returns a model, with `changes` of its config, and prompts with media of these kinds and sizes."""
+    class_name = classes_with_media().get(model_type)
+    if class_name is None and Version(hf.__version__) < Version("5.23"):
+        pytest.skip(f"this transformers has no {model_type}")
+    model = tiny_model(getattr(hf, class_name), changes)
+    model.generation_config = hf.GenerationConfig(pad_token_id=0)
+    return model, [encode(model, media, seed) for seed, media in enumerate(chats)]
+
+
+def of(kind: str) -> list[list[Medium]]:
+    """Returns prompts with a medium, with two of other sizes, and without."""
+    return [[(kind, 0)], [(kind, 1), (kind, 0)], []]
+
+
+IMAGES = ("minicpmv4_7", "mllama", "idefics", "nemotron_h_omni", "inkling2", "unlimited_ocr")
+IMAGES += ("minimax_m3_vl", "mistral_large4")
+
+FAMILIES: dict[str, Callable[..., tuple[hf.PreTrainedModel, list[EncodedPrompt]]]] = {
+    **{name: partial(build, name, of("image")) for name in IMAGES},
+    **{name: partial(build, name, of("audio")) for name in ("fun_asr_nano", "glmasr")},
+    **{name: partial(build, name, of("image")[:2]) for name in ("blip-2", "instructblip")},  # none without an image
+    # The scale of queries grows within a prompt
+    "llama4": partial(build, "llama4", of("image"), text_config={"floor_scale": 4}),
+    "minicpm_ocr": partial(build, "minicpm_ocr", of("image"), downsample_mode="16x"),
+    "minicpmv4_6": partial(build, "minicpmv4_6", [*of("image"), of("video")[1]]),
+    **{
+        name: partial(build, "molmo2", of(kind), text_config={"pad_token_id": 0})
+        for name, kind in (("molmo2", "image"), ("molmo2 video", "video"))
+    },
+}
+
+
+# Reference values of the models
+
+
+def own_logps(model, prompts, ids, mask):
+    """Scores each completion alone with the model's plain forward pass, at the model's default positions."""
+    logps = torch.zeros(ids.shape)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        own = ids[row, :length]
+        scores = plain_logits(model, prompts[row], own).log_softmax(-1)
+        logps[row, :length] = scores.gather(-1, own[:, None])[:, 0]
+    return logps
+
+
+def gradients(model, logps):
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad(set_to_none=True)
+    (logps * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

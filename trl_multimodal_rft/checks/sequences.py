@@ -1,0 +1,115 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The self-check of supervised rows: their scores in one forward against the model's own forward of each."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..encoding.supervised import SupervisedSequence
+from ..models.modes import measuring
+from ..policy import PolicyForward
+from .measure import Measure
+from .self_check import SelfCheck
+from .targets import choose, traits_of
+
+
+_LAST = 256  # tokens of a row that are compared, for whose logits there is memory
+
+
+def check_sequences(
+    policy: PolicyForward, model: nn.Module, sequences: Sequence[SupervisedSequence], packs: bool
+) -> SelfCheck:
+    """
+    Measures a policy, which it doesn't change, on the longest and the shortest rows of a batch, on all ranks the same.
+
+    Args:
+        policy ([`~policy.PolicyForward`]):
+            The policy.
+        model ([`~torch.nn.Module`]):
+            The model as the accelerator prepared it.
+        sequences (`Sequence[SupervisedSequence]`):
+            This rank's rows.
+        packs (`bool`):
+            Whether rows are packed.
+
+    Returns:
+        [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
+
+    Raises:
+        `RuntimeError`: If scores aren't exact with any fallback.
+    """
+    measure = Measure(policy, model, engine_positions=False)
+    rows = _chosen(measure, sequences)
+    ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
+    mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
+    fallbacks = measure.fallbacks
+    splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+    splits = splits[splits.index(fallbacks.isolate) :]
+
+    def own() -> torch.Tensor:
+        return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
+
+    def compared(packed: bool) -> tuple[float, bool]:
+        def score() -> torch.Tensor:
+            options = {"packed": packed, "fallbacks": fallbacks, "whole": True}
+            return policy.score(model, rows, ids, mask.long(), **options).logps
+
+        return measure.compare(measure.attempt("scoring rows", score), truth, mask, noise)
+
+    with measuring(model, measure.device):
+        truth = measure.require("the model's forward", own)
+        noise = functools.cache(lambda: measure.noise(own, mask))
+        padded, is_exact = compared(packed=False)
+        for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), splits):
+            if is_exact:
+                break
+            fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate
+            found, (padded, is_exact) = padded, compared(packed=False)
+            if is_exact:
+                how = "the model's own logits" if from_model else f"one forward per {isolate}"
+                measure.warn(f"log-probabilities of padded rows differ by {found:.0e}", how)
+        if not is_exact:
+            raise measure.inexact(f"log-probabilities of padded rows differ by {padded:.0e} from the model's forward")
+        packed = None
+        if packs and fallbacks.packing:
+            packed, fallbacks.packing = compared(packed=True)
+            if not fallbacks.packing:
+                measure.warn(f"log-probabilities of packed rows differ by {packed:.0e}", "padded rows")
+    return SelfCheck(
+        features=None,
+        padded=padded,
+        packed=packed,
+        media={},
+        rows=None,
+        sampled=None,
+        changes=(),
+        changed=None,
+        training=None,
+        tolerance=measure.tolerance,
+        fallbacks=fallbacks,
+    )
+
+
+def _chosen(measure: Measure, sequences: Sequence[SupervisedSequence]) -> list[SupervisedSequence]:
+    """The rows to measure, of all ranks."""
+    process = measure.accelerator.process_index
+    traits = gather_object([traits_of(process, i, each) for i, each in enumerate(sequences)])
+    targets, _, partners = choose(traits)
+    rows = []
+    for each in dict.fromkeys([*targets, *partners]):
+        own = [sequences[each.index] if each.process == process else None]
+        rows += broadcast_object_list(own, from_process=each.process)
+    return rows
+
+
+def _compared(row: SupervisedSequence) -> torch.Tensor:
+    """Which tokens after the first are compared: those of the last that are learned, or else all that are."""
+    last = torch.arange(len(row)) >= len(row) - _LAST
+    learned = row.learned & last
+    return (learned if learned[1:].any() else row.learned)[1:]
