@@ -20,7 +20,7 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.divergence import Target
-from .forward.layout import States, split_samples
+from .forward.layout import States, rows_of, split_samples
 from .forward.masks import trees_of
 from .forward.parts import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
@@ -177,29 +177,34 @@ class PolicyForward:
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
         n = len(prompts)
-        if rows is None and self.max_tokens is not None and not (packed or whole or compute_aux_loss):
-            scored = completion_mask.any(1).nonzero()[:, 0].tolist()
+        # What the parts depend on; reading it makes the host wait
+        lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()
+        if rows is None and lengths is not None and not (packed or whole or compute_aux_loss):
+            scored = [i for i, length in enumerate(lengths) if length]
             rows = scored if len(scored) < n else None  # padded, those without tokens are as long as others
         if rows is not None:
             chosen = [prompts[i] for i in rows]
             dummies = self.processes.in_place_of(model, prompts, chosen)
             prompts, padding = [*chosen, *dummies], (0, 0, 0, len(dummies))
             given = (completion_ids, completion_mask)
-            completion_ids, completion_mask = (nn.functional.pad(each[rows], padding) for each in given)
+            completion_ids, completion_mask = (nn.functional.pad(rows_of(each, rows), padding) for each in given)
             target = None if target is None else target.rows(rows).padded(len(dummies))
-        lengths = completion_mask.sum(1) * (not whole)
-        if compute_aux_loss and packed:  # rows then have the last tokens, too
-            lengths = lengths + (lengths > 0)
+            lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
+        if lengths is not None and (whole or (compute_aux_loss and packed)):
+            # Whole sequences have no completions; rows for the auxiliary loss have the last tokens, too
+            lengths = [0 if whole else length + (length > 0) for length in lengths]
 
         def score(index: int, part: list[int], states: States | None) -> Scores:
-            completions = [prompts[i] for i in part], completion_ids[part], completion_mask[part]
+            given = rows_of(completion_ids, part), rows_of(completion_mask, part)
+            completions = [prompts[i] for i in part], *given
             options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss, "hidden": hidden}
             others, own = supervised if index == 0 else None, None if target is None else target.rows(part)
             return self._score_part(model, completions, fallbacks, critic, others, logit_bias, own, states, **options)
 
         models = [self.unwrapped(model), *([critic.model] if isinstance(critic, Critic) else [])]
         keeps = packed and not compute_aux_loss  # whose statistics include the prompt
-        scores = self._in_parts(score, model, models, prompts, lengths, packed, keeps)
+        device = completion_ids.device
+        scores = self._in_parts(score, model, models, prompts, lengths, device, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
         return scores if rows is None else scores.spread(rows, n)
@@ -210,18 +215,19 @@ class PolicyForward:
         model: nn.Module,
         models: Sequence[PreTrainedModel],
         prompts: Sequence[EncodedPrompt],
-        lengths: torch.Tensor,
+        lengths: list[int] | None,
+        device: torch.device,
         packed: bool,
         keeps: bool,
     ) -> Scores:
         """
-        Scores of completions in parts of at most `max_tokens`. `score` takes the number of a part, its rows, and, if
-        the part `keeps` its prompt, the states of this in the unwrapped `models`.
+        Scores of completions, in parts of at most `max_tokens` where their `lengths` are given. `score` takes the
+        number of a part, its rows, and, if the part `keeps` its prompt, the states of this in the unwrapped `models`.
         """
-        every, device = list(range(len(prompts))), lengths.device
-        if self.max_tokens is None:
+        every = list(range(len(prompts)))
+        if self.max_tokens is None or lengths is None:
             return score(0, every, None)
-        parts = split_by_tokens(prompts, lengths.tolist(), self.max_tokens, packed)
+        parts = split_by_tokens(prompts, lengths, self.max_tokens, packed)
         places, n_parts = chunk_places(prompts, parts), len(parts)
         if self.accelerator is not None:
             if torch.is_grad_enabled() or not is_unsharded(self.accelerator):  # else there are no collectives
@@ -295,13 +301,16 @@ class PolicyForward:
         prompts, ids, mask = given
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = self._with_dummies(model, ([prompts[i] for i in rows], ids[rows], mask[rows]))
+            completions = self._with_dummies(
+                model, ([prompts[i] for i in rows], rows_of(ids, rows), rows_of(mask, rows))
+            )
             options = self._forwards(completions, packed, self.fallbacks, states)
             with self._autocast():
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
             return Scores(**tensors).rows(slice(len(rows)))
 
-        return self._in_parts(part, model, models, prompts, mask.sum(1), packed, keeps=packed)
+        lengths = None if self.max_tokens is None else mask.sum(1).tolist()
+        return self._in_parts(part, model, models, prompts, lengths, mask.device, packed, keeps=packed)
 
     def _score_part(
         self,

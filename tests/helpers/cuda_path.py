@@ -53,51 +53,55 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sequences, scale, window):
-        ctx.save_for_backward(query, key, value)
-        ctx.settings = sequences, scale, window
-        with uncounted():
-            return _attend(query, key, value, *ctx.settings).to(query.dtype)
+        output, lse = attend(query, key, value, sequences, window, scale)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.settings = sequences, window, scale
+        return output
 
     @staticmethod
     def backward(ctx, gradient):
-        with uncounted(), torch.enable_grad():
-            inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-            output = _attend(*inputs, *ctx.settings)
-            gradients = torch.autograd.grad(output, inputs, gradient.to(output.dtype))
-        return (*gradients, None, None, None)
+        return (*gradients(gradient.contiguous(), *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
-def _attend(query, key, value, sequences, scale, window):
-    parts = _sequences(query, key, value, sequences)
-    return torch.cat([(_scores(q, k, window, scale).softmax(-1) @ v).transpose(0, 1) for _, _, q, k, v in parts])
-
-
-def flash_forward(query, key, value, sequences, is_causal, scaling):
-    """A stand-in for `kernels.flash_forward`, that asserts what the kernel on CUDA wants."""
+def attend(query, key, value, sequences, window, scaling):
+    """Attention as a kernel on CUDA has it, with the log-sum-exp of scores; asserts what that kernel wants."""
     with uncounted():
         _check(query, key, value, sequences)
-        window = (-1, 0 if is_causal else -1)
-        parts = _sequences(query, key, value, sequences)
-        lse = torch.cat([_scores(q, k, window, scaling).logsumexp(-1) for _, _, q, k, _ in parts], dim=1)
-        return _attend(query, key, value, sequences, scaling, window).to(query.dtype), lse
+        outputs, lses = [], []
+        for _, _, q, k, v in _sequences(query, key, value, sequences):
+            scores = _scores(q, k, window, scaling)
+            outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+            lses.append(scores.logsumexp(-1))
+        return torch.cat(outputs).to(query.dtype), torch.cat(lses, dim=1)
 
 
-def flash_backward(gradient, query, key, value, output, lse, sequences, is_causal, scaling):
-    """A stand-in for `kernels.flash_backward`: of attention to these keys, with the log-sum-exp over all."""
+def gradients(gradient, query, key, value, output, lse, sequences, window, scaling):
+    """Gradients of attention to these keys, with the log-sum-exp over all; asserts what the kernel on CUDA wants."""
     with uncounted():
         _check(query, key, value, sequences)
-        assert gradient.shape == output.shape == query.shape and lse.is_contiguous()
-        assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype
+        assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
+        assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
         of_query, of_key, of_value = (torch.zeros_like(_wide(each)) for each in (query, key, value))
         starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
         for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
             d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
-            p = (_scores(q, k, (-1, 0 if is_causal else -1), scaling) - lse[:, a:b, None]).exp()
+            p = (_scores(q, k, window, scaling) - lse[:, a:b, None]).exp()
             d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
             of_query[a:b] = (d_scores @ k).transpose(0, 1)
             for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
                 total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
         return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
+
+
+def flash_forward(query, key, value, sequences, is_causal, scaling):
+    """A stand-in for `kernels.flash_forward`."""
+    return attend(query, key, value, sequences, (-1, 0 if is_causal else -1), scaling)
+
+
+def flash_backward(*states_and_sequences_and_scaling):
+    """A stand-in for `kernels.flash_backward`."""
+    *states, sequences, is_causal, scaling = states_and_sequences_and_scaling
+    return gradients(*states, sequences, (-1, 0 if is_causal else -1), scaling)
 
 
 def _check(query, key, value, sequences):

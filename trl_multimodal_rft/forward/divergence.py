@@ -13,6 +13,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from .head import HeadRule
+from .layout import rows_of
 
 
 # Tokens whose logits over the whole vocabulary are in memory at once, for what has no kernel
@@ -58,7 +59,7 @@ class Target:
         """That of some completions."""
         names = ("mask", "hidden", "ids", "logps")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value[index] for name, value in chosen.items() if value is not None})
+        return replace(self, **{name: rows_of(value, index) for name, value in chosen.items() if value is not None})
 
     def padded(self, n: int) -> "Target":
         """With `n` further completions, of which nothing is compared."""

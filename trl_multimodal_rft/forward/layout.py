@@ -476,6 +476,7 @@ def pack(
     field_fill: Mapping[str, int] | None = None,
     with_last: bool = False,
     trees: Sequence[Node] | None = None,
+    device: torch.device | None = None,
 ) -> PackedRow:
     """
     Lays out prompts and completions as one row in which each prompt stands once, or each node of their `trees`.
@@ -483,9 +484,11 @@ def pack(
     `masks` are the [`~forward.masks.linear_masks`] of each unique prompt, in order of first appearance; `field_fill`
     is the value of token fields on completion tokens, where it isn't 0. A completion that is masked throughout gets no
     place in the row. With `with_last` the row also holds the last token of each completion, which predicts nothing.
+    The row is on the `device`, by default that of the completions.
+
     Shapes: `completion_ids`, `completion_mask` `(B, C)`, padded on the right.
     """
-    device = completion_ids.device
+    device = device or completion_ids.device
     lengths = completion_mask.sum(1).tolist()
     completions = completion_ids.cpu()
     groups = group_by_prompt(prompts)
@@ -631,6 +634,16 @@ def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | N
 def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a tensor from the host without waiting for what the device still computes."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
+def rows_of(values: torch.Tensor, rows: slice | Sequence[int]) -> torch.Tensor:
+    """Rows of a tensor: a view of neighbours, and a copy of others without waiting for the device."""
+    if not isinstance(rows, slice):
+        stop = rows[0] + len(rows) if rows else 0
+        if list(rows) != list(range(stop - len(rows), stop)):
+            return values.index_select(0, to_device(torch.tensor(rows), values.device))
+        rows = slice(stop - len(rows), stop)
+    return values[rows]
 
 
 def _places(spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .layout import to_device
+from .layout import rows_of, to_device
 
 
 def _per_completion() -> Any:
@@ -50,9 +50,9 @@ class Scores:
         """Applies a function to each tensor."""
         return Scores(**{name: function(value) for name, value in self.tensors().items()})
 
-    def rows(self, index: slice | Sequence[int] | torch.Tensor) -> "Scores":
+    def rows(self, index: slice | Sequence[int]) -> "Scores":
         """Scores of some completions; fields without a row per completion stay."""
-        chosen = {name: value[index] for name, value in self._chosen(per_completion=True).items()}
+        chosen = {name: rows_of(value, index) for name, value in self._chosen(per_completion=True).items()}
         return Scores(**chosen, **self._chosen(per_completion=False))
 
     def spread(self, places: Sequence[int], n: int) -> "Scores":
@@ -81,7 +81,7 @@ class Scores:
         tensors: dict[str, Any] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
         joined = cls(**tensors)
         if order != sorted(order):
-            joined = joined.rows(torch.tensor(order).argsort())
+            joined = joined.rows(sorted(range(len(order)), key=order.__getitem__))
         routers = [part.router for part in parts if part.router is not None]
         supervised = [part.supervised for part in parts if part.supervised is not None]
         if len(supervised) > 1:

@@ -333,19 +333,22 @@ def _packed_batch(
     token attends to what it would in a row of its own. [Prefix Grouper](https://huggingface.co/papers/2506.05433) had
     the idea of sharing a prefix in RL.
     """
-    lengths = completion_mask.sum(1).tolist()
+    # The host waits once, for both
+    ids, mask = torch.stack([completion_ids, completion_mask.to(completion_ids.dtype)]).cpu()
+    lengths = mask.sum(1).tolist()
     groups = group_by_prompt(prompts)
     masks = [linear_masks(model, prompt, max(lengths)) for prompt in groups]
     fill = family_of(model).token_field_fill
     # Without completions, tokens of prompts are scored, and each prompt has labels of its own
     trees = trees_of(model, prompts, lengths) if completion_ids.size(1) else None
-    row = pack(prompts, completion_ids, completion_mask, masks, fill, with_last=with_last, trees=trees)
+    device = completion_ids.device
+    row = pack(prompts, ids, mask, masks, fill, with_last=with_last, trees=trees, device=device)
     row = row if states is None else behind_prompt(row, states)
     inputs = {
         "input_ids": row.input_ids,
         "attention_mask": torch.ones_like(row.input_ids),
         "position_ids": row.position_ids,
-        **media_inputs(row.parts, model, completion_ids.device),
+        **media_inputs(row.parts, model, device),
         **row.token_fields,
     }
 

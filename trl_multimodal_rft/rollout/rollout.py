@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
-from ..forward.layout import to_device
+from ..forward.layout import rows_of, to_device
 from ..forward.scoring import left_pad
 
 
@@ -163,7 +163,7 @@ class Rollout:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
-                changed[each.name] = value[indices]
+                changed[each.name] = rows_of(value, indices)
             elif isinstance(value, list) and len(value) == n:
                 changed[each.name] = [value[i] for i in indices]
         return replace(self, **changed)

@@ -1,0 +1,129 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+Counts what a GPU's host does in a step of tiny models: operators, kernels, waits and uploads. It needs no GPU:
+
+```bash
+python tests/shims/fake_cuda.py benchmarks/gpu_counts.py
+```
+
+A row is the forward or the backward pass of an update of one prompt, with bfloat16 autocast, or all else of the step:
+rewards, scores, metrics, and the optimizer. *Dispatched* are calls of PyTorch's operators, *kernels* those that aren't
+views. The counts of a layer are half the difference of a model with two more.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import fake_cuda  # noqa: E402
+import policy_update  # noqa: E402
+from measuring import markdown  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+
+CASES = {"image": ("qwen2_5_vl", "depth"), "audio": ("qwen2_audio", "encoder_layers")}
+PASSES = ("forward", "backward", "rest")
+COLUMNS = ("dispatched", "kernels", "waits", "uploads")
+LINES = 12
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts operators, views and calls that autograd makes among them."""
+
+    n = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Pass:
+    """Counts of a pass, of waits and uploads by their line."""
+
+    def __init__(self):
+        self.dispatched, self.operators, self.waits, self.uploads = 0, Counter(), Counter(), Counter()
+
+    @contextmanager
+    def counted(self):
+        with fake_cuda.watch() as watch, Dispatched() as dispatched:
+            yield
+        self.dispatched += dispatched.n
+        self.operators.update(watch.operators)
+        self.waits.update({line: n for line, n in watch.waits.items() if "measuring.py" not in line})  # its clock's
+        self.uploads.update(watch.uploads)
+
+    @property
+    def totals(self) -> list[int]:
+        """The values of [`COLUMNS`]."""
+        return [self.dispatched, self.operators.total(), self.waits.total(), self.uploads.total()]
+
+
+def count(case: str, group: int = 8, layers: int = 2, depth: int = 2) -> dict[str, Pass]:
+    """Counts a step of a tiny model with this group size and these depths of its decoder and of its encoder."""
+    family, name = CASES[case]
+    presets = policy_update.FAMILIES[family].presets
+    preset = presets["tiny"]
+    tower = {**preset.tower, name: depth}
+    if "fullatt_block_indexes" in tower:
+        tower["fullatt_block_indexes"] = [depth - 1]
+    options = ["--preset", "tiny", "--device", "cuda", "--family", family, "--case", case, "--group", str(group)]
+    presets["tiny"] = policy_update.Preset({**preset.text, "num_hidden_layers": layers}, tower)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = policy_update.parse([*options, "--updates_only"])
+            ours = policy_update.build_trainers(arguments, folder)["ours"]
+            ours.warm_up(True)
+            passes = {each: Pass() for each in PASSES}
+            _count_calls(ours.trainer, "compute_loss", passes["forward"])
+            _count_calls(ours.trainer.accelerator, "backward", passes["backward"])
+            with passes["rest"].counted():
+                ours._run(ours.completions)
+    finally:
+        presets["tiny"] = preset
+    for each in PASSES[:2]:
+        for name in ("operators", "waits", "uploads"):
+            getattr(passes["rest"], name).subtract(getattr(passes[each], name))
+    passes["rest"].dispatched -= passes["forward"].dispatched + passes["backward"].dispatched
+    for name in ("operators", "waits", "uploads"):
+        setattr(passes["rest"], name, +getattr(passes["rest"], name))
+    return passes
+
+
+def _count_calls(owner, name: str, counted: Pass) -> None:
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        with counted.counted():
+            return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def per_layer(case: str, base: dict[str, Pass], **deeper: int) -> dict[str, list[float]]:
+    """Totals of a layer: `layers=4` for one of the decoder, `depth=4` for one of the encoder."""
+    more = count(case, **deeper)
+    return {each: [(b - a) / 2 for a, b in zip(base[each].totals, more[each].totals, strict=True)] for each in PASSES}
+
+
+def table() -> str:
+    rows, lines = [], []
+    for case in CASES:
+        base = count(case)
+        found = {"update": {each: base[each].totals for each in PASSES}}
+        found["groups of 16"] = {each: one.totals for each, one in count(case, group=16).items()}
+        found["decoder layer"] = per_layer(case, base, layers=4)
+        found["encoder layer"] = per_layer(case, base, depth=4)
+        for what, passes in found.items():
+            rows += [(case, what, each, *(f"{n:g}" for n in passes[each])) for each in PASSES]
+        for each in PASSES:
+            lines += [f"{case}, {each}: {n}x {line}" for line, n in base[each].waits.most_common(LINES)]
+    return "\n".join([markdown(("case", "of", "pass", *COLUMNS), rows), "", *lines])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,93 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Two updates of each trainer on a GPU, with bfloat16 autocast and the self-check."""
+
+import math
+
+import pytest
+import torch
+from helpers.devices import GPU
+from helpers.distillation_runs import teacher
+from helpers.trainer_utils import AS_SHIPPED, PLAIN, audio_rows, image_rows, load, make_trainer, video_rows
+from test_sft import picture_rows
+
+from trl_multimodal_rft import (
+    MultimodalDistillationTrainer,
+    MultimodalGRPOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+
+
+GRPO, PPO = MultimodalGRPOTrainer, MultimodalPPOTrainer
+BLANK = {"loss_view": "blank"}
+TEACHER = {"reward": None, "teacher_view": "blank"}
+RUNS = {
+    "grpo": (GRPO, "qwen2_5_vl", {"beta": 0.04, "num_iterations": 2}),
+    "grpo, checkpointing, parts": (
+        GRPO,
+        "qwen2_5_vl",
+        {"activation_checkpointing": True, "max_tokens_per_microbatch": 60},
+    ),
+    "grpo, parts of groups": (GRPO, "qwen2_5_vl", {"max_tokens_per_microbatch": 30}),
+    "grpo, sound": (GRPO, "qwen2_audio", {}),
+    "grpo, videos": (GRPO, "qwen3_vl", {}),
+    "grpo, experts": (GRPO, "qwen3_vl_moe", {}),
+    "grpo, windows": (GRPO, "gemma3", {}),
+    "grpo, linear attention": (GRPO, "qwen3_5", {}),
+    "grpo, sound in videos' model": (GRPO, "qwen2_5_omni", {}),
+    "grpo, one prompt per forward": (GRPO, "llava_onevision", {}),
+    "grpo, padded": (GRPO, "qwen2_5_vl", {"packing": "padded"}),
+    "grpo, frozen tower": (GRPO, "qwen2_5_vl", {"freeze": ["vision_tower"], "activation_checkpointing": True}),
+    "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": True, "replay_buffer_size": 8}),
+    "grpo, entropies": (GRPO, "qwen2_5_vl", {"top_entropy_quantile": 0.5, "entropy_source": "rollout"}),
+    "grpo, logged": (GRPO, "qwen2_5_vl", {"log_completions": True, "media_contribution_steps": 1}),
+    "papo": (GRPO, "qwen2_5_vl", {**BLANK, "view_kl_coef": 0.01}),
+    "vppo": (GRPO, "qwen2_5_vl", {**BLANK, "dependency_quantile": 0.4}),
+    "rollouts of a view": (GRPO, "qwen2_5_vl", {"rollout_view": "blank"}),
+    "rloo": (MultimodalRLOOTrainer, "qwen2_5_vl", {"beta": 0.04}),
+    "ppo": (PPO, "qwen2_5_vl", {}),
+    "ppo, one trunk": (PPO, "qwen2_5_vl", {"shared_trunk": True}),
+    "distillation": (MultimodalDistillationTrainer, "qwen2_5_vl", {"reward": None}),
+    "distillation, own view": (MultimodalDistillationTrainer, "qwen2_5_vl", TEACHER),
+    "distillation, average": (
+        MultimodalDistillationTrainer,
+        "qwen2_5_vl",
+        {**TEACHER, "self_teacher": "ema", "loss_top_k": 4},
+    ),
+    "sft": (MultimodalSFTTrainer, "qwen2_5_vl", {"packing": False}),
+    "sft, packed": (MultimodalSFTTrainer, "qwen2_5_vl", {"packing": True, "max_length": 200}),
+}
+ROWS = {"qwen2_audio": audio_rows, "qwen3_vl": video_rows, "qwen2_5_omni": audio_rows}
+
+
+def make(name, folder):
+    trainer_class, family, options = RUNS[name]
+    model, processor = load(family)
+    objects = {"model": model, "processing_class": processor}
+    options = {"use_cpu": False, "bf16": True, "max_steps": 2, "learning_rate": 1e-3, **options}
+    if trainer_class is MultimodalSFTTrainer:
+        return trainer_class(
+            args=MultimodalSFTConfig(str(folder), **{**PLAIN, **options}), train_dataset=picture_rows(), **objects
+        )
+    if name == "distillation":
+        objects["teacher_model"] = teacher(family)
+    rows = ROWS.get(family, image_rows)()
+    return make_trainer(trainer_class, None, rows, folder, objects=objects, **AS_SHIPPED, **options)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
+@pytest.mark.parametrize("name", RUNS)
+def test_two_updates(name, device, tmp_path):
+    trainer = make(name, tmp_path)
+    before = {each: parameter.detach().clone() for each, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert trainer.state.global_step == 2 and len(losses) == 2 and all(map(math.isfinite, losses))
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {device}
+    assert any(not torch.equal(parameter, before[each]) for each, parameter in trainer.model.named_parameters())
+    assert not any(entry.get("skipped_updates") for entry in trainer.state.log_history)
+    if not isinstance(trainer, MultimodalSFTTrainer):
+        fallbacks = trainer.checks.self_check.fallbacks
+        assert fallbacks.packing == (trainer.args.packing != "padded") and not fallbacks.logits_from_model
