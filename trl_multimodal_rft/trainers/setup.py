@@ -97,7 +97,7 @@ def resolve_config(config_class: type[Config], args: Any, model) -> Config:
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
         )
-    check_output_dir(args.output_dir)
+    check_output_dir(args.output_dir, args.should_save and args.save_strategy != "no")
     return args
 
 
