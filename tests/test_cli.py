@@ -110,6 +110,8 @@ FILES = {
     "list.yaml": "- max_steps\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
     "launch.yaml": "num_processes: two\n",
+    "nul.yaml": 'output_dir: "a\\0b"\n',
+    "nuls.yaml": 'reward_funcs: ["a\\0b"]\n',
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
 # Expected words of the message, for each command line
@@ -140,6 +142,10 @@ MISTAKES = [
     (["grpo", "--config", "list.yaml"], 1, "list.yaml: it has no keys"),
     (["grpo", "--config", "choice.yaml"], 1, "choice.yaml:2: `eval_strategy`: 'stepz' is not one of no, steps, ep"),
     (["grpo", "--config", "launch.yaml"], 1, "launch.yaml:1: `num_processes`: 'two' is not an integer"),
+    (["grpo", *MODEL, *ROWS, "--config", "nul.yaml"], 1, "`output_dir` has a NUL byte, which no path or name has"),
+    (["grpo", *MODEL, *ROWS, "--config", "nuls.yaml"], 1, "`reward_funcs` has a NUL byte"),
+    (["check", *MODEL, "--dataset_name", "..evil"], 1, "There is no file or folder '..evil'"),
+    (["check", *MODEL, "--dataset_name", "org/..evil"], 1, "There is no file or folder 'org/..evil'"),
     (["check", "--config", "check.yaml"], 1, "check.yaml:1: `max_prompt_length`: 'long' is not an integer"),
     (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),

@@ -4,7 +4,7 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 
 # What ends a conversation in the middle of a call
 ENDS = ("length", "turns", "media")
+
+_DEEPEST = 100  # levels of a call's arguments
 
 
 @dataclass
@@ -233,9 +235,23 @@ class ToolLoop:
 def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """A sampled turn as a message."""
+    """A sampled turn as a message; one whose calls are nested too deeply for other code is text."""
     callables: Any = list(tools.values())
-    return parse_response(tokenizer, ids, prefix=before, tools=callables)
+    try:
+        message = parse_response(tokenizer, ids, prefix=before, tools=callables)
+        inner = [message.get("tool_calls")]
+        for _ in range(_DEEPEST):
+            inner = [part for each in inner for part in _parts(each)]
+        if not inner:
+            return message
+    except RecursionError:
+        pass
+    logger.warning_once(f"A tool call whose arguments are nested more than {_DEEPEST} deep was taken as text.")
+    return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def _parts(value: Any) -> Iterable:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def first_turns(
