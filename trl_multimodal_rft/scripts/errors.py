@@ -39,10 +39,8 @@ def _unfit_packages(error: BaseException) -> str:
     """The last cause of an error by which transformers and TRL only name what they couldn't import."""
     while error.__cause__ is not None:
         error = error.__cause__
-    versions = {each.name: each.version for each in distributions()}
-    found = ", ".join(
-        f"{name} {versions[name]}" for name in ("torch", "torchvision", "transformers") if name in versions
-    )
+    versions = {each.name: f"{each.name} {each.version}" for each in distributions()}
+    found = ", ".join(versions[name] for name in ("torch", "torchvision", "transformers") if name in versions)
     return (
         f"packages of this environment don't fit together: {one_line(str(error))}. It has {found}; install "
         "versions that fit, see 'Packages that don't fit' in docs/install.md."
