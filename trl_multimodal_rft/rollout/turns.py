@@ -4,7 +4,7 @@
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -241,17 +241,14 @@ def parse_assistant_turn(
         message = parse_response(tokenizer, ids, prefix=before, tools=callables)
         inner = [message.get("tool_calls")]
         for _ in range(_DEEPEST):
-            inner = [part for each in inner for part in _parts(each)]
+            inner = [[*each.values()] if isinstance(each, dict) else each for each in inner]
+            inner = [part for each in inner if isinstance(each, list) for part in each]
         if not inner:
             return message
     except RecursionError:
         pass
     logger.warning_once(f"A tool call whose arguments are nested more than {_DEEPEST} deep was taken as text.")
     return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-
-
-def _parts(value: Any) -> Iterable:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def first_turns(

@@ -72,7 +72,8 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
     """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
     missing = missing_resume_state(checkpoint)
     warnings = [] if missing is None else [f"{checkpoint} {missing}."]
-    saved = saved_fingerprints(checkpoint)
+    manifest = _read(Path(checkpoint))
+    saved = {} if manifest is None else manifest.datasets
     for name in saved.keys() & fingerprints.keys():
         found = differences(saved[name], fingerprints[name])
         if found:
@@ -95,12 +96,6 @@ def missing_resume_state(checkpoint: str | Path) -> str | None:
     if manifest.model_only:
         return "holds the model only (`save_only_model`), so optimizer, schedule and random numbers start anew"
     return None
-
-
-def saved_fingerprints(checkpoint: str | Path) -> dict[str, Any]:
-    """Fingerprints of the datasets that a checkpoint without damage was trained on."""
-    manifest = _read(Path(checkpoint))
-    return {} if manifest is None else manifest.datasets
 
 
 class _Manifest(NamedTuple):

@@ -128,7 +128,6 @@ class SupervisedCollator:
 
     @cached_property
     def _template_names(self) -> set[str]:
-        """The names in the chat template."""
         template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
         sources = template.values() if isinstance(template, dict) else [template]
         return {name for source in sources for _, kind, name in Environment().lex(source) if kind == "name"}
