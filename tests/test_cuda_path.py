@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import kernels, scoring
+from trl_multimodal_rft.forward import kernels, masks, scoring
 from trl_multimodal_rft.forward.scoring import completion_scores
 from trl_multimodal_rft.forward.states import gather_copies
 
@@ -99,6 +99,20 @@ def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
         in_windows = sum(pairs for pairs in computed if pairs < 100 * n_tokens)
         assert 0 < in_windows <= (9 if is_exact else 50) * n_tokens, computed
         assert not calls or {window for _, window, _ in calls} == {(7, 0), (-1, 0)}
+
+
+def test_windows_are_those_of_a_short_prompt():
+    """A mask of the whole prompt would take 10 GiB at 100,000 tokens."""
+    model, _ = build("cohere2_vision")
+    (prompt,) = encode_chats(model, ALL_FAMILIES["cohere2_vision"].build()[1], [chat(text("up " * 300))])
+    squares = Squares()
+    squares.size = len(prompt)
+    with squares:
+        found = masks.linear_masks(model, prompt, 5)
+    assert not prompt.token_fields and not squares.found
+    whole = masks._described_masks(model, len(prompt), 5, {})
+    windows = [{kind: mask and (mask.window, mask.prompt) for kind, mask in each.items()} for each in (found, whole)]
+    assert windows[0] == windows[1] == {"sliding_attention": (8, None), "full_attention": None}
 
 
 class Scores(TorchFunctionMode):

@@ -172,7 +172,11 @@ def _fused_scores(
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
     """Scores of labels `(B, S)`, 0 where they are -100, from states `(B, S, H)`."""
-    parameters: Any = [each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)]
+    # Parts of FSDP2 are cast before they are joined
+    dtype = torch.float32 if in_fp32 else states.dtype
+    parameters: Any = [
+        each.to(dtype).full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)
+    ]
     weight, bias = parameters
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type

@@ -55,12 +55,30 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
         return cached
-    total = len(prompt) + n_new
-    fill = family_of(model).token_field_fill
-    fields: dict[str, Any] = {
-        name: torch.cat([value, prompt.field_after(name, n_new, fill.get(name, 0))])[None]
-        for name, value in prompt.token_fields.items()
-    }
+    described = None
+    if not prompt.token_fields:
+        # Masks depend on distances alone, so that those of a short prompt tell the window
+        config = model.config.get_text_config(decoder=True)
+        windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+        if (size := 2 * max(windows) + 2) < len(prompt):
+            short = _described_masks(model, size, 1, {})
+            described = short if _is_causal(short) else None
+    if described is None:
+        fill = family_of(model).token_field_fill
+        fields = {
+            name: torch.cat([value, prompt.field_after(name, n_new, fill.get(name, 0))])[None]
+            for name, value in prompt.token_fields.items()
+        }
+        described = _described_masks(model, len(prompt), n_new, fields)
+    prompt.mask_cache["linear"] = (n_new, described)
+    return described
+
+
+def _described_masks(
+    model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
+) -> dict[str | None, LayerMask]:
+    """The masks that a model creates for a prompt of `size` tokens and `n_new` behind it."""
+    total = size + n_new
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
     with attention_implementation(model, "sdpa"):
@@ -81,9 +99,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
                 f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
                 "can't be shared."
             )
-    described = {kind: None if mask is None else _described(mask[0, 0], len(prompt)) for kind, mask in masks.items()}
-    prompt.mask_cache["linear"] = (n_new, described)
-    return described
+    return {kind: None if mask is None else _described(mask[0, 0], size) for kind, mask in masks.items()}
 
 
 def _described(mask: torch.Tensor, size: int) -> LayerMask:
