@@ -203,10 +203,10 @@ def test_costs_of_layers_add_up(packed, checkpointing):
     assert found[:-1] == pytest.approx(expected[:-1], rel=0.01) and found[-1] == pytest.approx(expected[-1], rel=0.03)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_operations_are_those_of_the_formula(packed):
+@pytest.mark.parametrize("packed, prompt", [(False, 300), (True, 300), (True, 30_000)])
+def test_operations_are_those_of_the_formula(packed, prompt):
     """Counts six operations per weight of a layer and token, and those of attention and of the LM head."""
-    prompt, group, tokens, layers, heads, size, vocabulary = 300, 4, 100, 6, 6, 64, 400
+    group, tokens, layers, heads, size, vocabulary = 4, 100, 6, 6, 64, 400
     text = project.policy_update.PRESETS["12m"].text
     width, inner, keys = text["hidden_size"], text["intermediate_size"], text["num_key_value_heads"]
     weights = 2 * width * heads * size + 2 * width * keys * size + 3 * width * inner
@@ -233,6 +233,15 @@ def test_project(capsys):
     # A GPU of the weights alone doesn't fit them
     [row] = project.main([*options[:4], "--tokens", "8", "--memory", "1"])["rows"]
     assert row["checkpointing"] and not row["ours"]["fits"] and "doesn't fit" in capsys.readouterr().out
+
+
+def test_project_runs_with_its_prompts_and_lengths():
+    """Of the defaults, only the models are others: the longest prompt has keys that completions share in one call."""
+    rows = project.main(["--presets", "tiny"])["rows"]
+    assert [(row["case"], row["tokens"]) for row in rows] == [
+        (case, tokens) for case in project.PROMPTS for tokens in project.COMPLETIONS
+    ]
+    assert all(row["update_ratio"] > 1 for row in rows)
 
 
 SMALL_MASKS = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]

@@ -23,14 +23,14 @@ from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.manifest import (
     measure_together,
     missing_resume_state,
     verify_checkpoint,
     write_manifest,
 )
-from trl_multimodal_rft.trainers.shards import SHARDS, refuse_missing_shards, refuse_other_layout, save_shards
+from trl_multimodal_rft.trainers.shards import SHARDS, other_layout, refuse_missing_shards, save_shards
 
 
 STEPS = 3
@@ -265,20 +265,33 @@ def test_every_shard_counts(tmp_path):
     assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is missing"]
 
 
-@pytest.mark.parametrize("own", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_shards_and_whole_weights_are_not_confused(own, tmp_path):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
+LAYOUTS = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": FSDP_MODEL_NAME + ".bin", None: "model.safetensors"}
+
+
+@pytest.mark.parametrize("own", LAYOUTS)
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_layouts_are_not_confused(own, saved, tmp_path):
+    plugin = own and FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    refuse_other_layout(accelerator, tmp_path)
-    for name, needed in ((SHARDS, "SHARDED_STATE_DICT"), (FSDP_MODEL_NAME + ".bin", "FULL_STATE_DICT")):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / SHARDS).mkdir() if name == SHARDS else (folder / name).touch()
-        if own == needed:
-            refuse_other_layout(accelerator, folder)
-        else:
-            with pytest.raises(ValueError, match=f"Launch it with `--fsdp_state_dict_type {needed}`."):
-                refuse_other_layout(accelerator, folder)
+    (tmp_path / LAYOUTS[saved]).touch()
+    message = other_layout(accelerator, tmp_path)
+    if own == saved:
+        assert message is None
+        return
+    states = [f"with FSDP's `{layout}`" if layout else "without FSDP" for layout in (saved, own)]
+    launched = f"fsdp2 --fsdp_state_dict_type {saved}` and any number" if saved else "multi_gpu`, or train its weights"
+    assert (
+        f"was saved {states[0]}, and this run is {states[1]}. Resume with `--accelerate_config {launched}" in message
+    )
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalPPOTrainer])
+def test_shards_are_refused_before_anything_loads(trainer_class, tmp_path):
+    trainer = make_trainer(trainer_class, "qwen2_5_vl", image_rows(5), tmp_path / "run")
+    (tmp_path / "checkpoint-2" / SHARDS).mkdir(parents=True)
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="was saved with FSDP's `SHARDED_STATE_DICT`, and this run is without FSDP"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 class Touched(TrainerCallback):

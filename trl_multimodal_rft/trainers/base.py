@@ -52,7 +52,7 @@ from ..rollout.score import (
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
-from .arguments import check_arguments
+from .arguments import check_arguments, refuse_split_models
 from .asynchronous import rollout_of, row_encoder, sample_first_turns
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
@@ -115,6 +115,7 @@ class MultimodalTrainer(CheckpointMixin):
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
+        refuse_split_models(args, model)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)

@@ -41,7 +41,7 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.model_card import common_lines, conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from .arguments import check_arguments
+from .arguments import check_arguments, refuse_split_models
 from .checkpoints import CheckpointMixin, what_was_checked
 from .optimizer import choose_what_trains
 from .setup import (
@@ -118,9 +118,9 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the model can't be trained, if rows are to be sharded along their length, if a processor is
-            to be loaded by the name of a model that has none, or if a dataset has no columns to learn from, or media
-            that a tokenizer can't encode.
+        `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
+            parallelism), if a processor is to be loaded by the name of a model that has none, or if a dataset has no
+            columns to learn from, or media that a tokenizer can't encode.
     """
 
     _tag_names = ["trl", "sft", "trl-multimodal-rft"]
@@ -176,6 +176,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         )
         refuse_several_runs(args)
         refuse_unchecked_steps(args)
+        refuse_split_models(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model
@@ -245,12 +246,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         self._add_checkpoint_callbacks()
 
     def _refuse_unsupported(self) -> None:
-        args, parallelism = self.args, self.accelerator.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
-                "`max_tokens_per_microbatch` for long rows."
-            )
+        args = self.args
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
                 "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "
