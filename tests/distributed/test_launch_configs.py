@@ -42,8 +42,7 @@ from trl_multimodal_rft import (
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
 )
-from trl_multimodal_rft.trainers.arguments import refuse_split_models
-from trl_multimodal_rft.trainers.setup import refuse_several_runs
+from trl_multimodal_rft.trainers.setup import check_launch
 
 
 ROOT = Path(__file__).parents[2]
@@ -386,7 +385,7 @@ def test_one_process_instead_of_several(name, monkeypatch):
         for variable, value in launch_environment(name, "--num_processes", processes)[1].items():
             monkeypatch.setenv(variable, value)
         with pytest.raises(RuntimeError, match="to start several.*`multi_gpu.yaml`") if refused else nullcontext():
-            refuse_several_runs(args)
+            check_launch(args, "no/model")
 
 
 def test_one_process_with_several_gpus(tmp_path):
@@ -444,4 +443,4 @@ def test_ranks_that_share_rows_are_refused(trainer_class, monkeypatch, tmp_path)
             environment.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")  # as `accelerate launch` does
             refused(f"`{name}=2`")
     sharded = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)  # as with `hsdp.yaml`
-    refuse_split_models(config_class(str(tmp_path), use_cpu=True, parallelism_config=sharded), "no/model")
+    check_launch(config_class(str(tmp_path), use_cpu=True, parallelism_config=sharded), "no/model")

@@ -52,7 +52,7 @@ from ..rollout.score import (
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
-from .arguments import check_arguments, refuse_split_models
+from .arguments import check_arguments
 from .asynchronous import rollout_of, row_encoder, sample_first_turns
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler, naming_checkpoint
@@ -62,6 +62,7 @@ from .setup import (
     add_log_callbacks,
     around_trl_constructor,
     check_first_rows,
+    check_launch,
     enable_packing,
     feature_dtype,
     first_fallbacks,
@@ -70,7 +71,6 @@ from .setup import (
     load_parts,
     modalities,
     prepare_reference,
-    refuse_several_runs,
     refuse_unchecked_steps,
     reward_sources,
     set_tools,
@@ -113,9 +113,8 @@ class MultimodalTrainer(CheckpointMixin):
     ):
         ignore_deprecated_names()
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
-        refuse_several_runs(args)
+        check_launch(args, model)
         refuse_unchecked_steps(args)
-        refuse_split_models(args, model)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)

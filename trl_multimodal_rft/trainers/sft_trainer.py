@@ -41,11 +41,12 @@ from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
 from ..reporting.model_card import common_lines, conversation_of
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from .arguments import check_arguments, refuse_split_models
+from .arguments import check_arguments
 from .checkpoints import CheckpointMixin, what_was_checked
 from .optimizer import choose_what_trains
 from .setup import (
     check_family,
+    check_launch,
     check_processor_name,
     has_unread_rows,
     ignore_deprecated_names,
@@ -53,7 +54,6 @@ from .setup import (
     modalities,
     no_warning_about_init_kwargs,
     options_for_constructor,
-    refuse_several_runs,
     refuse_unchecked_steps,
     resolve_config,
     warn_of_unread,
@@ -174,9 +174,8 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        refuse_several_runs(args)
+        check_launch(args, model)
         refuse_unchecked_steps(args)
-        refuse_split_models(args, model)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model
