@@ -28,7 +28,6 @@ the same models and device, the script goes on with what it lacks. A row that fa
 
 import argparse
 import collections
-import functools
 import gc
 import itertools
 import json
@@ -292,28 +291,21 @@ def page(args: argparse.Namespace, rate: float, found: dict) -> str:
 
 def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[], None]]:
     """What adds each part of the report, by its name, in their order."""
-
-    def of_row(name: str, setting: argparse.Namespace) -> Callable[[], None]:
-        return lambda: found["rows"].append({"name": name, **measure(setting)})
-
     rows = {}
     for each in settings(args):
         name = f"{each.family}, {each.case}, groups of {each.group}, {each.lengths} lengths up to {each.tokens}"
-        rows[name] = of_row(name, each)
+        rows[name] = lambda each=each: found["rows"].append(measure(each))
     samplers = [name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()]
     n_targets = len(SIZES.get(args.preset, USUAL_SIZES)[-1])
     return {
         **dict(itertools.islice(rows.items(), n_targets)),
         "vision tower": lambda: found["towers"].extend(towers(args)),
         **{name: row for name, row in rows.items() if "lognormal" in name},
-        **{f"sampling with {each}": functools.partial(add_sampler, args, found, each) for each in samplers},
+        **{
+            f"sampling with {each}": lambda each=each: found["rollout"].update(sample(args, each)) for each in samplers
+        },
         **rows,
     }
-
-
-def add_sampler(args: argparse.Namespace, found: dict, name: str) -> None:
-    """Measures a sampler."""
-    found["rollout"].update(sample(args, name))
 
 
 def run(args: argparse.Namespace) -> str:
@@ -321,12 +313,11 @@ def run(args: argparse.Namespace) -> str:
     end = time.monotonic() + 60 * args.minutes
     rate, file = matrix_rate(args.device), args.out.with_suffix(".json")
     machine = hardware(args.device)
-    found = {"of": [args.preset, args.device, machine["gpu"] or machine["cpu"]]}
+    of = [args.preset, args.device, machine["gpu"] or machine["cpu"]]
+    found = {"of": of, "rows": [], "towers": [], "rollout": {}, "done": [], "left": {}}
     before = json.loads(file.read_text()) if file.exists() else {}
-    if before.get("of") == found["of"]:
+    if before.get("of") == of:
         found = before
-    found |= {name: found.get(name, empty) for name, empty in {"rows": [], "towers": [], "rollout": {}}.items()}
-    found |= {"done": found.get("done", []), "left": found.get("left", {})}
 
     def write() -> str:
         text = page(args, rate, found)

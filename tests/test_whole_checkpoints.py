@@ -278,11 +278,12 @@ def test_layouts_are_not_confused(own, saved, tmp_path):
     if own == saved:
         assert message is None
         return
-    states = [f"with FSDP's `{layout}`" if layout else "without FSDP" for layout in (saved, own)]
-    launched = f"fsdp2 --fsdp_state_dict_type {saved}` and any number" if saved else "multi_gpu`, or train its weights"
-    assert (
-        f"was saved {states[0]}, and this run is {states[1]}. Resume with `--accelerate_config {launched}" in message
-    )
+    before = f"with FSDP's `{saved}`" if saved else "without FSDP (or with `save_only_model`)"
+    this = f"with FSDP's `{own}`" if own else "without FSDP"
+    launched = "the `--accelerate_config` of that run, such as `multi_gpu`"
+    if saved:
+        launched = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {saved}`, on any number of GPUs"
+    assert f"was saved {before}, and this run is {this}. Resume with {launched}" in message
 
 
 @pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalPPOTrainer])

@@ -90,10 +90,9 @@ def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None
     found = [layout for layout, name in files.items() if Path(checkpoint, name).exists()]
     if own in (found or [""]):
         return None
-    saved, this = (f"with FSDP's `{layout}`" if layout else "without FSDP" for layout in ("".join(found[:1]), own))
+    saved = f"with FSDP's `{found[0]}`" if found else "without FSDP (or with `save_only_model`)"
+    this = f"with FSDP's `{own}`" if own else "without FSDP"
+    remedy = f"the `--accelerate_config` of that run, such as `multi_gpu`, or train the weights of {checkpoint} anew"
     if found:
-        remedy = f"--accelerate_config fsdp2 --fsdp_state_dict_type {found[0]}` and any number of GPUs"
-    else:
-        name = "deepspeed_zero2" if any(Path(checkpoint).glob("global_step*")) else "multi_gpu"
-        remedy = f"--accelerate_config {name}`, or train its weights anew, with `--model_name_or_path {checkpoint}`"
-    return f"{checkpoint} was saved {saved}, and this run is {this}. Resume with `{remedy}."
+        remedy = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {found[0]}`, on any number of GPUs"
+    return f"{checkpoint} was saved {saved}, and this run is {this}. Resume with {remedy}."
