@@ -104,10 +104,11 @@ def _count_calls(owner, name: str, counted: Pass) -> None:
     setattr(owner, name, call)
 
 
-def per_layer(case: str, base: dict[str, Pass], **deeper: int) -> dict[str, list[float]]:
-    """Totals of a layer: `layers=4` for one of the decoder, `depth=4` for one of the encoder."""
-    more = count(case, **deeper)
-    return {each: [(b - a) / 2 for a, b in zip(base[each].totals, more[each].totals, strict=True)] for each in PASSES}
+def per_layer(base: dict[str, Pass], deeper: dict[str, Pass]) -> dict[str, list[float]]:
+    """Totals of one of the two layers by which models differ."""
+    return {
+        each: [(b - a) / 2 for a, b in zip(base[each].totals, deeper[each].totals, strict=True)] for each in PASSES
+    }
 
 
 def table() -> str:
@@ -116,8 +117,8 @@ def table() -> str:
         base = count(case)
         found = {"update": {each: base[each].totals for each in PASSES}}
         found["groups of 16"] = {each: one.totals for each, one in count(case, group=16).items()}
-        found["decoder layer"] = per_layer(case, base, layers=4)
-        found["encoder layer"] = per_layer(case, base, depth=4)
+        found["decoder layer"] = per_layer(base, count(case, layers=4))
+        found["encoder layer"] = per_layer(base, count(case, depth=4))
         for what, passes in found.items():
             rows += [(case, what, each, *(f"{n:g}" for n in passes[each])) for each in PASSES]
         for each in PASSES:

@@ -10,23 +10,27 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers as hf
-from helpers.completions import random_completions
+from accelerate import Accelerator
 from helpers.cuda_path import Counts, cuda_path
 from helpers.encoding import build_encoded
 from helpers.families import instantiate
 from helpers.packed_rows import enable_checkpointing
 from helpers.synthetic import FAMILIES as SYNTHETIC
+from helpers.trainer_utils import PLAIN, image_rows, load
+from test_sft import picture_rows
 from torch import nn
 from torch.nn.attention import varlen
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import encoders, kernels, scoring
-from trl_multimodal_rft.forward.attention import install_prefix_attention, original_attention
-from trl_multimodal_rft.forward.encoders import install_encoder_attention, original_encoders, remember_on_host
-from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.attention import original_attention
+from trl_multimodal_rft.forward.encoders import install_encoder_attention, remember_on_host
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.models.towers import freeze_as_built
+from trl_multimodal_rft.rewards import format_reward
 
 
 # Sizes of heads in released encoders, of images and of sounds
@@ -191,23 +195,17 @@ def test_sequences_without_a_kernel_wait_for_no_device(meta, monkeypatch):
     run(model, calls)
 
 
-def update_waits(monkeypatch, depth, install):
-    """Host syncs of scores of completions and their gradients, on the path of CUDA."""
-    model, prompts = released("qwen2_5_vl", depth)
-    add_fused_head(model, outputs=("log_probs", "entropy"))
-    install_prefix_attention(model)
-    prompts = [prompt for prompt in prompts for _ in range(2)]
-    ids, mask = random_completions(len(prompts))
-    with cuda_path(monkeypatch), nullcontext() if install else original_encoders(model), Counts() as counts:
-        scoring.completion_scores(model, model, prompts, ids, mask).logps.sum().backward()
-    return counts.waits
-
-
-def test_waits_of_an_update_do_not_grow_with_the_depth_of_encoders(monkeypatch):
-    few, many = (sum(update_waits(monkeypatch, depth, True).values()) for depth in (2, 4))
-    assert many == few
-    few, many = (sum(update_waits(monkeypatch, depth, False).values()) for depth in (2, 4))
-    assert many == few + 2 * 3 * 2  # images and videos, three reads per layer, two layers
+@pytest.mark.parametrize("run", ["sft", "evaluate"])
+def test_padded_training_and_evaluation_take_one_call_per_layer(run, tmp_path, monkeypatch):
+    model, processor = load("qwen2_5_vl")
+    with cuda_path(monkeypatch) as kernel:
+        if run == "sft":
+            args = MultimodalSFTConfig(str(tmp_path), **PLAIN)
+            MultimodalSFTTrainer(model, args, train_dataset=picture_rows(), processing_class=processor).train()
+        else:
+            args = EvaluationConfig(max_completion_length=2)
+            evaluate(model, processor, image_rows(), format_reward, args, accelerator=Accelerator(cpu=True))
+    assert kernel.calls
 
 
 def test_device_tensors_keep_their_copies_on_the_host():

@@ -5,12 +5,12 @@ through gloo, because NCCL refuses two on one GPU. `tests/distributed` tests the
 """
 
 import pytest
-from helpers.devices import GPU
+from helpers.devices import GPU, NO_STAND_IN
 from launcher import Run
 from test_distributed import assert_same_update
 
 
-pytestmark = GPU
+pytestmark = [*GPU, NO_STAND_IN]
 
 SCENARIOS = ["whole_groups_checkpointed", "hybrid"]
 PROCESSES = {"ddp": 2, "fsdp2": 1, "zero2": 1, "zero3": 1}

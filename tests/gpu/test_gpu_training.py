@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 import torch
-from helpers.devices import GPU
+from helpers.devices import GPU, NO_STAND_IN
 from helpers.four_bits import LORA, NF4, save_wide, trained
 from helpers.resumed_runs import REUSED, Recording, checkpoint, logged, same_weights
 from helpers.samplers import Wrapped
@@ -70,6 +70,7 @@ def test_equals_trl(objects, device):
     assert norm(theirs.update) > 0 and relative_difference(theirs.update, ours.update) <= 1e-4
 
 
+@NO_STAND_IN
 @pytest.mark.parametrize(("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", image_rows)])
 def test_weights_in_4_bits(family, rows, device, tmp_path):
     """An adapter trains as on the same weights without quantization."""
@@ -120,6 +121,7 @@ class Longest(Wrapped):
         return torch.randint(50, 200, (len(prompts), self.trainer.max_completion_length)).tolist(), None
 
 
+@NO_STAND_IN
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatch):
     """
@@ -194,6 +196,7 @@ class Allocated(Longest):
         return super().__call__(model, prompts, **options)
 
 
+@NO_STAND_IN
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
 def test_states_leave_the_gpu_while_the_model_samples(device, deterministic, tmp_path):
     """Two averages and a reference of the weights, bit for bit."""

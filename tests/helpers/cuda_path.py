@@ -1,9 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
 
-import functools
 import itertools
-import traceback
 from collections import Counter
 from contextlib import contextmanager
 
@@ -11,41 +9,8 @@ import torch
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from trl.kernels import chunked_logprob
 
-from trl_multimodal_rft.forward import encoders, head, kernels, scoring
-from trl_multimodal_rft.forward.layout import PrefixLayout
-
-
-# Operations without a kernel
-VIEWS = {
-    *("view", "reshape", "_reshape_alias", "transpose", "expand", "t", "unsqueeze", "squeeze", "slice", "select"),
-    *("permute", "split", "split_with_sizes", "detach", "alias", "as_strided", "unbind", "_unsafe_view", "lift_fresh"),
-    *("chunk", "diagonal", "view_as_complex", "view_as_real", "unfold", "numpy_T"),
-}
-# Operations that make a GPU's host wait
-WAITS = {
-    *("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"),
-    *("unique_consecutive", "allclose"),
-}
-
-_uncounted = 0  # above 0 within a kernel that is emulated
-
-
-@contextmanager
-def uncounted():
-    """Counts nothing: one kernel of a GPU, or work on the host."""
-    global _uncounted
-    _uncounted += 1
-    try:
-        yield
-    finally:
-        _uncounted -= 1
-
-
-def is_uncounted() -> bool:
-    """Whether the code that runs is that of one kernel, or of the host."""
-    return _uncounted > 0
+from trl_multimodal_rft.forward import head, kernels
 
 
 class _Kernel(torch.autograd.Function):
@@ -65,32 +30,30 @@ class _Kernel(torch.autograd.Function):
 
 def attend(query, key, value, sequences, window, scaling):
     """Attention as a kernel on CUDA has it, with the log-sum-exp of scores; asserts what that kernel wants."""
-    with uncounted():
-        _check(query, key, value, sequences)
-        outputs, lses = [], []
-        for _, _, q, k, v in _sequences(query, key, value, sequences):
-            scores = _scores(q, k, window, scaling)
-            outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-            lses.append(scores.logsumexp(-1))
-        return torch.cat(outputs).to(query.dtype), torch.cat(lses, dim=1)
+    _check(query, key, value, sequences)
+    outputs, lses = [], []
+    for _, _, q, k, v in _sequences(query, key, value, sequences):
+        scores = _scores(q, k, window, scaling)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outputs).to(query.dtype), torch.cat(lses, dim=1)
 
 
 def gradients(gradient, query, key, value, output, lse, sequences, window, scaling):
     """Gradients of attention to these keys, with the log-sum-exp over all; asserts what the kernel on CUDA wants."""
-    with uncounted():
-        _check(query, key, value, sequences)
-        assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
-        assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
-        of_query, of_key, of_value = (torch.zeros_like(_wide(each)) for each in (query, key, value))
-        starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
-        for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
-            d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
-            p = (_scores(q, k, window, scaling) - lse[:, a:b, None]).exp()
-            d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
-            of_query[a:b] = (d_scores @ k).transpose(0, 1)
-            for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
-                total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
-        return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
+    _check(query, key, value, sequences)
+    assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
+    assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
+    of_query, of_key, of_value = (torch.zeros_like(_wide(each)) for each in (query, key, value))
+    starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
+    for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
+        d_out, out = (_wide(each[a:b]).transpose(0, 1) for each in (gradient, output))
+        p = (_scores(q, k, window, scaling) - lse[:, a:b, None]).exp()
+        d_scores = p * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scaling
+        of_query[a:b] = (d_scores @ k).transpose(0, 1)
+        for total, each in ((of_key, d_scores.mT @ q), (of_value, p.mT @ d_out)):
+            total[starts[i] : starts[i + 1]] = each.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+    return tuple(each.to(query.dtype) for each in (of_query, of_key, of_value))
 
 
 def flash_forward(query, key, value, sequences, is_causal, scaling):
@@ -145,12 +108,11 @@ class VarlenKernel:
         self.calls = []
 
     def __call__(self, query, key, value, *sequences, scale=None, window_size=(-1, -1), enable_gqa=False):
-        with uncounted():
-            _check(query, key, value, sequences)
-            assert query.size(1) == key.size(1) or enable_gqa, "`enable_gqa` is missing"
-            lengths = [starts.diff().tolist() for starts in sequences[:2]]
-            assert all(queries <= keys for queries, keys in zip(*lengths, strict=True))
-            self.calls.append((query.size(-1), tuple(window_size), _computed(*lengths, window_size)))
+        _check(query, key, value, sequences)
+        assert query.size(1) == key.size(1) or enable_gqa, "`enable_gqa` is missing"
+        lengths = [starts.diff().tolist() for starts in sequences[:2]]
+        assert all(queries <= keys for queries, keys in zip(*lengths, strict=True))
+        self.calls.append((query.size(-1), tuple(window_size), _computed(*lengths, window_size)))
         return _Kernel.apply(query, key, value, sequences, scale or query.size(-1) ** -0.5, window_size)
 
 
@@ -179,70 +141,35 @@ def cuda_path(monkeypatch):
         patch.setattr(kernels, "flash_forward", flash_forward)
         patch.setattr(kernels, "flash_backward", flash_backward)
         patch.setattr(head, "_has_kernel", lambda device: True)
-        # A kernel each, and what computes on the host and is then copied
-        of_host = [(scoring, name) for name in ("pack", "media_inputs", "linear_masks")]
-        of_host += [(encoders, "_precomputed")]
-        of_host += [(PrefixLayout, name) for name in ("sequences", "shared_sequences", "places", "continued")]
-        of_host += [(PrefixLayout, "restore_sequences")]
-        for holder, name in [(chunked_logprob, "_forward_tile"), (chunked_logprob, "_backward_tile"), *of_host]:
-            patch.setattr(holder, name, _uncounted_call(getattr(holder, name)))
         yield kernel
-
-
-def _uncounted_call(function):
-    """The function, or the cached property, apart from counts."""
-    if isinstance(function, functools.cached_property):
-        wrapped = functools.cached_property(_uncounted_call(function.func))
-        wrapped.__set_name__(None, function.attrname)
-        return wrapped
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        with uncounted():
-            return function(*args, **kwargs)
-
-    return call
 
 
 class Counts(TorchDispatchMode):
     """
-    Counts what runs within the context, apart from [`uncounted`].
-
-    `operations` are those dispatched, `kernels` those that aren't views, `waits` those for which a GPU's host waits,
-    with the line that runs them, and `shapes` those of scaled dot product attention where cuDNN may take it.
+    Counts what runs within the context: `operations` that are dispatched, and `shapes` of scaled dot product attention
+    where cuDNN may take it.
     """
 
     def __init__(self):
         super().__init__()
-        self.operations, self.waits, self.shapes = Counter(), Counter(), Counter()
-        self._reads = _Reads(self)
-
-    @property
-    def kernels(self) -> int:
-        """Number of operations that aren't views."""
-        return sum(n for name, n in self.operations.items() if name not in VIEWS | {"_local_scalar_dense"})
+        self.operations, self.shapes = Counter(), Counter()
+        self._attentions = _Attentions(self)
 
     def __enter__(self):
-        self._reads.__enter__()
+        self._attentions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._reads.__exit__(*error)
+        self._attentions.__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._overloadpacket.__name__
-        if not _uncounted:
-            self.operations[name] += 1
-            indices = args[1] if name in ("index", "index_put", "index_put_", "_unsafe_index") else []
-            by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
-            if name in WAITS or by_mask:
-                self.waits[f"{name} {_line()}"] += 1
+        self.operations[function._overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
 
 
-class _Reads(TorchFunctionMode):
-    """`tolist` and `numpy`, which don't dispatch on a CPU, and shapes of attention."""
+class _Attentions(TorchFunctionMode):
+    """Counts shapes of attention."""
 
     def __init__(self, counts: Counts):
         super().__init__()
@@ -250,14 +177,6 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if not _uncounted and name in ("tolist", "numpy"):
-            self.counts.waits[f"{name} {_line()}"] += 1
         if name == "scaled_dot_product_attention" and torch.backends.cuda.cudnn_sdp_enabled():
             self.counts.shapes[tuple(tuple(states.shape) for states in args[:2])] += 1
         return function(*args, **(kwargs or {}))
-
-
-def _line() -> str:
-    """The innermost line outside of torch and of this file."""
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-    return "/".join(frames[-1].filename.split("/")[-2:]) + f":{frames[-1].lineno}"

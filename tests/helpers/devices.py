@@ -8,7 +8,10 @@ import torch
 from packaging.version import Version
 
 
+# `tests/shims/fake_cuda.py` has neither Triton's kernels nor storages that can be emptied, and one device
+IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "stand-in"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
 
 
 def gated_backward_obstacle() -> str | None:

@@ -198,23 +198,28 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     return output.to(query.dtype)
 
 
-def _forward_of_flash_attention(query, key, value, *rest, scale, window_size_left=None, window_size_right=None, **_):
+def _forward_of_flash_attention(
+    query, key, value, *rest, scale=None, window_size_left=None, window_size_right=None, **_
+):
     *sequences, _, is_causal, _ = rest
     with one_kernel("variable-length attention"):
         states, sequences = _on_host((query, key, value), sequences)
         window = _window(is_causal, window_size_left, window_size_right)
-        found = _reference().attend(*states, sequences, window, scale)
+        found = _reference().attend(*states, sequences, window, scale or query.size(-1) ** -0.5)
         empty = torch.empty(0)
         return tuple(each.cuda() for each in (*found, torch.zeros(2, dtype=torch.uint64), empty, empty))
 
 
-def _backward_of_flash_attention(gradient, *rest, scale, window_size_left=None, window_size_right=None):
+def _backward_of_flash_attention(gradient, *rest, scale=None, window_size_left=None, window_size_right=None):
     *states, is_causal, _, _ = rest
     *states, _ = states
     with one_kernel("gradient of variable-length attention"):
         states, sequences = _on_host((gradient, *states[:5]), states[5:])
         window = _window(is_causal, window_size_left, window_size_right)
-        return tuple(each.cuda() for each in _reference().gradients(*states, sequences, window, scale))
+        return tuple(
+            each.cuda()
+            for each in _reference().gradients(*states, sequences, window, scale or gradient.size(-1) ** -0.5)
+        )
 
 
 def _reference():

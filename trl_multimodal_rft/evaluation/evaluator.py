@@ -21,6 +21,7 @@ from ..data.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
+from ..forward.encoders import install_encoder_attention
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
 from ..models.wrapped import unwrapped
@@ -120,6 +121,7 @@ def evaluate(
             "The weights of the model are sharded, which `evaluate` doesn't support; load the whole model on each "
             "process, or evaluate with `evaluate_trainer` or `GenerationEvalCallback` during training."
         )
+    install_encoder_attention(base)
     # Without the accelerator, since ranks have different batches
     forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
     encoder = PromptEncoder(
@@ -140,7 +142,6 @@ def evaluate(
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:
-    """Lets a policy call the tools of its toolbox."""
     encoder = policy.encoder
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}

@@ -31,6 +31,7 @@ from ..encoding.processors import check_processor, load_processor
 from ..encoding.supervised import SupervisedSequence
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
+from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -266,6 +267,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
                 "log-probabilities are taken from its own logits, which needs more memory."
             )
+        install_encoder_attention(model)
         if not obstacle:  # padded rows, too, need what it corrects
             install_prefix_attention(model)
         isolate = family_of(model).isolate

@@ -1,0 +1,38 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the host of a GPU does in an update, by the log of the stand-in."""
+
+import pytest
+from helpers.devices import GPU, IS_STAND_IN
+
+
+pytestmark = [*GPU, pytest.mark.skipif(not IS_STAND_IN, reason="needs the log of `shims/fake_cuda.py`")]
+# Waits of the forward and of the backward pass
+MOST = {"image": (4, 1), "audio": (5, 2)}
+
+
+@pytest.mark.parametrize("case", MOST)
+def test_counts_of_an_update(case):
+    """
+    Neither kernels nor waits depend on the number of completions, and no layer waits. What the host waits for is
+    transformers', but for one read of the completions.
+    """
+    from gpu_counts import count, per_layer  # which need the stand-in
+
+    base, larger = count(case), count(case, group=16)
+    for each, most in zip(("forward", "backward"), MOST[case], strict=True):
+        assert base[each].waits.total() <= most, base[each].waits
+        assert base[each].totals[1:] == larger[each].totals[1:]
+    assert sum("_packed_batch" in line for line in base["forward"].waits) == 1
+    for depth in ("layers", "depth"):
+        layer = per_layer(base, count(case, **{depth: 4}))
+        assert not any(waits for _, _, waits, _ in layer.values())
+        assert layer["forward"][0] <= 95 and layer["backward"][0] <= 175, layer
+
+
+def test_waits_of_encoders_as_transformers_has_them(monkeypatch):
+    """Three in each layer, which the counts would show."""
+    from gpu_counts import count, per_layer
+
+    for module in ("forward.attention", "trainers.setup"):
+        monkeypatch.setattr(f"trl_multimodal_rft.{module}.install_encoder_attention", lambda model: None)
+    assert per_layer(count("image"), count("image", depth=4))["forward"][2] == 3

@@ -1,0 +1,96 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The tests of GPUs on a stand-in for one, `shims/fake_cuda.py`, which has to be loaded before torch is."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.processes import PATIENCE, python_environment
+
+
+ROOT = Path(__file__).parents[1]
+ON_STAND_IN = [sys.executable, "tests/shims/fake_cuda.py"]
+PYTEST = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "no:cacheprovider", "-rA", "--no-header", "-q"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("g++") and shutil.which("ninja")), reason="needs g++ and ninja"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+]
+
+
+def on_stand_in(*arguments) -> subprocess.CompletedProcess:
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "env": python_environment(), "cwd": ROOT}
+    return subprocess.run([*ON_STAND_IN, *arguments], **options)
+
+
+def test_gpu_tests():
+    done = on_stand_in(*PYTEST, "-W", "ignore::pytest.PytestAssertRewriteWarning")
+    outcomes = re.findall(r"^(PASSED|FAILED|ERROR)", done.stdout, re.MULTILINE)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
+    assert outcomes.count("PASSED") == len(outcomes) > 60
+
+
+REFUSED = """
+import torch
+from torch.nn.attention.varlen import varlen_attn
+device, host = torch.ones(16, 2, 8, device="cuda", dtype=torch.bfloat16), torch.ones(16, 2, 8)
+starts = torch.tensor([0, 16], dtype=torch.int32).cuda()
+for run in (
+    lambda: device + host,
+    lambda: torch.cat([device, host]),
+    lambda: varlen_attn(device.float(), device.float(), device.float(), starts, starts, 16, 16),
+    lambda: varlen_attn(device, device, device, starts.long(), starts, 16, 16),
+    lambda: varlen_attn(device, device, device, starts, starts, 15, 16),
+    lambda: torch.nn.functional.scaled_dot_product_attention(device, device.float(), device),
+):
+    try:
+        run()
+    except (RuntimeError, AssertionError):
+        continue
+    raise SystemExit("runs, though a GPU would refuse it")
+"""
+
+WAITS = """
+import json
+import fake_cuda, torch
+values, found = torch.arange(4.0).cuda(), {}
+for name, run in {
+    "item": lambda: values[0].item(),
+    "if": lambda: bool(values.any()),
+    "mask": lambda: values[values > 1],
+    "list": lambda: values.tolist(),
+    "upload": lambda: torch.ones(3).cuda(),
+    "index": lambda: values[[1, 0]],
+    "pinned": lambda: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+    "sum": lambda: values.sum() * 2,
+    "choice": lambda: torch.where(values > 1, values, 0),
+}.items():
+    with fake_cuda.watch() as watch:
+        run()
+    found[name] = [sum(each.values()) for each in (watch.waits, watch.uploads)]
+print(json.dumps(found))
+"""
+
+
+def test_what_a_gpu_would_refuse(tmp_path):
+    (tmp_path / "refused.py").write_text(REFUSED)
+    done = on_stand_in(str(tmp_path / "refused.py"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_waits_and_uploads(tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    done = on_stand_in(str(tmp_path / "waits.py"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        **dict.fromkeys(["item", "if", "mask", "list"], [1, 0]),
+        **dict.fromkeys(["upload", "index"], [1, 1]),
+        "pinned": [0, 1],
+        **dict.fromkeys(["sum", "choice"], [0, 0]),
+    }
