@@ -5,6 +5,7 @@ Runs the other benchmarks on one GPU and writes a Markdown report.
 ```bash
 python benchmarks/gpu_report.py --out report.md                   # 3B, bfloat16
 python benchmarks/gpu_report.py --preset 7b --out report.md
+python benchmarks/gpu_report.py --rows long tower --out report.md  # what has these words in its name
 python benchmarks/gpu_report.py --device cpu --preset tiny        # dry run; its numbers are meaningless
 ```
 
@@ -12,20 +13,23 @@ From `policy_update.py`, the report has the update, its memory and the whole ste
 `trl.GRPOTrainer` on the same random weights. For audio, which TRL doesn't support, the baseline is our padded rows.
 Prompts have about 400 and 1,400 tokens, groups 8 and 16 completions, completions 128 and 1,024 tokens. Further rows
 have completions of log-normal lengths, 512 tokens on average and 1,024 at most, and prompts with images of other sizes
-in each step, which shows kernels that plan for each shape. Only short completions are sampled. For each update, the
-report has its share of the rate of a large matrix product, which the script measures. The share counts six operations
-per weight and forwarded token, without attention and encoders. Rows that don't fit in memory use gradient
-checkpointing in both trainers. For one update of ours, the report lists the kernels that take the most time and the
-lines that wait for the GPU. It compares the vision tower with the model's own on the same images. From `rollout.py`,
-it has the tokens per second and the whole step of each installed sampler, each in a process of its own.
+in each step, which shows kernels that plan for each shape. The rows of `project.py`'s targets come first. Each case
+samples in its first row, and has updates alone in the others. For each update, the report has its share of the rate of
+a large matrix product, which the script measures. The share counts six operations per weight and forwarded token,
+without attention and encoders. Rows that don't fit in memory use gradient checkpointing in both trainers. For one
+update of ours, the report lists the kernels that take the most time and the lines that wait for the GPU. It compares
+the vision tower with the model's own on the same images. From `rollout.py`, it has the tokens per second and the whole
+step of each installed sampler, each in a process of its own.
 
 The report has the error of each row that failed, and lists measurements that it skipped for lack of time. The script
-updates the file after each row.
+updates the file after each row, and next to it one of the same name that ends with `.json`. Where that is there, of
+the same models and device, the script goes on with what it lacks. A row that failed runs again if `--rows` names it.
 """
 
 import argparse
 import collections
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -38,36 +42,41 @@ import policy_update
 import rollout
 import torch
 from measuring import MIB, command_line, hardware, markdown, now, parse_options, versions
+from project import TARGETS
 from torch.profiler import ProfilerActivity, profile
 from trl.import_utils import is_vllm_available
 
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 
 
-CASES = [("image", "qwen2_5_vl"), ("audio", "qwen2_audio"), ("long", "qwen2_5_vl"), ("long_audio", "qwen2_audio")]
-# Cases, group sizes and completion tokens
-SIZES = {"tiny": (CASES[:2], (2,), (8, 16))}
-USUAL_SIZES = CASES, (8, 16), (128, 1024)
+CASES = {"image": "qwen2_5_vl", "audio": "qwen2_audio", "long": "qwen2_5_vl", "long_audio": "qwen2_audio"}
+# Cases, group sizes, completion tokens, and which of them come first
+SIZES = {"tiny": (["image", "audio"], (2,), (8, 16), [("image", 8)])}
+USUAL_SIZES = [*CASES], (8, 16), (128, 1024), [target for target in TARGETS if target[0] in CASES]
 LARGE = 8192  # rows of a matrix
 LINES = 5
 SAMPLING_SECONDS = 240
+NO_TIME = "no time"
 VLLM_ON_CPU = Path(__file__).parents[1] / "tests/shims/vllm_cpu.py"
 
 
 def settings(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Options of `policy_update.py` for each row, the most important rows first."""
-    cases, groups, tokens = SIZES.get(args.preset, USUAL_SIZES)
-    common = ["--device", args.device, "--preset", args.preset, "--repeats", str(args.repeats)]
-    yield policy_update.parse([*common, "--case", "text", "--tokens", str(tokens[0])])
-    for completion in tokens:
-        for case, family in cases:
-            for group in groups:
-                own = ["--case", case, "--family", family, "--group", str(group), "--tokens", str(completion)]
-                yield policy_update.parse([*common, *own, *["--updates_only"] * (completion != tokens[0])])
-        if completion == tokens[0]:
-            for case in ("varied", *(case for case, family in cases if family == "qwen2_5_vl")):
-                own = ["--case", case, "--group", str(max(groups[0], 4)), "--tokens", str(tokens[-1])]
-                yield policy_update.parse([*common, *own, "--lengths", "lognormal", "--updates_only"])
+    cases, groups, tokens, targets = SIZES.get(args.preset, USUAL_SIZES)
+    random = ["varied", *(case for case in cases if CASES[case] == "qwen2_5_vl")]
+    rows = [(case, groups[0], completion, "equal") for case, completion in targets]
+    rows += [(case, max(groups[0], 4), tokens[-1], "lognormal") for case in random]
+    rows += [(case, group, completion, "equal") for completion in tokens for case in cases for group in groups]
+    sampled: set[str] = set()
+    for case, group, completion, lengths in dict.fromkeys([*rows, ("text", 2, tokens[0], "equal")]):
+        options = {"device": args.device, "preset": args.preset, "repeats": args.repeats, "case": case}
+        options |= {"family": CASES.get(case, "qwen2_5_vl"), "group": group, "tokens": completion, "lengths": lengths}
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        if case in sampled or lengths != "equal":
+            words.append("--updates_only")
+        else:
+            sampled.add(case)
+        yield policy_update.parse(words)
 
 
 def matrix_rate(device: str) -> float:
@@ -179,7 +188,7 @@ def towers(args: argparse.Namespace) -> list[dict]:
 
 def sample(args: argparse.Namespace, name: str) -> dict:
     """The result of `rollout.py` with a sampler, in a process that returns its memory."""
-    tokens = SIZES.get(args.preset, USUAL_SIZES)[-1][0]
+    tokens = SIZES.get(args.preset, USUAL_SIZES)[2][0]
     shim, preset = [], args.preset
     if args.device == "cpu" and rollout.CONTESTANTS[name][-1]:
         shim, preset = [str(VLLM_ON_CPU)], "12m"  # vLLM's kernels on a CPU take no heads as small as the tiny model's
@@ -276,49 +285,65 @@ def page(args: argparse.Namespace, rate: float, found: dict) -> str:
         if ours and trl:
             lines += ["", f"Whole step with vLLM, TRL over ours: **{trl['step_s'] / ours['step_s']:.2f}x**"]
     if found["left"]:
-        lines += ["", "## Left out", "", *[f"- {each}" for each in found["left"]]]
+        lines += ["", "## Left out", "", *[f"- {name}: {reason}" for name, reason in found["left"].items()]]
     return "\n".join(lines) + "\n"
 
 
+def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[], None]]:
+    """What adds each part of the report, by its name, in their order."""
+    rows = {}
+    for each in settings(args):
+        name = f"{each.family}, {each.case}, groups of {each.group}, {each.lengths} lengths up to {each.tokens}"
+        rows[name] = lambda each=each: found["rows"].append(measure(each))
+    samplers = [name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()]
+    n_targets = len(SIZES.get(args.preset, USUAL_SIZES)[-1])
+    return {
+        **dict(itertools.islice(rows.items(), n_targets)),
+        "vision tower": lambda: found["towers"].extend(towers(args)),
+        **{name: row for name, row in rows.items() if "lognormal" in name},
+        **{
+            f"sampling with {each}": lambda each=each: found["rollout"].update(sample(args, each)) for each in samplers
+        },
+        **rows,
+    }
+
+
 def run(args: argparse.Namespace) -> str:
-    """Runs the measurements, and writes the report after each."""
+    """Runs the measurements that the files lack, and writes the report after each."""
     end = time.monotonic() + 60 * args.minutes
-    rate = matrix_rate(args.device)
-    found = {"rows": [], "towers": [], "rollout": {}, "left": []}
+    rate, file = matrix_rate(args.device), args.out.with_suffix(".json")
+    machine = hardware(args.device)
+    of = [args.preset, args.device, machine["gpu"] or machine["cpu"]]
+    found = {"of": of, "rows": [], "towers": [], "rollout": {}, "done": [], "left": {}}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if before.get("of") == of:
+        found = before
 
     def write() -> str:
         text = page(args, rate, found)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
-        args.out.with_suffix(".json").write_text(json.dumps(found))
+        file.with_suffix(".part").write_text(json.dumps(found))
+        file.with_suffix(".part").replace(file)
         return text
 
-    def attempt(name: str, measurement: Callable[[], None]) -> None:
+    for name, measurement in measurements(args, found).items():
+        is_named = any(words in name for words in args.rows or ())
+        failed = found["left"].get(name, NO_TIME) != NO_TIME
+        if name in found["done"] or (args.rows and not is_named) or (failed and not is_named):
+            continue
+        found["left"].pop(name, None)
         if time.monotonic() > end:
-            found["left"].append(f"{name}: no time")
-        else:
-            try:
-                measurement()
-            except Exception as error:  # must not cost the other rows
-                message = next(iter(str(error).splitlines()), "")
-                found["left"].append(f"{name}: {type(error).__name__}: {message}")
+            found["left"][name] = NO_TIME
+            continue
+        try:
+            measurement()
+            found["done"].append(name)
+        except Exception as error:  # must not cost the other rows
+            message = next(iter(str(error).splitlines()), "")
+            found["left"][name] = f"{type(error).__name__}: {message}"
         free()
         write()
-
-    samplers = [name for name, (*_, use_vllm) in rollout.CONTESTANTS.items() if not use_vllm or is_vllm_available()]
-    rows = list(settings(args))
-    first = sum(setting.tokens == rows[0].tokens for setting in rows)
-
-    def attempt_rows(some: list[argparse.Namespace]) -> None:
-        for each in some:
-            name = f"{each.family}, {each.case}, groups of {each.group}, {each.lengths} lengths up to {each.tokens}"
-            attempt(name, lambda each=each: found["rows"].append(measure(each)))
-
-    attempt_rows(rows[:first])
-    attempt("vision tower", lambda: found["towers"].extend(towers(args)))
-    for each in samplers:
-        attempt(f"sampling with {each}", lambda each=each: found["rollout"].update(sample(args, each)))
-    attempt_rows(rows[first:])
     return write()
 
 
@@ -327,6 +352,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--preset", choices=["tiny", "3b", "7b"], default="3b", help="size of the models")
     parser.add_argument("--minutes", type=float, default=9, help="time after which no new row starts")
+    parser.add_argument("--rows", nargs="+", help="measure what has one of these in its name, such as `tower`, `1024`")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_report.md"), help="output file")
     return parse_options(parser, argv, device="cuda", repeats=1, seed=0)
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import conversations
@@ -19,6 +20,7 @@ import token_budget
 import torch
 import views
 import views_study
+from helpers import devices
 from helpers.cuda_path import Counts
 
 from trl_multimodal_rft.forward.layout import PrefixLayout
@@ -146,21 +148,35 @@ def test_options_that_make_no_sense(policy_update, capsys):
 
 
 def test_gpu_report(tmp_path, monkeypatch):
-    """Runs the complete GPU report on tiny models, of which one row fails."""
-    run = gpu_report.policy_update.run
+    """Runs the complete GPU report on tiny models in three goes, of which one row fails."""
+    run, measured = gpu_report.policy_update.run, []
 
     def fails_once(args, watch):
+        measured.append((args.case, args.lengths, args.updates_only))
         if args.family == "qwen2_audio" and args.updates_only:
             raise RuntimeError("no kernel\nfor this")
         return run(args, watch)
 
     monkeypatch.setattr(gpu_report.policy_update, "run", fails_once)
-    gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(tmp_path / "report.md")])
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert found["left"] == ["qwen2_audio, audio, groups of 2, equal lengths up to 16: RuntimeError: no kernel"]
+
+    def report(*options):
+        out = tmp_path / "report.md"
+        gpu_report.main(["--device", "cpu", "--preset", "tiny", "--out", str(out), *options])
+        return json.loads(out.with_suffix(".json").read_text())
+
+    first = report("--rows", "tower", "lengths up to 8")
+    assert first["left"] == {} and len(first["towers"]) == 1 and first["rollout"] == {}
+    of_step = [(case, "equal", False) for case in ("image", "audio", "text")]
+    assert measured == of_step  # the target, and each case once with sampling
+    assert report("--minutes", "0")["left"].keys() > {"sampling with transformers"}
+    found = report()
+    assert found["left"] == {"qwen2_audio, audio, groups of 2, equal lengths up to 16": "RuntimeError: no kernel"}
+    updates = [("varied", "lognormal"), ("image", "lognormal"), ("image", "equal"), ("audio", "equal")]
+    assert measured[3:] == [(*each, True) for each in updates]
+    assert report() == found and len(measured) == 7  # there is nothing to do
     assert found["rollout"]["transformers"]["tokens_per_s"] > 0
     settings = [row["setting"] for row in found["rows"]]
-    cases = [("text", "TRL"), ("image", "TRL"), ("audio", "padded rows"), ("varied", "TRL"), ("image", "TRL")]
+    cases = [("image", "TRL"), ("audio", "padded rows"), ("text", "TRL"), ("varied", "TRL"), ("image", "TRL")]
     assert [(each["case"], each["baseline"]) for each in settings] == [*cases, ("image", "TRL")]
     for row in found["rows"]:
         assert row["gradient_difference"] < 1e-4 and row["update_ratio"] > 0 and len(row["kernels"]) == 5
@@ -173,6 +189,29 @@ def test_gpu_report(tmp_path, monkeypatch):
     assert tower["difference"] < 1e-5 and min(tower["own_s"], tower["ours_s"]) > 0
     text = (tmp_path / "report.md").read_text()
     assert "## Where an update goes" in text and "## Vision tower" in text and "RuntimeError: no kernel" in text
+
+
+@pytest.mark.parametrize(
+    "versions, generation, is_skipped",
+    [
+        ({"flash-linear-attention": "0.6.0", "triton": "3.6.0"}, 9, True),
+        ({"flash-linear-attention": "0.6.0", "triton": "3.6.0"}, 8, False),
+        ({"flash-linear-attention": "0.6.0", "triton": "3.7.1"}, 9, False),
+        ({"flash-linear-attention": "0.6.0", "triton": "3.6.0", "tilelang": "0.1"}, 9, False),
+        ({"triton": "3.6.0"}, 9, False),
+    ],
+)
+def test_gradients_that_kernels_refuse_are_skipped(versions, generation, is_skipped, monkeypatch):
+    """What a GPU's tests of gated layers do on machines that `tests/gpu/README.md` names."""
+
+    def version(name):
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(devices, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    assert ("not Triton 3.6.0" in (devices.gated_backward_obstacle() or "")) == is_skipped
 
 
 def test_images_vary_with_each_repetition(policy_update, tmp_path):
@@ -203,10 +242,10 @@ def test_costs_of_layers_add_up(packed, checkpointing):
     assert found[:-1] == pytest.approx(expected[:-1], rel=0.01) and found[-1] == pytest.approx(expected[-1], rel=0.03)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_operations_are_those_of_the_formula(packed):
+@pytest.mark.parametrize("packed, prompt", [(False, 300), (True, 300), (True, 30_000)])
+def test_operations_are_those_of_the_formula(packed, prompt):
     """Counts six operations per weight of a layer and token, and those of attention and of the LM head."""
-    prompt, group, tokens, layers, heads, size, vocabulary = 300, 4, 100, 6, 6, 64, 400
+    group, tokens, layers, heads, size, vocabulary = 4, 100, 6, 6, 64, 400
     text = project.policy_update.PRESETS["12m"].text
     width, inner, keys = text["hidden_size"], text["intermediate_size"], text["num_key_value_heads"]
     weights = 2 * width * heads * size + 2 * width * keys * size + 3 * width * inner
@@ -233,6 +272,15 @@ def test_project(capsys):
     # A GPU of the weights alone doesn't fit them
     [row] = project.main([*options[:4], "--tokens", "8", "--memory", "1"])["rows"]
     assert row["checkpointing"] and not row["ours"]["fits"] and "doesn't fit" in capsys.readouterr().out
+
+
+def test_project_runs_with_its_prompts_and_lengths():
+    """Of the defaults, only the models are others: the longest prompt has keys that completions share in one call."""
+    rows = project.main(["--presets", "tiny"])["rows"]
+    assert [(row["case"], row["tokens"]) for row in rows] == [
+        (case, tokens) for case in project.PROMPTS for tokens in project.COMPLETIONS
+    ]
+    assert all(row["update_ratio"] > 1 for row in rows)
 
 
 SMALL_MASKS = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]

@@ -229,15 +229,18 @@ def test_supervised_rows(folder):
     assert parts["generation"] == parts["KV cache"] == 0 and parts["peak"] == parts["update"]
 
 
-def test_options_of_a_run():
+def test_options_of_a_run(tmp_path):
     """Takes the options of a recipe and of its launcher, unless the command line sets them."""
     seen = []
+    (tmp_path / "run.yaml").write_text("model_name_or_path: a/b\naccelerate_config: hsdp\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "run", seen.append)
         main(["estimate", "--config", "qwen2_5_vl_7b/geometry3k_grpo"])
         main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
         main(["estimate", "--config", "qwen2_5_vl_7b/video_r1_sft", "--strategy", "zero2"])
-    first, second, third = map(vars, seen)
+        main(["estimate", "--config", str(tmp_path / "run.yaml")])
+    first, second, third, replicated = map(vars, seen)
+    assert (replicated["strategy"], replicated["gpus"]) == ("fsdp2", 8)  # of 16, which hold the shards twice
     assert first["model_name_or_path"] == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert (first["strategy"], first["gpus"]) == ("fsdp2", 8)
     sizes = first["per_device_train_batch_size"], first["steps_per_generation"], first["num_generations"]

@@ -154,7 +154,7 @@ def copied(straight, tmp_path):
 def test_checkpoint_without_a_critic(name, copied, tmp_path):
     folder = copied(name, 3)
     shutil.rmtree(folder / "critic")
-    with pytest.raises(ValueError, match=r"checkpoint-3 has no critic; it is no checkpoint of PPO with one\."):
+    with pytest.raises(ValueError, match=r"checkpoint-3 has no critic; resume from a checkpoint of PPO with one\."):
         CASES[name].resume(folder, tmp_path)
 
 

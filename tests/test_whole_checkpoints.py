@@ -24,7 +24,7 @@ from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers.checkpoint_files import replace_folder
 from trl_multimodal_rft.trainers.manifest import (
     measure_together,
@@ -33,7 +33,7 @@ from trl_multimodal_rft.trainers.manifest import (
     write_manifest,
 )
 from trl_multimodal_rft.trainers.setup import resolve_config
-from trl_multimodal_rft.trainers.shards import SHARDS, refuse_missing_shards, refuse_other_layout, save_shards
+from trl_multimodal_rft.trainers.shards import SHARDS, other_layout, refuse_missing_shards, save_shards
 
 
 STEPS = 3
@@ -283,20 +283,34 @@ def test_every_shard_counts(tmp_path):
     assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is missing"]
 
 
-@pytest.mark.parametrize("own", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_shards_and_whole_weights_are_not_confused(own, tmp_path):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
+LAYOUTS = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": FSDP_MODEL_NAME + ".bin", None: "model.safetensors"}
+
+
+@pytest.mark.parametrize("own", LAYOUTS)
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_layouts_are_not_confused(own, saved, tmp_path):
+    plugin = own and FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=own)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    refuse_other_layout(accelerator, tmp_path)
-    for name, needed in ((SHARDS, "SHARDED_STATE_DICT"), (FSDP_MODEL_NAME + ".bin", "FULL_STATE_DICT")):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / SHARDS).mkdir() if name == SHARDS else (folder / name).touch()
-        if own == needed:
-            refuse_other_layout(accelerator, folder)
-        else:
-            with pytest.raises(ValueError, match=f"Launch it with `--fsdp_state_dict_type {needed}`."):
-                refuse_other_layout(accelerator, folder)
+    (tmp_path / LAYOUTS[saved]).touch()
+    message = other_layout(accelerator, tmp_path)
+    if own == saved:
+        assert message is None
+        return
+    before = f"with FSDP's `{saved}`" if saved else "without FSDP (or with `save_only_model`)"
+    this = f"with FSDP's `{own}`" if own else "without FSDP"
+    launched = "the `--accelerate_config` of that run, such as `multi_gpu`"
+    if saved:
+        launched = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {saved}`, on any number of GPUs"
+    assert f"was saved {before}, and this run is {this}. Resume with {launched}" in message
+
+
+@pytest.mark.parametrize("trainer_class", [MultimodalGRPOTrainer, MultimodalPPOTrainer])
+def test_shards_are_refused_before_anything_loads(trainer_class, tmp_path):
+    trainer = make_trainer(trainer_class, "qwen2_5_vl", image_rows(5), tmp_path / "run")
+    (tmp_path / "checkpoint-2" / SHARDS).mkdir(parents=True)
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="was saved with FSDP's `SHARDED_STATE_DICT`, and this run is without FSDP"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 class Touched(TrainerCallback):

@@ -526,8 +526,16 @@ def sharded(folder, checkpoint=None):
 
 
 def resharded(folder):
-    """Resumes from what other processes wrote in `sharded`."""
-    return sharded(folder, folder.parent.parent / "two" / "sharded" / "output" / "checkpoint-2")
+    """Resumes from what other processes wrote in `sharded`, but not from a checkpoint that was saved without FSDP."""
+    checkpoint = folder.parent.parent / "two" / "sharded" / "output" / "checkpoint-2"
+    result = sharded(folder, checkpoint)
+    if PartialState().is_main_process:
+        shutil.copytree(checkpoint, folder / "plain", ignore=shutil.ignore_patterns("*_0", "manifest.json"))
+    PartialState().wait_for_everyone()
+    try:
+        sharded(folder / "refused", folder / "plain")
+    except ValueError as error:
+        return {**result, "message": str(error)}
 
 
 class InjectingMaker(NaiveExperienceMaker):

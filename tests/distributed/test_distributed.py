@@ -413,6 +413,22 @@ def test_shards_are_resumed_by_another_number_of_processes(tmp_path):
             [step["reward"] for step in two[0]["steps"]]
         )
         assert_same_update(rank["update"], two[0]["update"], tolerance=1e-4)
+        assert "saved without FSDP (or with `save_only_model`), and this run is with FSDP's" in rank["message"]
+
+
+@pytest.mark.slow
+def test_replicated_shards_train_as_one_process(tmp_path):
+    """Four processes, of which two pairs hold the shards; checkpoints, too, are those of one pair."""
+    scenarios = [FOR_EACH_ENGINE, "token_budget", "resumed_reference"]
+    four, one = Run("hsdp", 4, scenarios, tmp_path / "four"), Run("ddp", 1, scenarios[:2], tmp_path / "one")
+    results, expected = four.results(), one.results()
+    for ranks in results.values():
+        assert all(rank["sharded"] for rank in ranks)
+        for rank in ranks[1:]:
+            assert_same_ranks([ranks[0], rank], least=0.01)
+    for scenario, (single,) in expected.items():
+        assert_same_update(results[scenario][0]["update"], single["update"])
+    assert all(rank["otherwise"] == [] for rank in results["resumed_reference"])
 
 
 @on(["ddp"], "resumed_by_more")

@@ -6,6 +6,7 @@ launched on the CPU with each of them, once by the command that users type.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
@@ -28,8 +30,19 @@ from small_models import spoken_digit_model
 from tasks import spoken_digits
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.setup import refuse_several_runs
+from trl_multimodal_rft import (
+    MultimodalDistillationConfig,
+    MultimodalDistillationTrainer,
+    MultimodalGRPOConfig,
+    MultimodalGRPOTrainer,
+    MultimodalPPOConfig,
+    MultimodalPPOTrainer,
+    MultimodalRLOOConfig,
+    MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.trainers.setup import check_launch
 
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +86,7 @@ def test_types():
         "single_gpu": DistributedType.NO,
         "multi_gpu": DistributedType.MULTI_GPU,
         "multi_node": DistributedType.MULTI_GPU,
-        "fsdp2": DistributedType.FSDP,
+        **dict.fromkeys(["fsdp2", "hsdp"], DistributedType.FSDP),
         **dict.fromkeys(ZERO, DistributedType.DEEPSPEED),
     }
 
@@ -91,28 +104,31 @@ def test_fields_of_one_process_reach_it():
     assert launch_environment("single_gpu", "--gpu_ids", "3")[1]["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-@pytest.mark.parametrize("name", [*ZERO, "fsdp2", "multi_gpu", "multi_node"])
+@pytest.mark.parametrize("name", [*ZERO, "fsdp2", "hsdp", "multi_gpu", "multi_node"])
 def test_fields_of_several_processes_reach_them(name):
-    options = ["--num_processes", "16", "--num_machines", "2"] if name != "multi_node" else []
+    of_machines = name in ("hsdp", "multi_node")
+    options = [] if of_machines else ["--num_processes", "16", "--num_machines", "2"]
     options += ["--machine_rank", "1", "--main_process_ip", "10.1.2.3", "--main_process_port", "12345"]
     args, environment = launch_environment(name, *options)
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", 1, "8")
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "10.1.2.3:12345")
-    if name != "multi_node":
+    if not of_machines:
         assert launch_environment(name)[0].nproc_per_node == "8"
 
 
+FSDP = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_activation_checkpointing": False,
+    "fsdp_offload_params": "OffloadPolicy",  # it leaves everything in place
+    "fsdp_auto_wrap_policy": "transformer_auto_wrap_policy",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
 IN_PLUGIN = {
-    "fsdp2": {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": True,
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_activation_checkpointing": False,
-        "fsdp_offload_params": "OffloadPolicy",  # it leaves everything in place
-        "fsdp_auto_wrap_policy": "transformer_auto_wrap_policy",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    },
+    "fsdp2": {**FSDP, "replicated": 1, "sharded": 1},  # sizes that aren't set
+    "hsdp": {**FSDP, "replicated": 2, "sharded": 8},
     **{
         name: {
             "zero_stage": stage,
@@ -137,7 +153,8 @@ def test_fields_reach_the_plugin(name, monkeypatch):
         plugin = DeepSpeedPlugin()
         assert {field: getattr(plugin, field) for field in IN_PLUGIN[name]} == IN_PLUGIN[name]
         return
-    plugin = FullyShardedDataParallelPlugin()
+    plugin, parallelism = FullyShardedDataParallelPlugin(), ParallelismConfig()
+    assert (environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true") == (name == "hsdp")
     assert IN_PLUGIN[name] == {
         "fsdp_version": plugin.fsdp_version,
         "fsdp_reshard_after_forward": plugin.reshard_after_forward,
@@ -146,6 +163,8 @@ def test_fields_reach_the_plugin(name, monkeypatch):
         "fsdp_offload_params": type(plugin.cpu_offload).__name__,
         "fsdp_auto_wrap_policy": plugin.auto_wrap_policy.__name__,
         "fsdp_state_dict_type": plugin.state_dict_type.name,
+        "replicated": parallelism.dp_replicate_size,
+        "sharded": parallelism.dp_shard_size,
     }
 
 
@@ -291,6 +310,20 @@ def test_fsdp2(multi_gpu, given, tmp_path):
 
 
 @pytest.mark.slow
+def test_hsdp(given, tmp_path):
+    """Four processes, which two machines with two GPUs each would have; `test_distributed.py` compares the update."""
+    sizes = {"num_machines": 1, "num_processes": 4, "parallelism_config_dp_shard_size": 2}
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    switches = {**CPU, "FSDP2_ON_CPU": "true"}
+    outcome = trained(
+        *("hsdp", tmp_path / "run", given, "--per_device_train_batch_size", "32"),
+        launcher_options=[*options, *IN_FLOAT32],
+        environment=switches,
+    )
+    assert_trained(outcome, given, 4, type="FSDP", fsdp_version=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO)
 def test_deepspeed(name, multi_gpu, given, tmp_path):
     """On the CPU, an argument of the script selects another DeepSpeed backend, without environment variables."""
@@ -352,7 +385,7 @@ def test_one_process_instead_of_several(name, monkeypatch):
         for variable, value in launch_environment(name, "--num_processes", processes)[1].items():
             monkeypatch.setenv(variable, value)
         with pytest.raises(RuntimeError, match="to start several.*`multi_gpu.yaml`") if refused else nullcontext():
-            refuse_several_runs(args)
+            check_launch(args, "no/model")
 
 
 def test_one_process_with_several_gpus(tmp_path):
@@ -374,3 +407,40 @@ def test_launches_that_become_independent_runs(name, remedy, given, tmp_path):
     assert "RuntimeError: `WORLD_SIZE` is 2, but Accelerate runs this process alone" in outcome.output
     assert remedy in outcome.output
     assert not outcome.folder.exists()
+
+
+# Ranks that share rows
+
+TRAINERS = {
+    MultimodalGRPOTrainer: (MultimodalGRPOConfig, {"reward_funcs": length_and_sum}),
+    MultimodalRLOOTrainer: (MultimodalRLOOConfig, {"reward_funcs": length_and_sum}),
+    MultimodalPPOTrainer: (MultimodalPPOConfig, {"reward_funcs": length_and_sum}),
+    MultimodalDistillationTrainer: (MultimodalDistillationConfig, {}),
+    MultimodalSFTTrainer: (MultimodalSFTConfig, {}),
+}
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_ranks_that_share_rows_are_refused(trainer_class, monkeypatch, tmp_path):
+    """Before the model is loaded: there is none of this name."""
+    config_class, objects = TRAINERS[trainer_class]
+    objects = {"train_dataset": text_rows(), **objects}
+    if trainer_class is MultimodalDistillationTrainer:
+        objects["teacher_model"] = load("qwen2_5_vl")[0]
+
+    def refused(named, model="no/model", **options):
+        args = config_class(str(tmp_path), use_cpu=True, bf16=False, **options)
+        with pytest.raises(ValueError, match=f"^{re.escape(named)}: ranks that share a model's layers"):
+            trainer_class(model=model, args=args, **objects)
+
+    refused("`tp_size=2`", parallelism_config=ParallelismConfig(tp_size=2))
+    refused("`tp_plan='auto'`", model_init_kwargs={"tp_plan": "auto"})
+    model = load("qwen2_5_vl")[0]
+    model._tp_size = 2  # as `from_pretrained` sets it
+    refused("`model.tp_size=2`", model)
+    for name in ("cp_size", "sp_size"):
+        with monkeypatch.context() as environment:
+            environment.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")  # as `accelerate launch` does
+            refused(f"`{name}=2`")
+    sharded = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)  # as with `hsdp.yaml`
+    check_launch(config_class(str(tmp_path), use_cpu=True, parallelism_config=sharded), "no/model")

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers.chats import RATE, audio, image
@@ -211,7 +211,9 @@ def engine_options(state):
         return {"deepspeed": config, "use_cpu": False, **own_state}
     own_backend = {"ddp_backend": "gloo"} if SHARES_GPU else {}
     shards = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}  # as in `fsdp2.yaml`
-    return {"use_cpu": ON_CPU, **(shards if ENGINE == "fsdp2" and splits else {}), **own_backend}
+    if ENGINE == "hsdp":  # as in `hsdp.yaml`, with two machines
+        shards["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=state.num_processes // 2)
+    return {"use_cpu": ON_CPU, **(shards if ENGINE in ("fsdp2", "hsdp") and splits else {}), **own_backend}
 
 
 def weights(model):

@@ -28,7 +28,7 @@ from training import ENGINE, FOLDER, ON_CPU, SCENARIOS, start
 def main():
     gc.freeze()  # Each run collects garbage and would otherwise scan all imported objects
     torch.set_num_threads(1)
-    if ENGINE == "fsdp2" and ON_CPU:
+    if ENGINE in ("fsdp2", "hsdp") and ON_CPU:
         enable_fsdp2_on_cpu()
     rank = start(timeout=timedelta(seconds=COLLECTIVE)).process_index
     scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)

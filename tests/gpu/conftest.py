@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.devices import GPU
+from helpers.devices import GPU, gated_backward_obstacle
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 # Must precede the start of CUDA. Otherwise cuBLAS may sum in another order each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_runtest_setup(item):
+    """Skips gradients of gated layers where their kernels refuse them; a forward pass works."""
+    given = getattr(item, "callspec", None)
+    values = () if given is None else [value for value in given.params.values() if isinstance(value, str)]
+    if "cuda" in values and any("qwen3_5" in each or "linear attention" in each for each in values):
+        obstacle = gated_backward_obstacle()
+        if obstacle and "generate" not in item.name:
+            pytest.skip(obstacle)
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=GPU), pytest.param("cpu", marks=pytest.mark.slow)])

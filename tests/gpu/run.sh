@@ -3,8 +3,9 @@
 # in the folder `$OUT`. `DEVICE=cpu` rehearses it.
 #
 #   OUT=outputs/gpu tests/gpu/run.sh WHEELS [tests | report]
+#   ROWS="long tower" RESUME=report-3b.json OUT=outputs/gpu tests/gpu/run.sh WHEELS report  # some rows, after others
 set -uo pipefail
-wheels=$(realpath "$1") part=${2:-all} device=${DEVICE:-cuda}
+wheels=$(realpath "$1") resume=$(realpath -m "${RESUME:-.}") part=${2:-all} device=${DEVICE:-cuda}
 out=$(realpath -m "${OUT:-outputs/gpu}") site=$(mktemp -d)
 cd "$(dirname "$0")/../.."
 mkdir -p "$out"
@@ -24,7 +25,9 @@ if [ "$part" != report ]; then
         tee "$out/tests.txt" || code=$?
 fi
 if [ "$part" != tests ]; then
-    timeout $report_end python3 benchmarks/gpu_report.py --device "$device" --preset "$preset" --out "$out/report-$preset.md" 2>&1 |
+    if [ -n "${RESUME:-}" ]; then cp "$resume" "$out/report-$preset.json"; fi
+    read -ra rows <<< "${ROWS:+--rows $ROWS}"
+    timeout $report_end python3 benchmarks/gpu_report.py --device "$device" --preset "$preset" --out "$out/report-$preset.md" "${rows[@]}" 2>&1 |
         tee "$out/report.txt" || code=$?
 fi
 exit $code

@@ -1,11 +1,32 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Devices of the tests."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 import pytest
 import torch
+from packaging.version import Version
 
 
 # `tests/shims/fake_cuda.py` has neither Triton's kernels nor storages that can be emptied, and one device
 IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "stand-in"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NO_STAND_IN = pytest.mark.skipif(IS_STAND_IN, reason="needs a real GPU")
+
+
+def gated_backward_obstacle() -> str | None:
+    """Why flash-linear-attention refuses the backward pass of gated layers here; `None` where it doesn't."""
+    found = {}
+    for name in ("flash-linear-attention", "triton", "tilelang"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+    if "flash-linear-attention" not in found or "triton" not in found or "tilelang" in found:
+        return None
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper or not Version("3.4.0") <= Version(found["triton"]) < Version("3.7.1"):
+        return None
+    return (
+        f"on Hopper, flash-linear-attention needs TileLang or Triton 3.7.1 for gradients, not Triton {found['triton']}"
+    )

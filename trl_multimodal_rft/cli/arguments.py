@@ -150,6 +150,10 @@ def of_run_estimate(keys: dict[str, Key]) -> dict[str, Key]:
         "steps_per_generation": "gradient_accumulation_steps",  # TRL's default
     }
     options = {option: launch[name] for option, name in names.items() if name in launch}
+    if "parallelism_config" in launch:  # of GPUs that hold the same shards, one counts
+        sizes = launch["parallelism_config"]
+        n = sizes.value.get("parallelism_config_dp_shard_size", 1)
+        options["gpus"] = keys.get("parallelism_config_dp_shard_size", sizes._replace(value=n, text=str(n)))
     options |= {**keys, "strategy": kind._replace(value=strategy, text=strategy)}
     if "packing" in keys and keys["packing"].value not in ("prefix", "padded"):  # of supervised rows
         del options["packing"]

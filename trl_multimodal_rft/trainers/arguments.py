@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any
 
+from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainerCallback
 
@@ -261,6 +262,30 @@ def refuse_classes(**given: Any) -> None:
             make = "from_pretrained(...)" if hasattr(value, "from_pretrained") else "(...)"
             joined = f"{value.__name__}{'.' if make[0] != '(' else ''}{make}"
             raise TypeError(f"`{name}` is the class {value.__name__}; pass an instance, such as `{joined}`.")
+
+
+def refuse_split_models(args: Any, model: Any) -> None:
+    """
+    Refuses tensor, context and sequence parallelism, whose ranks share rows: here, each rank draws rows of its own.
+    """
+    parallelism = args.parallelism_config or ParallelismConfig()  # which reads what `accelerate launch` sets
+    sizes = {name: getattr(parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
+    deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    sizes["autotp_size"] = deepspeed.get("tensor_parallel", {}).get("autotp_size")
+    sizes["sequence_parallel_size"] = deepspeed.get("sequence_parallel_size")
+    split = {name: size for name, size in sizes.items() if (size or 1) > 1}
+    if isinstance(model, str):
+        kwargs = args.model_init_kwargs or {}
+        split |= {name: kwargs[name] for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)}
+    else:
+        loaded = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
+        split |= {f"model.{name}": size for name, size in loaded.items() if size > 1}
+    if split:
+        raise ValueError(
+            f"{', '.join(f'`{name}={value!r}`' for name, value in split.items())}: ranks that share a model's layers "
+            "or a row's tokens would train on different rows. Remove it; `fsdp2.yaml`, `hsdp.yaml` and "
+            "`deepspeed_zero3.yaml` split weights, and `max_tokens_per_microbatch` long rows."
+        )
 
 
 def check_arguments(reward_funcs: Any = None, callbacks: Any = None, args: Any = None, **given: Any) -> None:

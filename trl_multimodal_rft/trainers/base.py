@@ -62,6 +62,7 @@ from .setup import (
     add_log_callbacks,
     around_trl_constructor,
     check_first_rows,
+    check_launch,
     enable_packing,
     feature_dtype,
     first_fallbacks,
@@ -70,7 +71,6 @@ from .setup import (
     load_parts,
     modalities,
     prepare_reference,
-    refuse_several_runs,
     refuse_unchecked_steps,
     reward_sources,
     set_tools,
@@ -113,7 +113,7 @@ class MultimodalTrainer(CheckpointMixin):
     ):
         ignore_deprecated_names()
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
-        refuse_several_runs(args)
+        check_launch(args, model)
         refuse_unchecked_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)

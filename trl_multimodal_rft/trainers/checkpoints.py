@@ -41,7 +41,7 @@ from .finite import refuse_broken_weights
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
 from .run_lock import holding
-from .shards import gathering, load_module, refuse_missing_shards, refuse_other_layout, save_module, writes_shards
+from .shards import gathering, load_module, other_layout, refuse_missing_shards, save_module, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -125,7 +125,8 @@ class CheckpointMixin(Trainer):
             [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
 
         Raises:
-            `ValueError`: If files of the checkpoint are missing or damaged, or none is whole.
+            `ValueError`: If files of the checkpoint are missing or damaged, if none is whole, or if it is one of FSDP
+                and this run isn't, or the reverse.
             `RuntimeError`: If another run trains in `output_dir`.
         """
         end_with_launcher()
@@ -139,7 +140,9 @@ class CheckpointMixin(Trainer):
                 )
             checkpoint = self._whole_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
             self._resumed_from = checkpoint
-            differs = other_parts(checkpoint, self.args) if checkpoint and self.args.should_save else None
+            differs = None
+            if checkpoint and self.args.should_save:
+                differs = other_layout(self.accelerator, checkpoint) or other_parts(checkpoint, self.args)
             (differs,) = broadcast_object_list([differs])
             if differs is not None:
                 raise ValueError(differs)
@@ -222,7 +225,6 @@ class CheckpointMixin(Trainer):
         the names. Whether it did.
         """
         if not is_unsharded(self.accelerator):
-            refuse_other_layout(self.accelerator, Path(folder))
             return False
         self._load_parts(Path(folder))
         policy = policy_alone(self.accelerator.unwrap_model(self.model))

@@ -447,7 +447,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is None:
             return
         if not (folder / _CRITIC).is_dir() or not self.critic.load(folder / _CRITIC):
-            raise ValueError(f"{folder} has no critic; it is no checkpoint of PPO with one.")
+            raise ValueError(f"{folder} has no critic; resume from a checkpoint of PPO with one.")
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         found = []

@@ -51,7 +51,7 @@ from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments, template_for_tools
-from .arguments import check_output_dir, refuse_classes
+from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .rollout_logs import ReadMetrics
 
 
@@ -244,10 +244,10 @@ def media_limits(args, *datasets) -> dict[str, int]:
     return {kind: max((each[kind] for each in counts), default=0) for kind in MODALITIES} if counts else {}
 
 
-def refuse_several_runs(args) -> None:
+def check_launch(args, model: Any) -> None:
     """
     Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
-    one process instead of several, and several GPUs in one process.
+    one process instead of several, several GPUs in one process, and ranks that share rows.
     """
     refuse_separate_runs(
         args.world_size,
@@ -270,6 +270,7 @@ def refuse_several_runs(args) -> None:
             f"the script with `accelerate launch --num_processes {args.n_gpu}`, or show it one GPU: "
             "`CUDA_VISIBLE_DEVICES=0`."
         )
+    refuse_split_models(args, model)
 
 
 def refuse_unchecked_steps(args) -> None:

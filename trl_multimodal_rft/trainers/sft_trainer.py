@@ -47,6 +47,7 @@ from .checkpoints import CheckpointMixin, what_was_checked
 from .optimizer import choose_what_trains
 from .setup import (
     check_family,
+    check_launch,
     check_processor_name,
     has_unread_rows,
     ignore_deprecated_names,
@@ -54,7 +55,6 @@ from .setup import (
     modalities,
     no_warning_about_init_kwargs,
     options_for_constructor,
-    refuse_several_runs,
     refuse_unchecked_steps,
     resolve_config,
     warn_of_unread,
@@ -119,9 +119,9 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
-        `ValueError`: If the model can't be trained, if rows are to be sharded along their length, if a processor is
-            to be loaded by the name of a model that has none, or if a dataset has no columns to learn from, or media
-            that a tokenizer can't encode.
+        `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
+            parallelism), if a processor is to be loaded by the name of a model that has none, or if a dataset has no
+            columns to learn from, or media that a tokenizer can't encode.
     """
 
     _tag_names = ["trl", "sft", "trl-multimodal-rft"]
@@ -175,7 +175,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        refuse_several_runs(args)
+        check_launch(args, model)
         refuse_unchecked_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
@@ -246,12 +246,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         self._add_checkpoint_callbacks()
 
     def _refuse_unsupported(self) -> None:
-        args, parallelism = self.args, self.accelerator.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError(
-                "Rows with media can't be sharded along their length; set `cp_size` and `sp_size` to 1, and "
-                "`max_tokens_per_microbatch` for long rows."
-            )
+        args = self.args
         if self._needs_plain_rows and (args.packing or args.eval_packing or args.max_tokens_per_microbatch):
             raise ValueError(
                 "Prompt learning and `compute_loss_func` forward padded rows whole; set `packing=False`, and drop "

@@ -79,13 +79,20 @@ def refuse_missing_shards(checkpoint: Path) -> None:
                 )
 
 
-def refuse_other_layout(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Raises `ValueError` where a checkpoint is in shards and those of this run of FSDP are whole, or the reverse."""
+def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
+    """
+    Why a run can't resume from a checkpoint: FSDP reads weights and optimizer only as FSDP wrote them, in shards or
+    whole, and nothing else reads those.
+    """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    found = {"SHARDED": (checkpoint / SHARDS).is_dir(), "FULL": (checkpoint / f"{FSDP_MODEL_NAME}.bin").is_file()}
-    own, other = ("SHARDED", "FULL") if writes_shards(accelerator) else ("FULL", "SHARDED")
-    if plugin is not None and found[other] and not found[own]:
-        raise ValueError(
-            f"{checkpoint} was saved with `fsdp_state_dict_type: {other}_STATE_DICT`, and this run has "
-            f"{own}_STATE_DICT. Launch it with `--fsdp_state_dict_type {other}_STATE_DICT`."
-        )
+    own = "" if plugin is None else plugin.state_dict_type.name
+    files = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin"}
+    found = [layout for layout, name in files.items() if Path(checkpoint, name).exists()]
+    if own in (found or [""]):
+        return None
+    saved = f"with FSDP's `{found[0]}`" if found else "without FSDP (or with `save_only_model`)"
+    this = f"with FSDP's `{own}`" if own else "without FSDP"
+    remedy = f"the `--accelerate_config` of that run, such as `multi_gpu`, or train the weights of {checkpoint} anew"
+    if found:
+        remedy = f"`--accelerate_config fsdp2 --fsdp_state_dict_type {found[0]}`, on any number of GPUs"
+    return f"{checkpoint} was saved {saved}, and this run is {this}. Resume with {remedy}."
