@@ -32,7 +32,7 @@ from .vllm_server import (
     server_features,
     server_renderer,
 )
-from .vllm_versions import engine_obstacle
+from .vllm_versions import SUPPORTED, engine_obstacle
 from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_unread
 
 
@@ -367,14 +367,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
-        model = self._runner.model
+        worker, model = self._worker, self._runner.model
+        # Kernels may hold weights in other layouts than checkpoints (vllm-project/vllm#42821)
+        reload = getattr(worker, "reload_weights", None)
+        if reload is None:
+            raise RuntimeError(
+                f"vLLM's {type(worker).__name__} can't reload weights, of which it may have changed the layout, so it "
+                f"would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
+            )
         is_unneeded = _of_unused_towers(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            model.load_weights(weights)
+            # It holds those of a layer until it has all, perhaps for longer than adapters are merged
+            reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for, and returns names of its own
-        left_out = load_and_find_unread(model.load_weights, weights)
+        left_out = load_and_find_unread(lambda given: reload(weights_iterator=given), weights)
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
@@ -403,8 +411,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
 
     @property
+    def _worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker
+
+    @property
     def _runner(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+        return self._worker.model_runner
 
     def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
         # Unique, as other runs may use the servers
