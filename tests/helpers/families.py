@@ -282,8 +282,8 @@ CROP = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 
 # No weight of an expert is square, whose layouts nothing could tell apart
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 # Of released configs, and read by vLLM, but not written by transformers
 RELEASED_ROUTING = {"norm_topk_prob": True}
 RELEASED_VISION = {"image_size": 128, "apply_vit_abs_pos_embed": True}  # 8 x 8 patches, as there are positions

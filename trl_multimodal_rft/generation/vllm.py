@@ -111,6 +111,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         # That servers have, by the places of batches, as they may still sample with those before the last
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # known after the first sync
+        self._speculates = bool(self._engine_kwargs.get("speculative_config"))
+        self._n_drafts = self._n_accepted = 0.0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -132,6 +134,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 ) from error
             raise
         if self.mode == "server":
+            self._speculates = bool(info.get("speculative_config"))
+            self._bad_words(self._sampling())  # or refuses them
             renderer = server_renderer(
                 info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
@@ -191,7 +195,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """Samples a completion of each prompt."""
-        options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
+        options = self._bad_words(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
@@ -239,7 +243,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         it longer to answer. See [`server_completions_once`].
         """
         rank, n_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        urls, options = self._urls, self._sampling()
+        urls, options = self._urls, self._bad_words(self._sampling())
         options.pop("seed", None)
         model = None if self._adapter_request is None else self._adapter_request.lora_name
         return server_completions_once(
@@ -264,6 +268,38 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **self.generation_kwargs,
             **({"structured_outputs": structured} if structured else {}),
         }
+
+    def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A copy of options; without a bias of logits, which vLLM doesn't support with speculative decoding."""
+        options = dict(options)
+        bias = options.pop("logit_bias", None) if self._speculates else None
+        if not bias:
+            return options
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        words = {int(token): tokenizer.convert_ids_to_tokens(int(token)) for token in bias}
+        for token, word in words.items():
+            is_banned = bias.get(token, bias.get(str(token))) <= -100
+            if not is_banned or tokenizer.encode(word or "", add_special_tokens=False) != [token]:
+                raise ValueError(
+                    f"vLLM doesn't support `logit_bias` (here of token {token}) with `speculative_config`, nor can "
+                    "`bad_words` replace it; remove one of them."
+                )
+        return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
+
+    def acceptance_length(self) -> float | None:
+        """Tokens per step of a colocated engine that speculates, since the last call; `None` where it tells none."""
+        if not self._speculates or self.mode == "server":
+            return None
+        try:
+            counts = {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+        except AssertionError:  # the user has turned them off
+            return None
+        before = self._n_drafts, self._n_accepted
+        self._n_drafts, self._n_accepted = (
+            counts.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
+        )
+        n_drafts = self._n_drafts - before[0]
+        return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
         if isinstance(options.get("structured_outputs"), dict):

@@ -70,6 +70,8 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
+        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
+            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
     return MultimodalVLLMGeneration(
         model=model,
         accelerator=accelerator,
