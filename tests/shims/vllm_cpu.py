@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def _in_a_reload(in_place):
-    """Keeps weights writable for TRL. The CPU build packs them on loading, and can then write them only in a reload."""
+    """Keeps weights writable for TRL. The CPU build packs them on loading, and writes them only in a reload."""
 
     def load(self):
         if self.mode == "server":
