@@ -275,7 +275,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         bias = options.pop("logit_bias", None) if self._speculates else None
         if not bias:
             return options
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         words = {int(token): tokenizer.convert_ids_to_tokens(int(token)) for token in bias}
         for token, word in words.items():
             is_banned = bias.get(token, bias.get(str(token))) <= -100
