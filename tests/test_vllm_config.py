@@ -4,8 +4,10 @@
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 from helpers.families import FAMILIES
 from helpers.trainer_utils import (
     audio_rows,
@@ -211,3 +213,67 @@ def test_sampling_parameters_are_those_of_transformers():
     assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.0}
     config.update(do_sample=True, temperature=0.5, top_p=0.9, top_k=3)
     assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.5, "top_p": 0.9, "top_k": 3}
+
+
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+
+@pytest.mark.parametrize("given", [{"min_p": 0.1}, {"generation_kwargs": {"logit_bias": {7: 1.0}}}])
+def test_options_that_vllm_refuses_with_speculative_decoding(given, tmp_path):
+    engine_kwargs = {"speculative_config": SPECULATIVE}
+    name = "min_p" if "min_p" in given else "logit_bias"
+    with pytest.raises(
+        ValueError, match=rf"support `{name}` with `vllm_engine_kwargs\['speculative_config'\]`; remove"
+    ):
+        MultimodalGRPOConfig(str(tmp_path), use_vllm=True, bf16=False, vllm_engine_kwargs=engine_kwargs, **given)
+
+
+def speculating(monkeypatch, **options) -> vllm.MultimodalVLLMGeneration:
+    """Returns generation that speculates, without an engine, and notes the options of requests."""
+    monkeypatch.setattr(vllm.MultimodalVLLMGeneration, "_init_vllm", lambda self: None)
+    processor = FAMILIES["qwen2_5_vl"].build()[1]
+    made = vllm.MultimodalVLLMGeneration(
+        {"speculative_config": SPECULATIVE},
+        model=None,
+        accelerator=Accelerator(cpu=True),
+        processing_class=processor,
+        **options,
+    )
+    made.seen = []
+    monkeypatch.setattr(made, "_requests", lambda *args: [])
+    monkeypatch.setattr(made, "_sample_with_engine", lambda requests, given, profiler: made.seen.append(given) or [])
+    return made
+
+
+def test_placeholders_with_speculative_decoding(monkeypatch):
+    """In training, with names of tokens as a server gets them, and in evaluation."""
+    words = FAMILIES["qwen2_5_vl"].build()[1].tokenizer
+    image, video = words.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    for bias in ({image: -100.0, video: -100.0}, {str(image): -100.0, str(video): -100.0}):
+        made = speculating(monkeypatch, generation_kwargs={"logit_bias": bias, "bad_words": ["red"]})
+        made.generate([])
+        made.generate([], sampling=vllm.sampling_parameters(GenerationConfig(suppress_tokens=[image, video])))
+        assert not any("logit_bias" in each for each in made.seen)
+        assert [each["bad_words"] for each in made.seen] == [
+            ["red", "<|image_pad|>", "<|video_pad|>"],
+            ["<|image_pad|>", "<|video_pad|>"],
+        ]
+    made = speculating(monkeypatch, generation_kwargs={"logit_bias": {image: 2.0}})
+    with pytest.raises(ValueError, match=f"`logit_bias` .here of token {image}. with `speculative_config`"):
+        made.generate([])
+
+
+def test_acceptance_length(monkeypatch):
+    made, counts = speculating(monkeypatch), {"drafts": 0, "accepted_tokens": 0}
+    metrics = [SimpleNamespace(name="vllm:other")]
+    made.llm = SimpleNamespace(
+        get_metrics=lambda: [
+            *metrics,
+            *(SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=n) for name, n in counts.items()),
+        ]
+    )
+    assert made.acceptance_length() is None
+    counts |= {"drafts": 4, "accepted_tokens": 6}
+    assert made.acceptance_length() == 2.5
+    counts |= {"drafts": 6, "accepted_tokens": 12}
+    assert made.acceptance_length() == 4.0

@@ -2,7 +2,9 @@
 """Names and values of the weights that the trainer sends to vLLM, for all families, without an engine."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,11 @@ from helpers.families import ALL_FAMILIES
 from helpers.marks import slow_but
 from helpers.trainer_utils import saved
 from peft import LoHaConfig, LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_by_name import OMNI, whole_omni
 from torch import nn
 
-from trl_multimodal_rft.generation import vllm_weights
+from trl_multimodal_rft.generation import vllm, vllm_weights
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
 from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
@@ -75,10 +77,86 @@ def test_weights_are_those_of_the_checkpoint(family, tmp_path):
     """The names are those of loading and of saving."""
     model = load(family)
     weights = synced(model)
+    experts = {name: weight.shape for name, weight in model.named_parameters() if ".experts." in name}
+    assert not any(shape[-1] == shape[-2] for shape in experts.values() if len(shape) == 3), experts
     assert_stored(weights, saved(family), buffers(model))
     model.save_pretrained(tmp_path)
     assert_stored(weights, tmp_path, buffers(model))
     assert not any("language_model.model.model." in name for name in weights)  # as released models have it
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_experts_are_sent_and_saved_as_released(is_released, tmp_path):
+    """Also after transformers alone has saved them in its own layout, which vLLM doesn't load."""
+    folder = shutil.copytree(saved("qwen3_vl_moe"), tmp_path / "loaded")
+    stored = load_file(folder / "model.safetensors")
+    shapes = {name.split(".")[-1]: tuple(each.shape) for name, each in stored.items() if ".experts." in name}
+    assert shapes == {"gate_up_proj": (4, 64, 256), "down_proj": (4, 128, 64)}  # experts, inputs, outputs
+    if not is_released:
+        own = {k: w.transpose(1, 2).contiguous() if ".experts." in k else w for k, w in stored.items()}
+        save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    model = ALL_FAMILIES["qwen3_vl_moe"].model_class.from_pretrained(folder)
+    weights = synced(model)
+    assert weights.keys() == stored.keys()
+    assert_stored(weights, saved("qwen3_vl_moe"))
+    model.save_pretrained(tmp_path / "again")
+    assert_stored(weights, tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["text_config"]["norm_topk_prob"] is True
+
+
+class Transposing(nn.Module):
+    """A model of an engine, whose kernel takes its weight transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+    def process_weights_after_loading(self):
+        self.weight.data = self.weight.data.T.contiguous()
+
+    def forward(self, x):
+        return x @ self.weight
+
+    def load_weights(self, weights):
+        for _, weight in weights:
+            self.weight.data.copy_(weight)
+
+
+class Worker:
+    """As vLLM's: it loads what it holds after the last weight was given."""
+
+    def __init__(self, model):
+        self.model_runner = SimpleNamespace(model=model)
+        model.process_weights_after_loading()
+
+    def reload_weights(self, weights_iterator):
+        model, given = self.model_runner.model, [*weights_iterator]
+        model.weight.data = torch.zeros(3, 2)
+        model.load_weights(given)
+        model.process_weights_after_loading()
+
+
+def test_weights_that_the_engine_converts_after_loading(monkeypatch):
+    engine = WithoutEngine(model=nn.Linear(2, 3, bias=False), accelerator=Accelerator(cpu=True), processing_class=None)
+    worker = Worker(Transposing())
+    engine.llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker), reset_encoder_cache=int),
+        reset_prefix_cache=int,
+    )
+
+    def merged():
+        yield "weight", engine.model.weight.data
+        engine.model.weight.data.add_(1)  # as adapters are unmerged
+
+    monkeypatch.setattr(engine, "_iter_named_params", merged)
+    monkeypatch.setattr(vllm, "StageMissingLayer", nn.Identity, raising=False)
+    for _ in range(2):
+        before = engine.model.weight.detach().clone()
+        engine.sync_weights()
+        torch.testing.assert_close(worker.model_runner.model(torch.eye(2)), before.T)
+    monkeypatch.delattr(Worker, "reload_weights")
+    with pytest.raises(RuntimeError, match="Worker can't reload weights.*install vllm>=0.24"):
+        engine.sync_weights()
 
 
 def linear(model) -> list[str]:

@@ -58,7 +58,7 @@ CALLS = [
     (LLMEngine.reset_encoder_cache, ""),
     (LoRAModelManager.get_adapter, "adapter_id"),
     (WeightsMapper.apply_list, "values"),
-    (GPUModelRunner.reload_weights, "weights_path"),
+    (GPUModelRunner.reload_weights, "weights_path weights_iterator"),
     (BaseRenderer.render_cmpl, "prompts"),
     (BaseRenderer.get_mm_processor, ""),
     (MultiModalDataParser.__init__, "video_needs_metadata"),

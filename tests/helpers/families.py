@@ -281,8 +281,12 @@ SQUARE = square(28)
 CROP = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# No weight of an expert is square, whose layouts nothing could tell apart
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# Of released configs, and read by vLLM, but not written by transformers
+RELEASED_ROUTING = {"norm_topk_prob": True}
+RELEASED_VISION = {"image_size": 128, "apply_vit_abs_pos_embed": True}  # 8 x 8 patches, as there are positions
 LINEAR_ATTENTION = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LINEAR_ATTENTION |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
@@ -827,7 +831,7 @@ def qwen3_vl_processor() -> hf.Qwen3VLProcessor:
 
 @family(FAMILIES, image_video_prompts, "image", "video")
 def qwen3_vl_moe():
-    routing = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    routing = {**EXPERTS, **RELEASED_ROUTING, "output_router_logits": True, "router_aux_loss_coef": 0.1}
     return of_qwen3_vl("Qwen3VLMoe", QWEN3_VISION, head_dim=16, rope_parameters=QWEN3_ROPE, **routing)
 
 
@@ -882,7 +886,7 @@ def ernie4_5_vl_moe():
         tokens |= {f"{kind}_start": start, f"{kind}_end": end}
         blocks[kind] = f"{start}{tokens[kind]}{end}"
     rope = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]}
-    experts = {"num_experts": 4, "k": 2, "num_shared_experts": 1, "intermediate_size": [32, 32]}
+    experts = {"num_experts": 4, "k": 2, "num_shared_experts": 1, "intermediate_size": [48, 48]}
     return build(
         "Ernie4_5_VLMoe",
         tokens,
@@ -1013,8 +1017,12 @@ def qwen3_omni_moe():
         whisper(2),
         processor={"class": hf.Qwen3OmniMoeProcessor, "blocks": QWEN_OMNI_BLOCKS},
         scale=7.0,  # its three convolutions attenuate the audio
-        text={"head_dim": 16, "rope_parameters": QWEN3_ROPE, "router_aux_loss_coef": 0.1, **EXPERTS},
-        vision_config=QWEN3_VISION,
+        text={
+            **{"head_dim": 16, "rope_parameters": QWEN3_ROPE, "router_aux_loss_coef": 0.1},
+            **EXPERTS,
+            **RELEASED_ROUTING,
+        },
+        vision_config={**QWEN3_VISION, **RELEASED_VISION},
         audio_config=whisper_audio(downsample_hidden_size=16, output_dim=64),
         **token_ids("audio", "image", "video"),
         audio_start_token_id="audio_bos",

@@ -70,7 +70,7 @@ def save_released(family: str, source: str | Path, folder: str | Path) -> hf.Pre
     settings = json.loads((folder / "config.json").read_text())
     if family == OMNI:
         settings["architectures"] = ["Qwen2_5OmniModel"]  # transformers has no such class
-        settings["thinker_config"]["text_config"]["tie_word_embeddings"] = False  # which vLLM reads
-        (folder / "config.json").write_text(json.dumps(settings))
+    settings["thinker_config"]["text_config"]["tie_word_embeddings"] = False  # which vLLM reads
+    (folder / "config.json").write_text(json.dumps(settings))
     assert settings["model_type"] == family and settings["talker_config"]
     return model.thinker

@@ -15,7 +15,6 @@ import runpy
 import socket
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -59,8 +58,6 @@ from vllm.model_executor.models import qwen2_audio  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils import system_utils  # noqa: E402
 
-from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration  # noqa: E402
-
 
 # Arguments of a float32 engine on a CPU that also runs other work. Before 0.27, it profiles encoders before it knows
 # which adapters they have.
@@ -70,18 +67,6 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0
 BY_NCCL = {name: getattr(VLLMClient, name) for name in ("init_communicator", "update_named_params")}
 
 
-@contextmanager
-def _writable(engine):
-    """Keeps weights writable. The CPU build packs weights on loading, and can then write them only in a reload."""
-    runner = engine.model_executor.driver_worker.model_runner
-    with set_current_vllm_config(runner.vllm_config):
-        initialize_layerwise_reload(runner.model)
-        try:
-            yield
-        finally:
-            finalize_layerwise_reload(runner.model, runner.model_config)
-
-
 def install() -> None:
     """Patches vLLM and its use by TRL and the package, for this process, which may be a fork of one that has vLLM."""
     set_environment()
@@ -89,8 +74,7 @@ def install() -> None:
     qwen2_audio.Qwen2AudioFeatureInputs.validate = lambda self: None
     if not current_platform.is_cpu():
         return
-    for engine, name in ((VLLMGeneration, "sync_weights"), (MultimodalVLLMGeneration, "_load_weights")):
-        setattr(engine, name, _in_a_reload(getattr(engine, name)))
+    VLLMGeneration.sync_weights = _in_a_reload(VLLMGeneration.sync_weights)
     VLLMClient.init_communicator = lambda self, device=None: None
     VLLMClient.update_named_params = _send_by_folder
     # The engine of a server is in a process of its own, which a spawn would start without these patches
@@ -98,11 +82,18 @@ def install() -> None:
 
 
 def _in_a_reload(in_place):
+    """Keeps weights writable for TRL. The CPU build packs them on loading, and writes them only in a reload."""
+
     def load(self):
         if self.mode == "server":
             return in_place(self)
-        with _writable(self.llm.llm_engine):
-            in_place(self)
+        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        with set_current_vllm_config(runner.vllm_config):
+            initialize_layerwise_reload(runner.model)
+            try:
+                in_place(self)
+            finally:
+                finalize_layerwise_reload(runner.model, runner.model_config)
 
     return load
 

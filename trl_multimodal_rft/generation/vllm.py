@@ -32,7 +32,7 @@ from .vllm_server import (
     server_features,
     server_renderer,
 )
-from .vllm_versions import engine_obstacle
+from .vllm_versions import SUPPORTED, engine_obstacle
 from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_unread
 
 
@@ -111,6 +111,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         # That servers have, by the places of batches, as they may still sample with those before the last
         self._adapters: list[tuple[int, Path]] = []
         self._takes_all_weights = False  # known after the first sync
+        self._speculates = bool(self._engine_kwargs.get("speculative_config"))
+        self._n_drafts = self._n_accepted = 0.0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -132,6 +134,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 ) from error
             raise
         if self.mode == "server":
+            self._speculates = bool(info.get("speculative_config"))
+            self._bad_words(self._sampling())  # or refuses them
             renderer = server_renderer(
                 info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
@@ -191,7 +195,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """Samples a completion of each prompt."""
-        options = dict(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
+        options = self._bad_words(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
@@ -239,7 +243,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         it longer to answer. See [`server_completions_once`].
         """
         rank, n_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        urls, options = self._urls, self._sampling()
+        urls, options = self._urls, self._bad_words(self._sampling())
         options.pop("seed", None)
         model = None if self._adapter_request is None else self._adapter_request.lora_name
         return server_completions_once(
@@ -264,6 +268,38 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **self.generation_kwargs,
             **({"structured_outputs": structured} if structured else {}),
         }
+
+    def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A copy of options; without a bias of logits, which vLLM doesn't support with speculative decoding."""
+        options = dict(options)
+        bias = options.pop("logit_bias", None) if self._speculates else None
+        if not bias:
+            return options
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+        words = {int(token): tokenizer.convert_ids_to_tokens(int(token)) for token in bias}
+        for token, word in words.items():
+            is_banned = bias.get(token, bias.get(str(token))) <= -100
+            if not is_banned or tokenizer.encode(word or "", add_special_tokens=False) != [token]:
+                raise ValueError(
+                    f"vLLM doesn't support `logit_bias` (here of token {token}) with `speculative_config`, nor can "
+                    "`bad_words` replace it; remove one of them."
+                )
+        return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
+
+    def acceptance_length(self) -> float | None:
+        """Tokens per step of a colocated engine that speculates, since the last call; `None` where it tells none."""
+        if not self._speculates or self.mode == "server":
+            return None
+        try:
+            counts = {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+        except AssertionError:  # the user has turned them off
+            return None
+        before = self._n_drafts, self._n_accepted
+        self._n_drafts, self._n_accepted = (
+            counts.get(f"vllm:spec_decode_num_{name}") or 0.0 for name in ("drafts", "accepted_tokens")
+        )
+        n_drafts = self._n_drafts - before[0]
+        return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
     def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
         if isinstance(options.get("structured_outputs"), dict):
@@ -367,14 +403,22 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
-        model = self._runner.model
+        worker, model = self._worker, self._runner.model
+        # Kernels may hold weights in other layouts than checkpoints (vllm-project/vllm#42821)
+        reload = getattr(worker, "reload_weights", None)
+        if reload is None:
+            raise RuntimeError(
+                f"vLLM's {type(worker).__name__} can't reload weights, of which it may have changed the layout, so it "
+                f"would sample from another model; install {SUPPORTED} for GPUs, or set `use_vllm=False`."
+            )
         is_unneeded = _of_unused_towers(model)
         weights = ((name, weight) for name, weight in self._iter_named_params() if not is_unneeded(name))
         if self._takes_all_weights:
-            model.load_weights(weights)
+            # It holds those of a layer until it has all, perhaps for longer than adapters are merged
+            reload(weights_iterator=((name, weight.clone()) for name, weight in weights))
             return
         # vLLM silently drops weights that it has no place for, and returns names of its own
-        left_out = load_and_find_unread(model.load_weights, weights)
+        left_out = load_and_find_unread(lambda given: reload(weights_iterator=given), weights)
         if left_out:
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} has no place for {len(left_out)} weights of the model, such as "
@@ -403,8 +447,12 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
 
     @property
+    def _worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker
+
+    @property
     def _runner(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+        return self._worker.model_runner
 
     def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
         # Unique, as other runs may use the servers

@@ -3,11 +3,12 @@
 
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -25,6 +26,29 @@ if Version(transformers.__version__) < Version("5.23"):
         _, head, *towers = get_checkpoint_conversion_mapping(kind)
         decoder = WeightRenaming("^language_model", "model.language_model")
         register_checkpoint_conversion_mapping(kind, [head, decoder, *towers], overwrite=True)
+
+
+class _TransposeBack(Transpose):
+    """
+    Reverts a transposition on loading that depends on shapes. Transformers' own reverse never does, so that experts of
+    Qwen3-VL-MoE would be saved and sent with other shapes than released, which vLLM can't load.
+    """
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs) -> dict[str, torch.Tensor]:
+        [(_, given)] = input_dict.items()
+        weight = given[0] if isinstance(given, list) else given
+        # Square weights are loaded as they are
+        back = weight if weight.size(self.dim0) == weight.size(self.dim1) else weight.transpose(self.dim0, self.dim1)
+        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): back.contiguous()}
+
+
+def _reverse(self: Transpose) -> Transpose:
+    made: type[Transpose] = _TransposeBack if self.check_dims else Transpose
+    return made(self.dim1, self.dim0)
+
+
+# Of every model, whoever loaded it, as models save themselves
+setattr(Transpose, "reverse_op", property(_reverse))  # noqa: B010
 
 # Arguments of `from_pretrained` that locate files
 SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")

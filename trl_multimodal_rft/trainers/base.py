@@ -55,7 +55,7 @@ from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, wit
 from .arguments import check_arguments
 from .asynchronous import rollout_of, row_encoder, sample_first_turns
 from .checkpoints import CheckpointMixin
-from .engine import check_settings, make_sampler, naming_checkpoint
+from .engine import acceptance, check_settings, make_sampler, naming_checkpoint
 from .offload import HostMemory
 from .optimizer import choose_what_trains
 from .setup import (
@@ -304,7 +304,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._log_metrics(metrics)
+        self._log_metrics(metrics | acceptance(self))
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))

@@ -40,6 +40,10 @@ def logit_bias(args: Any, placeholders: set[int]) -> dict[int, float]:
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in given.items()}
 
 
+def _speculates(args: Any) -> bool:
+    return args.use_vllm and bool((args.vllm_engine_kwargs or {}).get("speculative_config"))
+
+
 def make_engine(
     args: Any,
     model: Any,
@@ -70,6 +74,8 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
+        if _speculates(args):
+            engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
     return MultimodalVLLMGeneration(
         model=model,
         accelerator=accelerator,
@@ -174,6 +180,12 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
             trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
+
+
+def acceptance(trainer: Any) -> dict[str, float]:
+    """What the engine tells of its sampling."""
+    length = trainer.vllm_generation.acceptance_length() if _speculates(trainer.args) else None
+    return {} if length is None else {"sampling/acceptance_length": length}
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:

@@ -339,6 +339,14 @@ class SamplingArguments(MediaArguments):
             raise ValueError(
                 "`vllm_server_base_urls` and `vllm_server_base_url` both say where vLLM runs; remove one of them."
             )
+        if self.use_vllm and (self.vllm_engine_kwargs or {}).get("speculative_config"):
+            given = self.generation_kwargs or {}
+            refused = {"min_p": self.min_p, **{name: given[name] for name in ("min_p", "logit_bias") if name in given}}
+            for name in (name for name, value in refused.items() if value):
+                raise ValueError(
+                    f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one of "
+                    "them."
+                )
         if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
             raise ValueError(
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
