@@ -22,8 +22,7 @@ from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
-from trl_multimodal_rft.generation.vllm_server import RequestLost
-from trl_multimodal_rft.rollout.in_flight import until_answered
+from trl_multimodal_rft.generation.vllm_requests import RequestLost, until_answered
 from trl_multimodal_rft.rollout.reward import EarlyCalls
 
 
@@ -358,7 +357,7 @@ def test_error_of_a_function_that_waits_names_its_row(tmp_path):
 def test_attempts_fit_into_the_patience(monkeypatch):
     """Waits double, and their sum is the patience; each attempt gets its number."""
     waits, numbers, warnings = [], [], []
-    monkeypatch.setattr("trl_multimodal_rft.rollout.in_flight.time.sleep", waits.append)
+    monkeypatch.setattr("trl_multimodal_rft.generation.vllm_requests.time.sleep", waits.append)
 
     def attempt(n):
         numbers.append(n)

@@ -165,7 +165,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     asked = [ServerRequest(each.ids, server_features(each.prompt), each.count, 200, None) for each in drawn]
     before = n_tokens(server)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server_completions, client, asked, {**engine._sampling(), "ignore_eos": True})
+        answer = pool.submit(server_completions, client, asked, {**engine.sampling, "ignore_eos": True})
         while n_tokens(server) < before + 200:
             time.sleep(0.01)
         client._post(f"{server}/pause?mode=keep")

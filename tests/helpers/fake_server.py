@@ -125,6 +125,7 @@ class Server(ThreadingHTTPServer):
         self.state, self.engine = state, Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
         self.adapters: list[str] = []
+        self.instance = str(time.time_ns())  # another one after a new start, as vLLM's
 
     def handle_error(self, request, client_address):
         """Ignores clients that are gone."""
@@ -237,7 +238,13 @@ class Handler(BaseHTTPRequestHandler):
             "/health": {},
             "/version": {"version": config["version"]},
             "/v1/models": {"data": [{"id": each} for each in (model, *server.adapters)]},
-            "/server_info": {"vllm_config": {"model_config": config["model_config"], "weight_transfer_config": {}}},
+            "/server_info": {
+                "vllm_config": {
+                    "model_config": config["model_config"],
+                    "weight_transfer_config": {},
+                    "instance_id": server.instance,
+                }
+            },
             "/get_world_size": {"world_size": config["world_size"]},
             "/is_paused": {"is_paused": server.engine.paused},
             "/fake/counters": state.counters,
@@ -252,6 +259,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(200, server.post(url.path, parse_qs(url.query), body))
         if not body:
             return self._send(422, {"detail": "Field required"})
+        if body["model"] not in (None, server.state.config["model_config"]["model"], *server.adapters):
+            return self._send(404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
         server.state.count("requests", 1)
         fault = server.state.fault()
         kind = fault.get("kind")

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
+import math
 import socket
 import threading
 import time
@@ -64,6 +65,7 @@ def ask(
     session: requests.Session | None = None,
     may_visit: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
+    to_connect: float = math.inf,
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
@@ -74,7 +76,8 @@ def ask(
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
-                call = partial(_attempt, method, url, until, max_bytes, json, open_session, may_visit, opened)
+                limits = until, to_connect, max_bytes
+                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, opened)
                 answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
@@ -90,7 +93,8 @@ def ask(
                     connection.sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
-            raise NoAnswer(f"{reason}, after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s")
+            tried = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
+            raise NoAnswer(f"{reason}{tried}")
         time.sleep(wait)
 
 
@@ -128,7 +132,7 @@ def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
     return opened[-1]
 
 
-def _attempt(method, url, until, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
+def _attempt(method, url, until, to_connect, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
@@ -145,7 +149,7 @@ def _attempt(method, url, until, max_bytes, json, session, may_visit, opened) ->
             pool = adapter.get_connection_with_tls_context(request, **tls)
             pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
         # Not by the session, which reads the whole body of a redirect
-        with adapter.send(request, timeout=left, **settings) as response:
+        with adapter.send(request, timeout=(min(left, to_connect), left), **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
                 continue

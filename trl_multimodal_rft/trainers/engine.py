@@ -15,9 +15,10 @@ from transformers import AutoProcessor, GenerationConfig
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
+from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.prompts import EncodedPrompt
-from ..generation.vllm import MultimodalVLLMGeneration
+from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
@@ -47,6 +48,7 @@ def make_engine(
     processing_class: Any,
     *,
     bias: dict[int, float],
+    ends: Sequence[int],
     revision: str | None,
     media_limits: dict[str, int],
     while_sampling: Callable[[], AbstractContextManager],
@@ -55,9 +57,13 @@ def make_engine(
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
     # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
+    stops = {} if given.get("ignore_eos") else ends_of_text([*ends, *(given.get("stop_token_ids") or ())])
+    if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
+        stops.pop("ignore_eos", None)  # grammars end by what the folder says
     generation_kwargs = {
         "detokenize": "stop" in given,
         **given,
+        **stops,
         "logit_bias": named if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
@@ -99,6 +105,7 @@ def make_engine(
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
         max_staleness=args.max_staleness,
+        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=while_sampling,
     )
@@ -158,11 +165,14 @@ def check_settings(trainer: Any) -> RunSettings:
 
 def check_engine(trainer: Any, rollout: Rollout) -> None:
     """Compares what sampled, if it isn't the policy itself, with the policy, where that is due."""
-    # Other options of sampling make another distribution than the policy's
-    is_own = isinstance(trainer.sampler, TransformersSampler)
-    if is_own or not trainer.model.training or sampling_changes(trainer.args):
+    if isinstance(trainer.sampler, TransformersSampler) or not trainer.model.training:
         return
+    _check_logps(trainer, rollout)
     check = trainer.checks.self_check
+    if check is not None and trainer.rollout_func is None and not trainer.tools:
+        _check_ends(trainer, rollout)
+    if sampling_changes(trainer.args):  # which make another distribution than the policy's
+        return
     if check is not None and rollout.sampling_per_token_logps is not None:
         step, has_tools = trainer.state.global_step, bool(trainer.tools)
         if trainer.use_vllm:
@@ -174,6 +184,45 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
             trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
+
+
+def _check_logps(trainer: Any, rollout: Rollout) -> None:
+    """
+    Logs the share of tokens that came without a log-probability, and says so once. Raises a `RuntimeError` if all of
+    the first batch did, where they should weigh completions.
+    """
+    if rollout.sampling_per_token_logps is None:
+        return
+    mask = rollout.loss_mask.bool()
+    if rollout.from_view is not None:  # which are left out by us
+        mask = mask & ~rollout.from_view[:, None]
+    n_missing = (rollout.sampling_per_token_logps.isnan() & mask).sum().item()
+    n_missing, n = trainer._sum_over_ranks([float(n_missing), float(mask.sum())])
+    trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
+    is_first, trainer.checks.has_looked = not trainer.checks.has_looked, True
+    if is_first and n_missing == n > 0 and trainer._corrects(rollout):
+        raise RuntimeError(
+            "What samples gave no log-probability of any token, so that its difference from the policy can't be "
+            "corrected or checked. Let it return them, or set `vllm_importance_sampling_correction=False`."
+        )
+    if n_missing:
+        logger.warning_once(
+            f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, so that they are neither "
+            "corrected nor checked; `sampling/no_logp_frac` logs their share."
+        )
+
+
+def _check_ends(trainer: Any, rollout: Rollout) -> None:
+    """Raises a `RuntimeError` for completions that go on after an end of text."""
+    ids, mask = rollout.completion_ids, rollout.completion_mask.bool()
+    goes_on = (mask & ~up_to_first_end(ids, trainer.eos_token_ids)).any(1)
+    n_rows, n = trainer._sum_over_ranks([float(goes_on.sum()), float(len(goes_on))])
+    if n_rows:
+        ends = trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)
+        raise RuntimeError(
+            f"self-check: {n_rows:.0f} of {n:.0f} completions go on after an end of text, {ends}. Let what samples stop "
+            "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
+        )
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
@@ -203,6 +252,7 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         trainer.accelerator,
         trainer.processing_class,
         bias=trainer._logit_bias,
+        ends=trainer.eos_token_ids,
         revision=revision,
         media_limits=limits,
         while_sampling=functools.partial(offloading_model, trainer),
@@ -213,7 +263,11 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         engine = trainer.vllm_generation
         # An adapter of which servers get a new version keeps its name for requests in flight
         trainer.in_flight = InFlight(
-            engine.ask, args.max_staleness, args.vllm_server_timeout, changes_weights=engine.adapter_alone is None
+            engine.ask,
+            args.max_staleness,
+            args.vllm_server_timeout,
+            changes_weights=engine.adapter_alone is None,
+            settings=engine.sampling,
         )
     return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
 
