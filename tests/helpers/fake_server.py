@@ -147,7 +147,7 @@ class Server(ThreadingHTTPServer):
             assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
             self.adapters.append(body["lora_name"])
         elif path == "/v1/unload_lora_adapter":
-            self.adapters.remove(body["lora_name"])
+            self.adapters = [each for each in self.adapters if each != body["lora_name"]]
         state.posts.append((path, posted))
         # The cache stays while requests use it; a pause takes it from them
         is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
@@ -255,6 +255,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         url, text = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body, server = json.loads(text) if text else None, self.server
+        if url.path == "/v1/load_lora_adapter" and body["lora_name"] in server.adapters:
+            return self._send(400, {"error": {"message": "The lora adapter has already been loaded."}})
         if url.path != "/inference/v1/generate":
             return self._send(200, server.post(url.path, parse_qs(url.query), body))
         if not body:

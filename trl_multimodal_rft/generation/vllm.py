@@ -18,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
-from .vllm_adapters import EngineAdapter
+from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
 from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, known_logp, until_answered
 from .vllm_server import (
@@ -255,12 +255,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self, url: str, request: ServerRequest, options: dict[str, Any], attempt: int, salt: str | None = None
     ) -> list[ServerSample]:
         """Completions from a server, by the weights that it was sent."""
+        timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
+        if attempt > 0 and adapter is not None:  # a server that was started again doesn't know it
+            load_adapter(url, Path(adapter.lora_path), timeout)
         completions = server_completions(
             url,
-            None if self._adapter_request is None else self._adapter_request.lora_name,
+            None if adapter is None else adapter.lora_name,
             request,
             options,
-            timeout=self.server_timeout * (1 + self._max_staleness),
+            timeout=timeout,
             vocabulary=self.prompts.renderer.model_config.get_vocab_size(),
             placeholders=self._placeholders,
             salt=salt,

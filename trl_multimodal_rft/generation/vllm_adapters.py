@@ -17,7 +17,7 @@ from trl.distributed import DistributedBackend
 
 from ..models.quantization import is_4bit
 from ..models.wrapped import unwrapped
-from .vllm_requests import refusal
+from .vllm_requests import answer_of, refusal
 from .vllm_weights import checkpoint_layer
 
 
@@ -137,7 +137,10 @@ class EngineAdapter:
     def replace_on_servers(self, clients: Sequence[Any], folder: Path, before: Sequence[Path]) -> None:
         """Loads the adapter into servers, in place of others."""
         for client in clients:
-            problem = self._load(client, folder)
+            try:
+                problem = client.until_answered(lambda url, seconds: load_adapter(url, folder, seconds))
+            except RuntimeError as error:
+                problem = str(error)
             if problem is not None:
                 flags = [
                     f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -155,13 +158,9 @@ class EngineAdapter:
         for each in before:
             shutil.rmtree(each)
 
-    @staticmethod
-    def _load(client: Any, folder: Path) -> str | None:
-        """Loads the adapter into a server; returns why it isn't loaded."""
-        try:
-            answer = client.answer(_LOAD, {"lora_name": folder.name, "lora_path": str(folder)})
-        except RuntimeError as error:
-            return str(error)
-        # An answer may be lost, too
-        is_loaded = answer.status == 200 or b"already been loaded" in answer.body
-        return None if is_loaded else str(refusal(answer, client.base_url, _LOAD))
+
+def load_adapter(url: str, folder: Path, seconds: float) -> str | None:
+    """Loads an adapter into a server that doesn't have it. Returns why it can't; raises a [`RequestLost`]."""
+    answer = answer_of(url, _LOAD, {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)
+    is_loaded = answer.status == 200 or b"already been loaded" in answer.body
+    return None if is_loaded else str(refusal(answer, url, _LOAD))

@@ -87,11 +87,16 @@ class ServerClient(VLLMClient):
         self.timeout, self._warn = timeout, WarnOnce()
         super().__init__(base_url=base_url, connection_timeout=timeout, **options)
 
+    def until_answered(self, attempt: Callable[[str, float], T], patience: float | None = None) -> T:
+        """What an attempt returns, which gets address and seconds. Lost ones are repeated for so many seconds."""
+        patience = self.timeout if patience is None else patience
+        return until_answered(lambda _: attempt(self.base_url, self.timeout), patience, self._warn)
+
     def answer(self, path: str, body: Any = None, patience: float | None = None, **limits: Any) -> Answer:
         """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
-        limits = {"seconds": self.timeout, **limits}
-        patience = self.timeout if patience is None else patience
-        return until_answered(lambda _: answer_of(self.base_url, path, body, **limits), patience, self._warn)
+        return self.until_answered(
+            lambda url, seconds: answer_of(url, path, body, seconds=seconds, **limits), patience
+        )
 
     def call(self, path: str, *given: Any, **options: Any) -> Any:
         """The content of the server's answer, as [`answer`]."""

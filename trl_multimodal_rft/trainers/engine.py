@@ -199,14 +199,16 @@ def _check_logps(trainer: Any, rollout: Rollout) -> None:
     n_missing = (rollout.sampling_per_token_logps.isnan() & mask).sum().item()
     n_missing, n = trainer._sum_over_ranks([float(n_missing), float(mask.sum())])
     trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
-    is_first, trainer.checks.has_looked = not trainer.checks.has_looked, True
+    checks = trainer.checks
+    is_first, checks.has_looked = not checks.has_looked, True
     if is_first and n_missing == n > 0 and trainer._corrects(rollout):
         raise RuntimeError(
             "What samples gave no log-probability of any token, so that its difference from the policy can't be "
             "corrected or checked. Let it return them, or set `vllm_importance_sampling_correction=False`."
         )
-    if n_missing:
-        logger.warning_once(
+    if n_missing and not checks.has_warned:
+        checks.has_warned = True
+        logger.warning(
             f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, so that they are neither "
             "corrected nor checked; `sampling/no_logp_frac` logs their share."
         )
@@ -220,8 +222,8 @@ def _check_ends(trainer: Any, rollout: Rollout) -> None:
     if n_rows:
         ends = trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)
         raise RuntimeError(
-            f"self-check: {n_rows:.0f} of {n:.0f} completions go on after an end of text, {ends}. Let what samples stop "
-            "there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
+            f"self-check: {n_rows:.0f} of {n:.0f} completions go on after an end of text, {ends}. Let what samples "
+            "stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
         )
 
 
