@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Servers whose answers aren't what was asked for, come late or never, or are lost; with and without staleness."""
 
+import json
 import os
 import signal
 import threading
@@ -113,6 +114,12 @@ def test_every_answer_is_checked(ask, proxy, spoil, name, monkeypatch):
     for (_, before), (_, after) in zip(ask.straight, found, strict=True):
         wrong |= {b for a, b in zip(before, after, strict=True) if a != b}
     assert wrong == (set() if outcome == "again" or name == "another order" else {None})
+
+
+def test_ends_of_text_are_sent(ask, proxy, spoil):
+    ask()
+    sent = json.loads(proxy.body)["sampling_params"]
+    assert (sent["stop_token_ids"], sent["ignore_eos"]) == (ask.trainer.eos_token_ids, True)
 
 
 @pytest.fixture(scope="module", params=[0, 2])

@@ -129,7 +129,7 @@ class Proxy(ThreadingHTTPServer):
 
     def reset(self) -> None:
         self.change: Callable[[dict], Any] = lambda answer: answer
-        self.n_spoiled, self.asked = 0, Counter()
+        self.n_spoiled, self.asked, self.body = 0, Counter(), b""
         self.hang: set[str] = set()
         self.fail: set[str] = set()
         self.drops: Counter[str] = Counter()
@@ -163,6 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             is_spoiled = path == GENERATE and len(body) > 4 and proxy.n_spoiled > 0
             proxy.n_spoiled -= is_spoiled
             proxy.asked[path] += 1
+            proxy.body = body
         found = requests.request(method, proxy.target + self.path, data=body)
         if not is_spoiled:
             return self.answer(found.status_code, found.content)

@@ -244,7 +244,7 @@ def check_protocol(client: ServerClient) -> None:
             f"The vLLM server at {client.base_url} runs vLLM {version} and the trainer {vllm.__version__}, which may "
             "process media differently; install the same version for both."
         )
-    if answer_of(client.base_url, _GENERATE, {}, seconds=client.timeout).status == 404:
+    if client.answer(_GENERATE, {}).status == 404:
         raise ValueError(
             f"The vLLM server at {client.base_url} takes no features of media; start it with `--enable-scale-out`."
         )
