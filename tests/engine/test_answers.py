@@ -169,7 +169,7 @@ def test_tokens_without_a_log_probability_are_counted(straight, omni, proxy, spo
     # All of a first batch
     trainer = again(straight, omni, tmp_path / "all", proxy)
     spoil("NaN logprobs", count=1000)
-    message = "no log-probability of any token.*`vllm_importance_sampling_correction=False"
+    message = "no log-probability of 48 of 48 tokens.*`vllm_importance_sampling_correction=False"
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
     assert not trainer.micro_batches
@@ -182,7 +182,7 @@ def test_tokens_without_a_log_probability_are_counted(straight, omni, proxy, spo
 SYNC = ["/pause", "/reset_encoder_cache", "/collective_rpc", "/reset_prefix_cache", "/resume"]
 
 
-@pytest.mark.parametrize("path", ["/server_info", *SYNC])
+@pytest.mark.parametrize("path", SYNC)
 def test_every_call_of_a_sync_has_a_time_out(ask, proxy, spoil, path, monkeypatch):
     """The error names the call, also where those that come after it fail, too."""
     if ask.k == 0 and path in ("/pause", "/resume"):
@@ -210,7 +210,7 @@ def test_a_server_that_is_away_at_a_sync_is_waited_for(ask, proxy, spoil):
 
 def test_time_out_at_the_start(omni, tmp_path, proxy, spoil):
     proxy.hang = {"/health"}
-    with pytest.raises(ConnectionError, match=rf"{proxy.url} didn't answer /health .*Start it by `vllm serve`"):
+    with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer /health \(nothing whole in 0.3 s\)"):
         make(omni, tmp_path, [proxy], Recorded, vllm_server_timeout=0.3)
 
 
@@ -292,7 +292,7 @@ def test_answers_of_other_settings_are_asked_for_again(omni, tmp_path, proxy, sa
     resumed = make(omni, tmp_path, [proxy], Recorded, **{"max_steps": 5, **options})
     resumed.train(resume_from_checkpoint=checkpoint(saving, 2))
     assert proxy.asked[GENERATE] == 1 + 2 + n_again  # one without a body
-    [*warnings] = [each.message for each in caplog.records if "answers of the checkpoint are asked" in each.message]
+    [*warnings] = [each.message for each in caplog.records if "answers of the checkpoint are of other" in each.message]
     assert len(warnings) == (2 if n_again else 0)
     rollouts = [draw.batch for draw in resumed.draws]
     assert max(len(ids) for rollout in rollouts for ids in rollout.ids) == resumed.max_completion_length

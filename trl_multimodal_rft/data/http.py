@@ -10,12 +10,14 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 import requests
 import urllib3
 
+
+T = TypeVar("T")
 
 # Temporary errors
 _CONNECTION_ERRORS = (
@@ -112,19 +114,24 @@ def within(until: float, function: Callable[[], Any]) -> Any:
     Calls a function in a thread, which is abandoned after this time, such as a read from a server that sends so slowly
     that no single read times out.
     """
-    result: Future[Any] = Future()
+    try:
+        return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE)
+    except TimeoutError:
+        raise NoAnswer("no complete response in time") from None
+
+
+def started(work: Callable[..., T], *given: Any) -> Future[T]:
+    """The result of work in a thread that doesn't keep the process from ending."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.set_result(function())
+            future.set_result(work(*given))
         except BaseException as error:
-            result.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        return result.result(max(until - time.monotonic(), 0.1) + _GRACE)
-    except TimeoutError:
-        raise NoAnswer("no complete response in time") from None
+    return future
 
 
 def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:

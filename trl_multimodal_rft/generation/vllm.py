@@ -47,13 +47,6 @@ if engine_obstacle() is None:
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
-class Completion(NamedTuple):
-    """Sampled token ids, and the log-probability of each, `None` where the engine has none."""
-
-    ids: list[int]
-    logps: list[float | None]
-
-
 class _Request(NamedTuple):
     """A prompt as the engine takes it, with processed media, and how to complete it."""
 
@@ -210,9 +203,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             completions = sample(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
-            [completion.ids for completion in completions],
-            [[[logp] for logp in completion.logps] for completion in completions],
-            [[[token] for token in completion.ids] for completion in completions],
+            [ids for ids, _ in completions],
+            [[[logp] for logp in logps] for _, logps in completions],
+            [[[token] for token in ids] for ids, _ in completions],
         )
 
     def _requests(self, prompts, images, seed: int | None, room: Sequence[int]) -> list[_Request]:
@@ -286,7 +279,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         def check() -> None:
             for url in self._instances:
-                with suppress(RequestLost):  # it has answered before it was gone
+                with suppress(RequestLost):  # what it has answered came before
                     self._check_instance(url)
 
         self._by_main(check)
@@ -307,7 +300,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         first, batch = 0, requests
@@ -330,7 +323,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for output in outputs[first : first + len(requests)]:
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
-                completions.append(Completion(list(each.token_ids), [*map(known_logp, logps)]))
+                completions.append((list(each.token_ids), [*map(known_logp, logps)]))
         return completions
 
     def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
@@ -344,7 +337,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
 
-    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
         def complete(each: _Request) -> list[ServerSample]:
             asked = ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
             url, patience = self.vllm_client.base_url, self.server_timeout
@@ -353,7 +346,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         with profiler:
             found = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
             self.check_instances()
-        return [Completion(*each) for completions in found for each in completions]
+        return [each for completions in found for each in completions]
 
     # Weights
 
@@ -385,11 +378,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         gives_weights = adapter is None or self._needs_base_weights and (is_first or self.enable_sleep_mode)
         if self.mode == "server":
             with ExitStack() as stack:
-                self._by_main(self._await_instances)
                 if self._max_staleness > 0:  # servers are sampling
                     self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
                 # First, so that no rank waits in a collective for a server that is gone
                 self._by_main(lambda: self.vllm_client.reset_encoder_caches())
+                self.check_instances()
                 if gives_weights:
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:
@@ -407,10 +400,6 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.reset_prefix_cache()
         # Whose keys don't depend on the weights (huggingface/trl#7198)
         self.llm.llm_engine.reset_encoder_cache()
-
-    def _await_instances(self) -> None:
-        for url in self._instances:
-            until_answered(lambda _, url=url: self._check_instance(url), self.server_timeout, self._warn)
 
     def _load_weights(self) -> None:
         model = self._runner.model

@@ -17,7 +17,7 @@ from trl.distributed import DistributedBackend
 
 from ..models.quantization import is_4bit
 from ..models.wrapped import unwrapped
-from .vllm_requests import answer_of, refusal
+from .vllm_requests import answer_of, refusal, until_answered
 from .vllm_weights import checkpoint_layer
 
 
@@ -138,7 +138,8 @@ class EngineAdapter:
         """Loads the adapter into servers, in place of others."""
         for client in clients:
             try:
-                problem = client.until_answered(lambda url, seconds: load_adapter(url, folder, seconds))
+                given = client.base_url, folder, client.timeout
+                problem = until_answered(lambda _, given=given: load_adapter(*given), client.timeout, client.warn)
             except RuntimeError as error:
                 problem = str(error)
             if problem is not None:

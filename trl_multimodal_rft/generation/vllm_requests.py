@@ -6,14 +6,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, as_completed
+from concurrent.futures import as_completed
 from typing import Any, TypeVar
 
 import requests
 from accelerate.logging import get_logger
 
 from ..data.columns import without_credentials
-from ..data.http import Answer, NoAnswer, TooLarge, ask
+from ..data.http import Answer, NoAnswer, TooLarge, ask, started
 
 
 logger = get_logger(__name__)
@@ -53,8 +53,8 @@ class WarnOnce:
 
     def __call__(self, error: RequestLost) -> None:
         if not self.warned:
-            self.warned = True
             logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
+        self.warned = True
 
 
 def answer_of(
@@ -69,14 +69,17 @@ def answer_of(
         raise lost(url, path, f"more than {max_bytes:,} bytes") from None
     except NoAnswer as error:
         timed_out = time.monotonic() - start > 0.99 * seconds
-        raise lost(url, path, f"nothing whole in {seconds:g} s" if timed_out else error, timed_out) from error
+        reason = f"nothing whole in {seconds:g} s" if timed_out else error
+        raise lost(url, path, reason, timed_out=timed_out) from error
     except requests.RequestException as error:
         raise lost(url, path, type(error).__name__) from error
 
 
-def lost(url: str, path: str, reason: Any, timed_out: bool = False) -> RequestLost:
-    """An error that says why a server has to be asked again."""
-    return RequestLost(f"The vLLM server at {without_credentials(url)} didn't answer {path} ({reason}).", timed_out)
+def lost(url: str, path: str, reason: Any, answer: Answer | None = None, timed_out: bool = False) -> RequestLost:
+    """An error that says why a server has to be asked again, with the start of what it answered."""
+    shown = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
+    url = without_credentials(url)
+    return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{shown}).", timed_out)
 
 
 def content_of(answer: Answer, url: str, path: str) -> Any:
@@ -91,15 +94,10 @@ def content_of(answer: Answer, url: str, path: str) -> Any:
 
 def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
     """An error that shows an answer other than the one that was asked for."""
-    return RuntimeError(str(lost(url, path, f"{answer.status} {shown(answer)}")))
+    return RuntimeError(str(lost(url, path, answer.status, answer)))
 
 
-def shown(answer: Answer) -> str:
-    """The start of an answer's body."""
-    return repr(answer.body[:_SHOWN].decode(errors="replace"))
-
-
-def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], None]) -> T:
+def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
     """
     The result of an attempt, which gets its number. After a [`RequestLost`] that isn't for lack of time, there is
     another one, in all so many as waits fit into `patience` seconds, each twice as long as the last one.
@@ -116,20 +114,6 @@ def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[
             warn(error)
         time.sleep(wait)
         n, waited = n + 1, waited + wait
-
-
-def started(work: Callable[..., T], *given: Any) -> Future[T]:
-    """The result of work in a thread that doesn't keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*given))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
@@ -153,22 +137,8 @@ def completions_in(
     body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int]
 ) -> list[ServerSample]:
     """
-    Completions in the body of an answer.
-
-    Args:
-        body (`bytes`):
-            The body.
-        count (`int`):
-            Completions that were asked for.
-        most (`int`):
-            Tokens of a completion at most.
-        vocabulary (`int`):
-            Number of tokens that the model knows.
-        placeholders (`Collection[int]`):
-            Tokens that stand for media.
-
-    Raises:
-        `ValueError`: If the body is anything else, in one line.
+    The `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary` that are no
+    `placeholders` of media. Raises a `ValueError` of one line for anything else.
     """
     try:
         choices = json.loads(body)["choices"]

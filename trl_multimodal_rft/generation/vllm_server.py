@@ -7,7 +7,8 @@ themselves never travel: HTTP would encode them again, and has no place for the 
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +29,6 @@ from .vllm_requests import (
     content_of,
     lost,
     refusal,
-    shown,
     until_answered,
 )
 from .vllm_versions import engine_obstacle
@@ -71,43 +71,25 @@ class ServerRequest(NamedTuple):
 
 
 class ServerClient(VLLMClient):
-    """
-    TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long.
-
-    Args:
-        base_url (`str`):
-            Address of the server.
-        timeout (`float`):
-            Seconds.
-        options:
-            Further arguments of TRL's client.
-    """
+    """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
 
     def __init__(self, base_url: str, timeout: float, **options):
-        self.timeout, self._warn = timeout, WarnOnce()
+        self.timeout, self.warn = timeout, WarnOnce()
         super().__init__(base_url=base_url, connection_timeout=timeout, **options)
-
-    def until_answered(self, attempt: Callable[[str, float], T], patience: float | None = None) -> T:
-        """What an attempt returns, which gets address and seconds. Lost ones are repeated for so many seconds."""
-        patience = self.timeout if patience is None else patience
-        return until_answered(lambda _: attempt(self.base_url, self.timeout), patience, self._warn)
 
     def answer(self, path: str, body: Any = None, patience: float | None = None, **limits: Any) -> Answer:
         """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
-        return self.until_answered(
-            lambda url, seconds: answer_of(url, path, body, seconds=seconds, **limits), patience
-        )
+        given: Any = {"seconds": self.timeout, **limits}
+        patience = self.timeout if patience is None else patience
+        return until_answered(lambda _: answer_of(self.base_url, path, body, **given), patience, self.warn)
 
     def call(self, path: str, *given: Any, **options: Any) -> Any:
         """The content of the server's answer, as [`answer`]."""
         return content_of(self.answer(path, *given, **options), self.base_url, path)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Waits for the server to be up, and raises a `ConnectionError` if it isn't in time."""
-        try:
-            self.call("/health", method="GET")
-        except RuntimeError as error:
-            raise ConnectionError(f"{error} Start it by `vllm serve`.") from error
+        """Waits for the server to be up."""
+        self.call("/health", method="GET")
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's settings."""
@@ -168,7 +150,7 @@ class ServerGroup(ServerClient):
         """All servers drop their caches and keep their requests, which go on after the context."""
         with ExitStack() as stack:
             for each in self.clients:
-                stack.push(_resuming(each))  # also after others have failed
+                stack.push(partial(_resume, each))  # also after others have failed
                 each.call("/pause?mode=keep")
             yield
 
@@ -184,16 +166,10 @@ class ServerGroup(ServerClient):
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
 
-def _resuming(client: ServerClient) -> Callable[..., None]:
-    """The end of a pause. Where it ends by an error, that is the one to see."""
-
-    def resume(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return client.call("/resume")
-        with suppress(Exception):
-            client.call("/resume", patience=0.0)
-
-    return resume
+def _resume(client: ServerClient, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Ends a pause. Where an error ends it, that is the one to see."""
+    with nullcontext() if error is None else suppress(Exception):
+        client.call("/resume", patience=None if error is None else 0.0)
 
 
 def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
@@ -338,13 +314,13 @@ def server_completions(
     body = {**_asked(model, request, given), **({} if salt is None else {"cache_salt": salt})}
     answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
     if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
-        raise lost(url, _GENERATE, f"404 {shown(answer)}")
+        raise lost(url, _GENERATE, 404, answer)
     if answer.status != 200:
         raise refusal(answer, url, _GENERATE)
     try:
         return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
     except ValueError as error:
-        raise lost(url, _GENERATE, f"{error}: {shown(answer)}") from None
+        raise lost(url, _GENERATE, error, answer) from None
 
 
 def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 
-from ..generation.vllm_requests import ServerSample, WarnOnce, started, until_answered
+from ..data.http import started
+from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
 from ..generation.vllm_server import ServerRequest
 from .reward import EarlyCalls, EarlyRewards
 
@@ -64,8 +65,7 @@ class InFlight:
         changes_weights (`bool`):
             Whether requests go on with newer weights when servers get these.
         settings (`dict`, *optional*):
-            How completions are sampled, beyond what a request says. A checkpoint's answer to another request, or under
-            other settings, is asked for again.
+            How completions are sampled, beyond what a request says. Answers of a checkpoint under others aren't taken.
     """
 
     def __init__(
@@ -106,14 +106,9 @@ class InFlight:
         rewarded when they come.
         """
         others = [key for key, request in requests.items() if key in self._known and not self._fits(key, request)]
-        for key in others:
-            del self._known[key]
         if others:
-            logger.warning(
-                f"{len(others)} answers of the checkpoint are asked for again: they are older than `max_staleness` "
-                "allows, or other settings or prompts made them.",
-                main_process_only=False,
-            )
+            logger.warning(f"{len(others)} answers of the checkpoint are of other settings, and are asked for again.")
+        self._known = {key: answer for key, answer in self._known.items() if key not in others}
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, place - self.max_staleness))
         answers = {

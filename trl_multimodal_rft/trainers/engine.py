@@ -56,10 +56,10 @@ def make_engine(
     """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
-    # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
     stops = {} if given.get("ignore_eos") else ends_of_text([*ends, *(given.get("stop_token_ids") or ())])
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
         stops.pop("ignore_eos", None)  # grammars end by what the folder says
+    # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in given,
         **given,
@@ -191,39 +191,30 @@ def _check_logps(trainer: Any, rollout: Rollout) -> None:
     Logs the share of tokens that came without a log-probability, and says so once. Raises a `RuntimeError` if all of
     the first batch did, where they should weigh completions.
     """
-    if rollout.sampling_per_token_logps is None:
+    checks, sampled, mask = trainer.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
+    if sampled is None:
         return
-    mask = rollout.loss_mask.bool()
     if rollout.from_view is not None:  # which are left out by us
         mask = mask & ~rollout.from_view[:, None]
-    n_missing = (rollout.sampling_per_token_logps.isnan() & mask).sum().item()
-    n_missing, n = trainer._sum_over_ranks([float(n_missing), float(mask.sum())])
+    n_missing, n = trainer._sum_over_ranks([float((sampled.isnan() & mask).sum()), float(mask.sum())])
     trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
-    checks = trainer.checks
+    text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_looked = not checks.has_looked, True
     if is_first and n_missing == n > 0 and trainer._corrects(rollout):
-        raise RuntimeError(
-            "What samples gave no log-probability of any token, so that its difference from the policy can't be "
-            "corrected or checked. Let it return them, or set `vllm_importance_sampling_correction=False`."
-        )
+        raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
     if n_missing and not checks.has_warned:
         checks.has_warned = True
-        logger.warning(
-            f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, so that they are neither "
-            "corrected nor checked; `sampling/no_logp_frac` logs their share."
-        )
+        logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
 
 
 def _check_ends(trainer: Any, rollout: Rollout) -> None:
     """Raises a `RuntimeError` for completions that go on after an end of text."""
-    ids, mask = rollout.completion_ids, rollout.completion_mask.bool()
-    goes_on = (mask & ~up_to_first_end(ids, trainer.eos_token_ids)).any(1)
-    n_rows, n = trainer._sum_over_ranks([float(goes_on.sum()), float(len(goes_on))])
-    if n_rows:
+    after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, trainer.eos_token_ids)
+    if trainer._any_process(bool(after.any())):
         ends = trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)
         raise RuntimeError(
-            f"self-check: {n_rows:.0f} of {n:.0f} completions go on after an end of text, {ends}. Let what samples "
-            "stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
+            f"self-check: completions go on after an end of text, {ends}. Let what samples stop there (vLLM: no "
+            "`ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
         )
 
 
