@@ -125,7 +125,7 @@ class Server(ThreadingHTTPServer):
         self.state, self.engine = state, Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
         self.adapters: list[str] = []
-        self.instance = str(time.time_ns())  # another one after a new start, as vLLM's
+        self.instance = str(time.time_ns())  # when it was started, as vLLM says it
 
     def handle_error(self, request, client_address):
         """Ignores clients that are gone."""

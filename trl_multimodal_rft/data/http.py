@@ -40,6 +40,7 @@ class Answer:
     status: int
     body: bytes  # the whole body
     is_html: bool  # by its content type or its start
+    date: str = ""  # on the server's clock
 
 
 class NoAnswer(Exception):
@@ -163,7 +164,8 @@ def _attempt(method, url, until, to_connect, max_bytes, json, session, may_visit
             body = _body(response, until, max_bytes)
             is_html = "html" in response.headers.get("Content-Type", "") or body.lstrip()[:1] == b"<"
             wait = response.headers.get("Retry-After", "")
-            return Answer(response.status_code, body, is_html), float(wait) if wait.isdecimal() else 0.0
+            answer = Answer(response.status_code, body, is_html, response.headers.get("Date", ""))
+            return answer, float(wait) if wait.isdecimal() else 0.0
     raise TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 

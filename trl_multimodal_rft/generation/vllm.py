@@ -26,7 +26,7 @@ from .vllm_server import (
     ServerGroup,
     ServerRequest,
     check_server,
-    instance_of,
+    clock_of,
     on_all_ranks,
     server_completions,
     server_features,
@@ -96,7 +96,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     ):
         self._server_base_urls = server_base_urls
         self._placeholders = placeholders
-        self._instances: dict[str, str | None] = {}  # of servers, by their addresses
+        self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
         self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
@@ -153,7 +153,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             info = client.get_server_info()
             check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
             asked = urls if rank == 0 or self._max_staleness > 0 else [own]
-            self._instances = {url: instance_of(url, timeout) for url in asked}
+            self._connected = {url: clock_of(url, timeout)[1] for url in asked}
             return client, info
 
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
@@ -262,25 +262,26 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             salt=salt,
         )
         if attempt > 0:
-            self._check_instance(url)
+            self._check_start(url)
         return completions
 
-    def _check_instance(self, url: str) -> None:
+    def _check_start(self, url: str) -> None:
         """Raises a `RuntimeError` for a server that was started again. An adapter has another name in each version."""
         loses_weights = self.adapter_alone is None or self._needs_base_weights
-        if loses_weights and instance_of(url, self.server_timeout) != self._instances[url]:
+        # Dates are in whole seconds
+        if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
             raise RuntimeError(
                 f"The vLLM server at {url} was started again, so that it samples with the weights of its folder, not "
                 "with those that it was sent; resume the run, which sends them again."
             )
 
-    def check_instances(self) -> None:
+    def check_starts(self) -> None:
         """Raises a `RuntimeError` if a server that may have answered was started again. All ranks must call this."""
 
         def check() -> None:
-            for url in self._instances:
+            for url in self._connected:
                 with suppress(RequestLost):  # what it has answered came before
-                    self._check_instance(url)
+                    self._check_start(url)
 
         self._by_main(check)
 
@@ -345,7 +346,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
         with profiler:
             found = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
-            self.check_instances()
+            self.check_starts()
         return [each for completions in found for each in completions]
 
     # Weights
@@ -382,7 +383,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
                 # First, so that no rank waits in a collective for a server that is gone
                 self._by_main(lambda: self.vllm_client.reset_encoder_caches())
-                self.check_instances()
+                self.check_starts()
                 if gives_weights:
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:

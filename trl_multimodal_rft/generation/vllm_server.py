@@ -6,8 +6,10 @@ They take token ids and processed media, which the trainer makes by vLLM's rende
 themselves never travel: HTTP would encode them again, and has no place for the options of processors.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -239,10 +241,14 @@ def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
 
 
-def instance_of(url: str, timeout: float) -> str | None:
-    """What a server has another one of after a new start. Raises a [`RequestLost`] without an answer."""
-    info = content_of(answer_of(url, _INFO, seconds=timeout, method="GET"), url, _INFO)
-    return info["vllm_config"].get("instance_id")
+def clock_of(url: str, timeout: float) -> tuple[float, float]:
+    """
+    When a server was started, and its time now, in seconds of its clock. Raises a [`RequestLost`] without an answer.
+    """
+    answer = answer_of(url, _INFO, seconds=timeout, method="GET")
+    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # in nanoseconds
+    now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
+    return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
 
 def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -74,7 +74,7 @@ def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None
             _ask(trainer, each)
     with sampler.explain(), sampler.profile("vLLM.generate"):
         asked, answers, seconds = on_all_ranks(trainer.accelerator, lambda: flight.take(place))
-        trainer.vllm_generation.check_instances()
+        trainer.vllm_generation.check_starts()
     completions = [each for answer in answers for each in answer.completions]
     ids, logps = ([*each] for each in zip(*completions, strict=True))
     versions = [[each.first, each.last] for each in answers for _ in each.completions]
