@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             is_spoiled = path == GENERATE and len(body) > 4 and proxy.n_spoiled > 0
             proxy.n_spoiled -= is_spoiled
             proxy.asked[path] += 1
-            proxy.body = body
+            proxy.body = body if path == GENERATE else proxy.body
         found = requests.request(method, proxy.target + self.path, data=body)
         if not is_spoiled:
             return self.answer(found.status_code, found.content)
