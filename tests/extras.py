@@ -39,7 +39,7 @@ RECIPES = {
 # Checks of the other extras
 OPTIONS = {
     "logging": ["--report_to", "all", "--log_completions"],
-    "speech": ["--reward_funcs", "wer_reward", "cer_reward"],
+    "speech": ["--reward_funcs", "wer_reward", "cer_reward", "ocr_reward"],
     "peft": ["--use_peft", "--lora_target_modules", "all-linear"],
     "peft,quantization": ["--use_peft", "--lora_target_modules", "all-linear", "--load_in_4bit"],
 }

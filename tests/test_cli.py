@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -110,6 +110,8 @@ FILES = {
     "list.yaml": "- max_steps\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
     "launch.yaml": "num_processes: two\n",
+    "nul.yaml": 'output_dir: "a\\0b"\n',
+    "nuls.yaml": 'reward_funcs: ["a\\0b"]\n',
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
 # Expected words of the message, for each command line
@@ -140,6 +142,10 @@ MISTAKES = [
     (["grpo", "--config", "list.yaml"], 1, "list.yaml: it has no keys"),
     (["grpo", "--config", "choice.yaml"], 1, "choice.yaml:2: `eval_strategy`: 'stepz' is not one of no, steps, ep"),
     (["grpo", "--config", "launch.yaml"], 1, "launch.yaml:1: `num_processes`: 'two' is not an integer"),
+    (["grpo", *MODEL, *ROWS, "--config", "nul.yaml"], 1, "`output_dir` has a NUL byte, which no path or name has"),
+    (["grpo", *MODEL, *ROWS, "--config", "nuls.yaml"], 1, "`reward_funcs` has a NUL byte"),
+    (["check", *MODEL, "--dataset_name", "..evil"], 1, "There is no file or folder '..evil'"),
+    (["check", *MODEL, "--dataset_name", "org/..evil"], 1, "There is no file or folder 'org/..evil'"),
     (["check", "--config", "check.yaml"], 1, "check.yaml:1: `max_prompt_length`: 'long' is not an integer"),
     (["grpo", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),
@@ -230,6 +236,25 @@ def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
     assert run.returncode == 1 and run.stderr.count("has no column") == 1
     for noise in ("Traceback", "CalledProcessError", "ChildFailedError", "had defaults used instead", "elastic"):
         assert noise not in run.stderr
+
+
+@pytest.mark.parametrize("command", ["families", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_packages_that_do_not_fit_are_named_with_their_versions(command, tmp_path):
+    """In new processes, since an environment is read where it is imported."""
+    (tmp_path / "torchvision").mkdir()
+    reason = "operator torchvision::nms does not exist"
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError('{reason}')")
+    words = run_of(1, tmp_path)
+    words = words if command == "grpo" else [*words[:3], command]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    last = run.stderr.splitlines()[-1]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "torchvision", "transformers"))
+    expected = (
+        f"packages of this environment don't fit together: {reason}. It has {versions}; install versions that fit"
+    )
+    assert run.returncode == 1 and last.startswith(f"trl-multimodal-rft {command}: error: {expected}, see 'Packages ")
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.slow

@@ -1,30 +1,42 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A run with all-equal rewards warns once."""
 
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.reporting import hints
-from trl_multimodal_rft.reporting.hints import constant_rewards, steps_without_signal
+from trl_multimodal_rft.reporting.hints import constant_rewards
 
 
-def test_steps_without_signal():
-    def log(step, share, mean=0.5, std=0.3):
-        return {"step": step, "frac_reward_zero_std": share, "reward": mean, "reward_std": std}
-
-    assert steps_without_signal([], True) == 0
-    assert steps_without_signal([log(10, 0.9), log(20, 1.0), {"step": 25}, log(30, 1.0)], True) == 20
-    assert steps_without_signal([log(10, 1.0), log(20, 0.99)], True) == 0
-    assert steps_without_signal([log(10, 0.0), log(20, 0.0, std=0.0), log(30, 0.0, std=0.0)], True) == 20
-    assert steps_without_signal([log(1, 0.5), {"step": 3}, log(4, 1.0), {"step": 6}], True) == 3
-    # Groups of one are always equal; the hint then compares all rewards
-    assert steps_without_signal([log(10, 1.0), log(20, 1.0)], False) == 0
-    assert steps_without_signal([log(10, 1.0), log(20, 1.0, std=1e-9), log(30, 1.0, 0.0, 0.0)], False) == 20
-    assert steps_without_signal([log(10, 1.0, std=None)], False) == 0
+@pytest.mark.parametrize(
+    ("grouped", "rollouts", "steps"),
+    [
+        (True, [([1, 1, 2, 2], False), ([1, 1, 2, 2], False)], 2),
+        (True, [([1, 1, 2, 2], False), ([1, 2, 2, 2], True)], 0),
+        (True, [([1, 2, 2, 2], True), ([1, 1, 2, 2], False)], 1),
+        # Groups of one are always equal; the hint then compares all rewards
+        (False, [([1, 1, 2, 2], False), ([1, 1, 2, 2], False)], 0),
+        (False, [([3, 3, 3, 3 + 1e-7], False), ([0, 0, 0, 0], False)], 2),
+        (False, [([math.nan, 3, 3, 3], False), ([0, math.nan, 0, 0], False)], 2),
+        (False, [([math.nan] * 4, False)] * 2, 0),
+        (True, [([math.nan] * 4, False)] * 2, 0),
+    ],
+)
+def test_steps_whose_rewards_are_equal(grouped, rollouts, steps, monkeypatch):
+    warned = []
+    monkeypatch.setattr(hints.logger, "warning", warned.append)
+    hint = hints.EqualRewardsHint(grouped, patience=1)
+    for step, (rewards, differ) in enumerate(rollouts):
+        hint.measure(torch.tensor(rewards, dtype=torch.float32), torch.full((4,), differ), step)
+    hint.on_log(None, SimpleNamespace(global_step=len(rollouts), log_history=[{"reward": 1.0, "step": 2}]), None)
+    assert len(warned) == (steps > 0) and all(f"for {steps} steps" in each for each in warned)
 
 
 def test_constant_rewards():
@@ -52,7 +64,10 @@ def always_one(prompts, **kwargs):
     [
         (MultimodalGRPOTrainer, equal_in_a_group, 1, {}),
         (MultimodalRLOOTrainer, always_one, 1, {}),
-        (MultimodalRLOOTrainer, always_one, 1, {"beta": 0.5}),  # TRL's metric sees the KL divergence from a reference
+        (MultimodalGRPOTrainer, equal_in_a_group, 1, {"scale_rewards": "batch"}),
+        # TRL's metric sees the KL divergence from a reference
+        (MultimodalRLOOTrainer, always_one, 1, {"beta": 0.5}),
+        (MultimodalRLOOTrainer, equal_in_a_group, 1, {"beta": 0.5}),
         (MultimodalPPOTrainer, always_one, 1, {}),
         (MultimodalPPOTrainer, equal_in_a_group, 0, {}),
     ],

@@ -101,12 +101,20 @@ def test_mixture_of_files(streaming, folder):
         (["files", "--dataset_config", "en"], "the dataset 'files' can't be read: BuilderConfig 'en' not found"),
         (["empty.jsonl"], "the dataset 'empty.jsonl' can't be read: it has no rows"),
         (["broken.jsonl"], "the dataset 'broken.jsonl' can't be read: JSON parse error: "),
+        (
+            ["scripted"],
+            "'scripted' can't be read: Dataset scripts are no longer supported, but found scripted.py; name",
+        ),
+        (["deep.jsonl"], "the dataset 'deep.jsonl' can't be read: values are nested too deeply; store them as text"),
         (["user/data"], "the dataset 'user/data', which is no local file or folder, can't be read: "),
     ],
 )
 def test_what_cant_be_read(words, message, folder):
     Path("empty.jsonl").touch()
     Path("broken.jsonl").write_text('{"prompt": "a"\n')
+    Path("deep.jsonl").write_text('{"prompt": "a", "x": ' + "[" * 3000 + "1" + "]" * 3000 + "}\n")
+    Path("scripted").mkdir()
+    Path("scripted", "scripted.py").touch()
     with pytest.raises(ValueError) as error:
         read("--dataset_name", *words)
     assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
@@ -119,3 +127,6 @@ def test_supervised_rows_of_ppo_and_other_layouts(folder):
     assert load_easyr1("~/r1.jsonl")["solution"] == ["4"]
     with pytest.raises(ValueError, match="There is no file or folder './r1.jsonl'; "):
         load_easyr1("./r1.jsonl")
+    Path("deep.jsonl").write_text("[" * 3000)
+    with pytest.raises(ValueError, match=r"^deep\.jsonl can't be read: values are nested too deeply; store"):
+        load_easyr1("deep.jsonl")

@@ -449,6 +449,12 @@ WRONG = {
         {"completion_only_loss": True},
         "row 0, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`",
     ),
+    "ids beyond the vocabulary": (
+        {"input_ids": [60, 61, 100_000]},
+        {},
+        r"row 0 has token ids from 60 to 100000, and the model has 0 to \d+; tokenize with the model's tokenizer",
+    ),
+    "ids below the vocabulary": ({"input_ids": [60, -7, 61]}, {}, "row 0 has token ids from -7 to 61, and the model"),
     "too few images": (
         {
             "messages": [say("user", "<image>", "<image>", "?"), say("assistant", "Yes.")],

@@ -472,6 +472,29 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
     assert load_dataset("parquet", data_files=str(file), split="train")["ended_by"][0] == [None]
 
 
+@pytest.mark.parametrize("depth", [150, 1000])
+def test_calls_whose_arguments_are_nested_too_deeply_are_text(depth, tmp_path):
+    class Nested(Scripted):
+        def __call__(self, model, prompts, **options):
+            arguments = f'{{"number": {"[" * depth}1{"]" * depth}}}'
+            text = f'<tool_call>\n{{"name": "show", "arguments": {arguments}}}\n</tool_call>'
+            return [self.encoded(text)] * len(prompts), None
+
+    def reward(completions, **kwargs):
+        texts = [message["content"] for (message,) in completions]
+        assert all(text.count("[") == depth for text in texts)
+        return [1.0, 0.0]
+
+    objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 2 * depth + 100}
+    options |= {"log_completions": True, "max_steps": 1, "reward": reward}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen3_vl", image_rows(1), tmp_path, objects=objects, sampler=Nested, **options
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/call_frequency"] == 0
+
+
 @pytest.mark.slow
 def test_evaluation_calls_tools(tmp_path):
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())], "eval_dataset": image_rows(2)}

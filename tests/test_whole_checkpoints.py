@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Training never resumes silently from a damaged checkpoint, and a full disk gives an error with its path."""
 
+import errno
 import json
 import logging
 import os
@@ -23,13 +24,15 @@ from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers.checkpoint_files import replace_folder
 from trl_multimodal_rft.trainers.manifest import (
     measure_together,
     missing_resume_state,
     verify_checkpoint,
     write_manifest,
 )
+from trl_multimodal_rft.trainers.setup import resolve_config
 from trl_multimodal_rft.trainers.shards import SHARDS, refuse_missing_shards, refuse_other_layout, save_shards
 
 
@@ -83,6 +86,11 @@ DAMAGES = [
     *[(file, empty) for file in ("optimizer.pt", "scheduler.pt", "rollout_state_0.pt", "trainer_state.json")],
     ("model.safetensors", halve),
 ]
+WITHOUT_MANIFEST = [
+    *[(file, halve) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt")],
+    *[(file, halve) for file in ("config.json", "model.safetensors", "trainer_state.json", "training_args.bin")],
+    *[(file, harm) for file in ("optimizer.pt", "rollout_state_0.pt") for harm in (flip, empty)],
+]
 
 
 def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
@@ -98,6 +106,13 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
     halve(folder / "manifest.json")
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
         trainer.train(resume_from_checkpoint=str(folder))
+    (folder / "manifest.json").unlink()  # formats tell of damage, too
+    for file, harm in WITHOUT_MANIFEST:
+        harm(folder / file)
+        with pytest.raises(ValueError, match=f"isn't whole: {file} (can't be read|is empty|has other)"):
+            trainer.train(resume_from_checkpoint=str(folder))
+        shutil.copy(Path(straight.args.output_dir, "checkpoint-2", file), folder / file)
+    assert verify_checkpoint(folder) == []
     with pytest.raises(ValueError, match="checkpoint-7 isn't whole: there is no such folder"):
         trainer.train(resume_from_checkpoint=str(output / "checkpoint-7"))
 
@@ -133,8 +148,11 @@ def test_what_cannot_be_read_is_an_error_that_names_it(output):
         resume(rf"checkpoint-2 isn't whole: manifest\.json can't be read \({reason}\)")
     manifest.unlink()
     manifest.mkdir()
-    resume(r"manifest\.json can't be read \(Is a directory\)")
+    resume(r"manifest\.json can't be read \(it isn't a regular file\)")
     manifest.rmdir()
+    os.mkfifo(manifest)
+    resume(r"manifest\.json can't be read \(it isn't a regular file\)")
+    manifest.unlink()
     manifest.write_text(content)
     folder.chmod(0)
     try:
@@ -230,7 +248,7 @@ def test_folders_below_count_and_what_is_added_does_not(tmp_path):
     (tmp_path / "global_step1").mkdir()
     (tmp_path / "trainer_state.json").write_text("{}")
     shard = tmp_path / "global_step1" / "zero_pp_rank_1.pt"
-    shard.write_bytes(bytes(range(256)) * 100)
+    shard.write_bytes(bytes(range(128, 256)) * 200)
     (tmp_path / "merges.txt").touch()
     assert verify_checkpoint(tmp_path) == [] and "no manifest" in str(missing_resume_state(tmp_path))
     write_manifest(tmp_path, model_only=False)
@@ -412,3 +430,53 @@ def test_full_disk_names_folder_and_checkpoint(file, straight, tmp_path):
         resumed = make(tmp_path)
         resumed.train(resume_from_checkpoint=True)
         assert same_weights(straight, resumed)
+
+
+@pytest.mark.parametrize("moved", ["checkpoint-2", "checkpoint-1"])
+def test_a_file_server_that_forgets_its_folders_ends_the_run_in_one_line(moved, straight, tmp_path, monkeypatch):
+    """In the move of the second checkpoint to its place, and of the first, which is one too many."""
+    rename = Path.rename
+
+    def forgets(path, target):
+        if path.name == moved and (moved == "checkpoint-1") == (Path(target).parent.name != tmp_path.name):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", forgets)
+    with pytest.raises(
+        OSError, match=f"^checkpoint-2 can't be written to '{tmp_path}': .*Stale.*Make the folder"
+    ) as e:
+        make(tmp_path, save_total_limit=1).train()
+    assert "\n" not in str(e.value)
+    monkeypatch.undo()
+    resumed = make(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert same_weights(straight, resumed)
+
+
+def test_a_move_that_fails_leaves_the_checkpoint_that_was_there(tmp_path, monkeypatch):
+    (written := tmp_path / "partial" / "new").mkdir(parents=True)
+    (place := tmp_path / "checkpoint-1").mkdir()
+    (place / "old").touch()
+    rename = Path.rename
+
+    def fails(path, target):
+        if path == written:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Stale"):
+        replace_folder(written, place)
+    assert (place / "old").exists()
+
+
+@pytest.mark.parametrize("below", [".", "runs/new"])
+def test_a_folder_that_cannot_be_written_is_named_at_construction(below, tmp_path):
+    (folder := tmp_path / "read_only").mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    with (
+        as_nobody(),
+        pytest.raises(OSError, match=r"^`output_dir=.*` can't be written to \(Permission denied.*; name a"),
+    ):
+        resolve_config(MultimodalGRPOConfig, MultimodalGRPOConfig(str(folder / below), use_cpu=True), "model")

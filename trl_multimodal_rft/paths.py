@@ -26,7 +26,8 @@ def local_path(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
-    if not name.startswith((".", "~")) and not path.is_absolute() and name.count("/") < 2 and not data_ending(name):
+    is_path = path.is_absolute() or any(part.startswith((".", "~")) for part in name.split("/"))
+    if not is_path and name.count("/") < 2 and not data_ending(name):
         return None
     raise ValueError(f"There is no file or folder {name!r}; {nearest(path)[0]}.")
 

@@ -362,7 +362,10 @@ class PolicyForward:
         reaches = states is None or self.accelerator is None or self.accelerator.sync_gradients
         if is_ddp and reaches and torch.is_grad_enabled() and not model.find_unused_parameters:
             name = "logps" if target is None else "divergences"
-            tensors[name] = tensors[name] + self._touch_unreached(model, list(tensors.values()))
+            if self._unreached is None:
+                self._unreached = unreached_parameters(model, list(tensors.values()))
+            # A zero that depends on weights that no forward uses, for whose gradients DDP would wait
+            tensors[name] = tensors[name] + sum(0 * parameter.flatten()[0] for parameter in self._unreached)
         return Scores(**tensors).rows(slice(n))  # without dummy prompts
 
     def _forwards(
@@ -389,12 +392,6 @@ class PolicyForward:
 
     def _autocast(self) -> AbstractContextManager:
         return nullcontext() if self.accelerator is None else self.accelerator.autocast()
-
-    def _touch_unreached(self, model, tensors) -> torch.Tensor | int:
-        """A zero that depends on the weights that no forward uses, for whose gradients DDP would wait."""
-        if self._unreached is None:
-            self._unreached = unreached_parameters(model, tensors)
-        return sum(0 * parameter.flatten()[0] for parameter in self._unreached)
 
     # Samples
 

@@ -196,7 +196,6 @@ def page(
 
 
 def _input(gradio: Any, kind: str) -> Any:
-    """The input of a medium."""
     options: dict[str, Any] = {"buttons": ["download"]}  # without the one that uploads to the Hub
     if kind == "audio":
         return gradio.Audio(label="Sound", type="filepath", sources=["upload", "microphone"], **options)

@@ -105,7 +105,6 @@ def _steps(args: argparse.Namespace, batch: dict[str, Any]) -> list[int]:
 
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
-    """The config for the trainer's command."""
     samples = args.trainer != "sft"
     keys = {
         "model_name_or_path": args.model_name_or_path,

@@ -74,7 +74,10 @@ def load_mmau(
     ```
     """
     rows, audio = _read(path, split, "mmau-*.json", ("context", "audio"), audio_dir, skip_missing)
-    rows = [{**row, **_attributes(row.get("other_attributes"))} for row in rows]
+    rows = [
+        {**row, **(json.loads(each) if isinstance(each := row.get("other_attributes"), str) else each or {})}
+        for row in rows
+    ]
 
     def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str | None]:
         given, answer = required(row, index, "choices"), row.get("answer") or None
@@ -241,10 +244,6 @@ def _find_files(
     if not found:
         raise FileNotFoundError(f"None of the {len(paths)} audio files exists; pass their folder as `audio_dir`.")
     return found
-
-
-def _attributes(value: str | dict | None) -> dict[str, Any]:
-    return json.loads(value) if isinstance(value, str) else value or {}
 
 
 def _assemble(

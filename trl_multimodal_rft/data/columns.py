@@ -530,7 +530,6 @@ def _place(
 
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Placeholder blocks by kind."""
     placeholders = {kind: [] for kind in MODALITIES}
     for message in messages:
         for block in message["content"] if isinstance(message.get("content"), list) else []:

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks audio and video files before a decoder opens them: their format, their streams, and that they are whole."""
 
-import math
 import re
 import struct
 import zlib
@@ -34,7 +33,6 @@ _ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include
 _OGG_FIRST, _OGG_LAST = 2, 4  # flags of the first and the last page of a stream
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in the other order
 _DEFAULT, _COVER = 0x1, 0x400  # FFmpeg's dispositions of a stream
-_ASF_PROPERTIES = re.escape(bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365"))
 
 
 def check_container(ref: MediaRef, stream: BinaryIO) -> None:
@@ -54,9 +52,8 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, Ogg with
     damaged or missing pages, and RIFF with a second `data` chunk.
 
-    Covers WAV, RF64, W64, AIFF, AU, CAF, NIST, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, WMV,
-    IVF, GIF, and MP3 with a LAME header. Other formats, such as MPEG-TS and AAC streams, and recordings with an
-    incomplete header don't store their length, and pass.
+    Covers WAV, RF64, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, GIF, and MP3 with a LAME
+    header. Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -223,54 +220,6 @@ def _avi(stream: BinaryIO, size: int) -> str | None:
     return None
 
 
-def _w64(stream: BinaryIO, size: int) -> str | None:
-    """As RIFF, with names of 16 bytes, and lengths of 8 bytes that include themselves and the name."""
-    place = stream.tell() + 40
-    for _ in range(_MOST_PARTS):
-        stream.seek(place)
-        chunk = stream.read(24)
-        length = int.from_bytes(chunk[16:], "little")
-        if len(chunk) < 24 or length < 24:
-            return None
-        if chunk[:4] == b"data":
-            return _short(place, length, size)
-        place += length + -length % 8
-    return None
-
-
-def _caf(stream: BinaryIO, size: int) -> str | None:
-    place = stream.tell() + 8
-    for _ in range(_MOST_PARTS):
-        stream.seek(place)
-        chunk = stream.read(12)
-        length = int.from_bytes(chunk[4:], "big", signed=True)
-        if len(chunk) < 12 or length < 0:  # the end, or a chunk up to the end
-            return None
-        if missing := _short(place + 12, length, size):
-            return missing
-        place += 12 + length
-    return None
-
-
-def _au(stream: BinaryIO, size: int) -> str | None:
-    head = stream.read(12)
-    length = int.from_bytes(head[8:], "big")
-    begin = stream.tell() - 12 + int.from_bytes(head[4:8], "big")
-    return _short(begin, length, size) if length < _LARGEST else None
-
-
-def _nist(stream: BinaryIO, size: int) -> str | None:
-    begin = stream.tell()
-    head = stream.read(1024)
-    if b"embedded" in head:  # compressed
-        return None
-    found = [
-        re.search(rb"\n%s -\S+ (\d+)" % key, head) for key in (b"sample_count", b"sample_n_bytes", b"channel_count")
-    ]
-    counts = [int(each.group(1)) for each in found if each]
-    return _short(begin + int(head[8:16]), math.prod(counts), size) if len(counts) == 3 else None
-
-
 def _boxes(stream: BinaryIO, size: int) -> str | None:
     """MP4 and related formats: each box is complete, and so are the fragments of an index."""
     fragments, ends = False, False
@@ -403,28 +352,6 @@ def _flv(stream: BinaryIO, size: int) -> str | None:
     return _short(begin, length, size)
 
 
-def _asf(stream: BinaryIO, size: int) -> str | None:
-    """The length in the properties object, unless that is a broadcast's."""
-    begin = stream.tell()
-    found = re.search(_ASF_PROPERTIES + rb".{24}(.{8}).{40}(.)", stream.read(2**16), re.DOTALL)
-    if not found or found.group(2)[0] & 1:
-        return None
-    return _short(begin, int.from_bytes(found.group(1), "little"), size)
-
-
-def _ivf(stream: BinaryIO, size: int) -> str | None:
-    place = stream.tell() + 32
-    for _ in range(_MOST_PARTS):
-        if place >= size:
-            break
-        stream.seek(place)
-        length = 12 + int.from_bytes(stream.read(4), "little")
-        if missing := _short(place, length, size):
-            return missing
-        place += length
-    return None
-
-
 def _gif(stream: BinaryIO, size: int) -> str | None:
     """Blocks, each a list of parts that ends with an empty one, up to the last block."""
     stream.seek(10, 1)
@@ -454,16 +381,10 @@ def _skip_colors(stream: BinaryIO, flags: bytes) -> None:
 
 _CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
     (rb"(?:RIFF|RIFX|RF64).{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
-    (rb"riff\x2e\x91\xcf\x11", _w64),
-    (rb"caff", _caf),
-    (rb"\.snd", _au),
-    (rb"NIST_1A\n", _nist),
     (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _boxes),
     (rb"\x1aE\xdf\xa3", _matroska),
     (rb"OggS", _ogg),
     (rb"\xff[\xe2-\xff]", _mp3),
     (rb"FLV", _flv),
-    (rb"\x30\x26\xb2\x75", _asf),
-    (rb"DKIF", _ivf),
     (rb"GIF8", _gif),
 )

@@ -36,18 +36,13 @@ def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | 
         for column, kind in MEDIA_COLUMNS.items():
             if column in columns:
                 held = dataset.data.column(column)
-                counts = _valid(held) if column == kind else _lengths(held)
+                counts = pc.is_valid(held).to_numpy().astype(int) if column == kind else _lengths(held)
                 in_columns[kind] = np.maximum(in_columns[kind], counts)
     except _Unknown:
         return None
     # Media of columns fill the placeholders of the messages, or are added to the media of the messages
     totals = {kind: in_messages[kind] + np.where(waiting[kind], 0, in_columns[kind]) for kind in MODALITIES}
     return {kind: int(total.max(initial=0)) for kind, total in totals.items()}
-
-
-def _valid(column: pa.ChunkedArray) -> np.ndarray:
-    """1 where a row isn't null."""
-    return pc.is_valid(column).to_numpy().astype(int)
 
 
 def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:

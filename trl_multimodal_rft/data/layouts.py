@@ -555,7 +555,6 @@ def _files(row: dict[str, Any], name: str, number: int, folder: Path) -> list[An
 
 
 def _ground_truth(row: dict[str, Any], number: int) -> Any:
-    """The answer of a row of verl's layout."""
     answer = required(row, number, "reward_model")
     return required(answer if isinstance(answer, dict) else {}, number, "ground_truth")
 

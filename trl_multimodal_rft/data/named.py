@@ -45,10 +45,15 @@ def reading(what: str) -> Iterator[None]:
         yield
     except StopIteration as error:  # of an empty file of JSON Lines
         raise ValueError(f"{what} can't be read: it has no rows") from error
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         # The cause, rather than that generating failed
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        raise ValueError(f"{what} can't be read: {' '.join(str(reason).split())}") from error
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        reason = " ".join(str(cause).split())
+        if isinstance(cause, RecursionError):
+            reason = "values are nested too deeply; store them as text"
+        elif reason.startswith("Dataset scripts"):
+            reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
+        raise ValueError(f"{what} can't be read: {reason}") from error
 
 
 def load_arguments(name: str, split: str) -> dict[str, Any]:
@@ -83,10 +88,11 @@ def json_file(path: str | Path, pattern: str) -> Path | None:
 
 def read_json(file: Path) -> list[dict[str, Any]]:
     """Reads rows of JSON or JSON Lines."""
-    text = file.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    with reading(str(file)):
+        text = file.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def required(row: dict[str, Any], number: int, *names: str) -> Any:

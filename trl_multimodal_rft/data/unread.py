@@ -266,7 +266,6 @@ def _has_media_features(
 
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:
-    """Whether the prompt of a row contains media."""
     columns = [row.get(column) for column in MEDIA_COLUMNS if column not in ignored]
     if any(not _absent(value) and not (isinstance(value, (list, str)) and not value) for value in columns):
         return True

@@ -72,7 +72,11 @@ def decode_media(
     budgeted = [with_budgets(ref) for ref in refs]
     # A call of the processor resizes all images or none
     resized = {
-        ref.kind for ref in budgeted if family.has_qwen_vl_utils and ref.kind != "audio" and _chooses_its_size(ref)
+        ref.kind
+        for ref in budgeted
+        if family.has_qwen_vl_utils
+        and ref.kind != "audio"
+        and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
     others: dict[str, Any] = {kind: itertools.repeat(None) for kind in MODALITIES}
     for kind, own in itertools.groupby(sorted(view.others if view else (), key=_kind), key=_kind):
@@ -222,10 +226,6 @@ def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> 
     tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = BaseVideoProcessor.resize(video_processor, tensor, size, video_processor.resample)
     return resized.permute(0, 2, 3, 1).numpy()
-
-
-def _chooses_its_size(ref: MediaRef) -> bool:
-    return bool(ref.options) or isinstance(ref.source, (str, os.PathLike, dict))
 
 
 def _check_fits_a_token(ref: MediaRef, processor) -> None:

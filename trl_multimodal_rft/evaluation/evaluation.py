@@ -119,7 +119,6 @@ class Evaluation:
         return self._result(records)
 
     def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:
-        """The result, from what all ranks found."""
         args = self.args
         left_out = set(gather_object(list(self.left_out)))
         records = gather_object([{k: v for k, v in record.items() if k not in left_out} for record in records])

@@ -140,7 +140,6 @@ def evaluate(
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:
-    """Lets a policy call the tools of its toolbox."""
     encoder = policy.encoder
     check_takes_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}

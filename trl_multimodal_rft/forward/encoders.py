@@ -95,7 +95,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the arguments of a module's forward."""
     return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 

@@ -77,7 +77,7 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
                 found += search(child, False)
             elif _is_frozen(child):
                 found.append(child)
-            elif not is_encoder and _has_frozen_layers(child):
+            elif not is_encoder and any(_is_frozen(m) for m in child.modules() if isinstance(m, nn.ModuleList)):
                 found += search(child, True)
         return found
 
@@ -373,10 +373,6 @@ def _scope(model: PreTrainedModel) -> _Scope:
 @functools.cache
 def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(module_class.forward).parameters)
-
-
-def _has_frozen_layers(module: nn.Module) -> bool:
-    return any(isinstance(each, nn.ModuleList) and _is_frozen(each) for each in module.modules())
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -63,7 +63,7 @@ class Processes:
             # With `find_unused_parameters` it also reduces weights that only an earlier forward used
             needed = set() if model.find_unused_parameters else self._encoders_to_train(model)
             present = _encoders(present)
-        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._trains_text(model):
+        if torch.is_grad_enabled() and not (present | needed or with_others) and not self._what_trains(model)[2]:
             needed = self._encoders_to_train(model)
         return [self._dummy(kind, model) for kind in sorted(needed - present)]
 
@@ -108,10 +108,6 @@ class Processes:
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
         """[`trained_encoders`] of a wrapped model, from when it was wrapped, as the engine knows them."""
         return self._what_trains(model)[1]
-
-    def _trains_text(self, model: nn.Module) -> bool:
-        """Whether a forward of text alone reaches weights that are trained, those of a critic included."""
-        return self._what_trains(model)[2]
 
     def _what_trains(self, model: nn.Module) -> tuple[nn.Module, set[str], bool]:
         if self._trained is None or self._trained[0] is not model:

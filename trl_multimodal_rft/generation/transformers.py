@@ -144,7 +144,9 @@ def generate_completions(
     rows of dummies at the end.
     """
     unique = [*group_by_prompt(prompts), *dummies]
-    takes_a_cache = _takes_a_cache(generation_config)
+    options = generation_config
+    takes_a_cache = options.cache_implementation in (None, "hybrid") and options.use_cache is not False
+    takes_a_cache = takes_a_cache and options.prefill_chunk_size is None and (options.num_beams or 1) == 1
     cached = _cacheable_tokens(unwrapped_model, unique) if shared_prefill and takes_a_cache else 0
     past, order = None, torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
     obstacle = _cache_obstacle(unwrapped_model, generation_config, cached)
@@ -346,12 +348,6 @@ def as_generation_config(model: PreTrainedModel, config: GenerationConfig) -> It
         yield
     finally:
         model.generation_config = before
-
-
-def _takes_a_cache(config: GenerationConfig) -> bool:
-    """Whether `generate` can continue from a cache under these options."""
-    takes_dynamic_cache = config.cache_implementation in (None, "hybrid") and config.use_cache is not False
-    return takes_dynamic_cache and config.prefill_chunk_size is None and (config.num_beams or 1) == 1
 
 
 def _cache_obstacle(model: PreTrainedModel, config: GenerationConfig, cached: int) -> str | None:

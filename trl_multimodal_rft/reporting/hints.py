@@ -1,24 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Hints for runs and reward functions without a learning signal."""
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 
 logger = get_logger(__name__)
-
-
-def steps_without_signal(history: list[dict[str, Any]], grouped: bool) -> int:
-    """Steps since rewards last differed between completions."""
-
-    def is_equal(logs: dict[str, Any]) -> bool:  # RLOO's fraction, as TRL's, has the KL penalty in the rewards
-        alike = grouped and logs["frac_reward_zero_std"] == 1
-        return alike or _is_constant(logs["reward"], logs["reward_std"])
-
-    return _steps(history, "reward", is_equal)
 
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
@@ -34,18 +24,9 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
         reward = called[0][key]
         values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in called]
         if all(_is_constant(mean, std) and abs(mean - reward) <= 1e-6 * abs(reward) for mean, std in values):
-            found[name] = (_steps(history, key, lambda logs: True), reward)
+            before = next(i for i, logs in enumerate(history) if key in logs) - 1
+            found[name] = (history[-1]["step"] - (0 if before < 0 else history[before]["step"]), reward)
     return found
-
-
-def _steps(history: list[dict[str, Any]], key: str, holds: Callable[[dict[str, Any]], bool]) -> int:
-    """Length of the latest run of steps whose logs have a key and meet a condition."""
-    since, last = None, 0
-    for logs in history:
-        if key in logs:  # else completions are reused
-            since = None if not holds(logs) else last if since is None else since
-        last = logs["step"]
-    return 0 if since is None else last - since
 
 
 def _is_constant(mean: float | None, std: float | None) -> bool:
@@ -59,10 +40,20 @@ class EqualRewardsHint(TrainerCallback):
     def __init__(self, grouped: bool, patience: int = 8):
         self.grouped, self.patience = grouped, patience
         self._named: set[str | None] = set()  # functions of earlier warnings, `None` for all together
+        self._since: int | None = None  # the step before rewards became equal
+
+    def measure(self, rewards: torch.Tensor, live: torch.Tensor, step: int) -> None:
+        """
+        Notes whether rewards of a rollout differ, or with `grouped`, whether they do in any group. Metrics don't say
+        so: those of RLOO have the KL penalty in the rewards, as TRL's. Shapes: both `(N,)`, of all ranks.
+        """
+        known = rewards[~rewards.isnan()]
+        differs = live if self.grouped else (known - known.mean()).abs() > 1e-6 * known.mean().abs()
+        self._since = None if differs.any() or not len(known) else step if self._since is None else self._since
 
     def on_log(self, args, state, control, **kwargs):
         history = state.log_history
-        steps = 0 if None in self._named else steps_without_signal(history, self.grouped)
+        steps = 0 if None in self._named or self._since is None else state.global_step - self._since
         constant = {name: found for name, found in constant_rewards(history).items() if found[0] >= self.patience}
         if steps >= self.patience:
             self._named |= {None, *constant}

@@ -99,14 +99,9 @@ class MediaLog:
                 self._refs[start + i] = refs if n_kept < self.max_prompts else None
                 n_kept += 1
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the main process has the media of the latest rows."""
-        return self._gathered == self.n_seen
-
     def gather(self) -> None:
         """Encodes the media of the first prompts and sends them to the main process. A collective call."""
-        if self.is_gathered:
+        if self._gathered == self.n_seen:  # the main process has the media of the latest rows
             return
         self._gathered = self.n_seen
         local = [(row, self.process_index, refs is not None) for row, refs in self._refs.items()]
@@ -362,7 +357,6 @@ class MediaLogCallback(TrainerCallback):
         self._send(*self._shown(frame, media), step)
 
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
-        """The table for boards."""
         if self.trainer.log_unique_prompts:
             # Prompts with media may share their text
             keys = pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True)))

@@ -379,7 +379,6 @@ def _is_expression(text: str) -> bool:
 
 
 def _number(text: str) -> Fraction | None:
-    """The number of a text in plain digits."""
     if len(text) > _LONGEST_EXPRESSION:
         return None
     mixed = _MIXED.fullmatch(text)

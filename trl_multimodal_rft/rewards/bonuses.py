@@ -110,7 +110,10 @@ def tool_curiosity_reward(
             "tool_curiosity_reward needs `group_ids`, which trainers pass where no group straddles processes; make "
             "`per_device_train_batch_size` times `steps_per_generation` a multiple of `num_generations`."
         )
-    counts = [_n_calls(completion) for completion in completions]
+    counts = [
+        0 if isinstance(each, str) else sum(len(message.get("tool_calls") or ()) for message in each)
+        for each in completions
+    ]
     used = defaultdict(int)
     for group, count in zip(group_ids, counts, strict=True):
         used[group] += count > 0
@@ -121,9 +124,3 @@ def tool_curiosity_reward(
         else 0.0
         for group, count in zip(group_ids, counts, strict=True)
     ]
-
-
-def _n_calls(completion) -> int:
-    if isinstance(completion, str):
-        return 0
-    return sum(len(message.get("tool_calls") or ()) for message in completion)

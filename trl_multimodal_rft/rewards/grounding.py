@@ -348,11 +348,15 @@ def counting_reward(
         return min(len(one), len(other)) / max(len(one), len(other)) * max(1 - mean, 0.0)
 
     form = "a number, a list of numbers, or a list of points [x, y]"
-    return _compared(completions, solution, "counting_reward", _numbers_or_points, form, reward, kwargs)
-
-
-def _numbers_or_points(solution: Any) -> list:
-    return numbers_of(solution) or points_of(solution)
+    return _compared(
+        completions,
+        solution,
+        "counting_reward",
+        lambda given: numbers_of(given) or points_of(given),
+        form,
+        reward,
+        kwargs,
+    )
 
 
 def regression_reward(completions, solution=None, **kwargs) -> list[float | None]:

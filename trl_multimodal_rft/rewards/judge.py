@@ -176,7 +176,8 @@ class JudgeReward:
     ) -> list[float | None]:
         """Asks for the scores of completions, as shares of `max_score`."""
         payloads = self._payloads(prompts, completions, solution, media_rules, columns)
-        keys = {place: _key_of(payload) for place, payload in payloads.items() if payload is not None}
+        texts = {place: json.dumps(each, sort_keys=True) for place, each in payloads.items() if each is not None}
+        keys = {place: hashlib.sha256(text.encode()).hexdigest() for place, text in texts.items()}
         new = {key: payloads[place] for place, key in keys.items() if key not in self._replies}
         if new:
             self._ask_all(new)
@@ -189,7 +190,8 @@ class JudgeReward:
         for place, completion in enumerate(completions):
             # Without an answer there is nothing to judge
             score = scores[place] if place in keys else 0.0 if place in payloads else None
-            bonus = self.tool_bonus if score is not None and score > 0.5 and _tool_showed_media(completion) else 0.0
+            shown = [] if isinstance(completion, str) else [each for each in completion if each["role"] == "tool"]
+            bonus = self.tool_bonus if score is not None and score > 0.5 and has_media(shown) else 0.0
             rewards.append(None if score is None else score + bonus)
         return rewards
 
@@ -318,14 +320,6 @@ class JudgeReward:
                 f"The environment variable {self.api_key_variable!r}, with the judge's API key, isn't set."
             )
         return key
-
-
-def _key_of(payload: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(payload, sort_keys=True).encode()).hexdigest()
-
-
-def _tool_showed_media(completion: str | list[dict[str, Any]]) -> bool:
-    return not isinstance(completion, str) and has_media([each for each in completion if each["role"] == "tool"])
 
 
 def _question(prompt: Any) -> str:

@@ -5,8 +5,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..data.loading import require_module
 from .answers import completion_text, extract_answer, normal_form, references_of
 from .checks import RowError
@@ -18,7 +16,8 @@ def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
     does for text in images: 1 minus the distance in characters, divided by the length of the longer text.
 
     Case and punctuation count; whitespace counts as one space each. [`extract_answer`] finds the transcript in the
-    completion. See [`wer_reward`] for words.
+    completion. See [`wer_reward`] for words. Needs rapidfuzz, which comes with
+    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
@@ -33,6 +32,7 @@ def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
         `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
 
     Raises:
+        `ImportError`: If rapidfuzz is missing.
         `ValueError`: If `solution` is missing, or if a reference is no text or empty. The message names the row.
 
     Example:
@@ -42,8 +42,10 @@ def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
     ```
     """
 
+    distance = require_module("rapidfuzz.distance.Levenshtein", "speech").distance
+
     def reward(answer: str, reference: str) -> float:
-        return 1 - edit_distance(answer, reference) / max(len(answer), len(reference))
+        return 1 - distance(answer, reference) / max(len(answer), len(reference))
 
     return _best(completions, solution, "ocr_reward", lambda text: " ".join(text.split()), reward, kwargs)
 
@@ -114,27 +116,6 @@ def cer_reward(completions, solution=None, **kwargs) -> list[float | None]:
     """
     rate = require_module("jiwer", "speech").cer
     return _best(completions, solution, "cer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
-
-
-def edit_distance(one: Sequence, other: Sequence) -> int:
-    """Insertions, deletions and substitutions between two sequences (Levenshtein)."""
-    shorter, longer = sorted((one, other), key=len)
-    codes: dict[Any, int] = {}
-    array = np.array([codes.setdefault(each, len(codes)) for each in longer], dtype=int)
-    bits = {each: np.packbits(array == codes[each], bitorder="little") for each in {*shorter} & codes.keys()}
-    masks = {each: int.from_bytes(mask.tobytes(), "little") for each, mask in bits.items()}
-    # Hyyrö's bit vectors: bit i of `more` and `less` says whether the distance rises or falls at item i of `longer`
-    every = (1 << len(longer)) - 1
-    more, less, distance = every, 0, len(longer)
-    for each in shorter:
-        equal = masks.get(each, 0)
-        vertical = equal | less
-        horizontal = (((equal & more) + more) ^ more) | equal
-        rises, falls = less | every & ~(horizontal | more), more & horizontal
-        distance += (rises >> len(longer) - 1) - (falls >> len(longer) - 1)
-        rises, falls = rises << 1 | 1, falls << 1
-        more, less = (falls | ~(vertical | rises)) & every, rises & vertical & every
-    return distance
 
 
 def _spoken(text: str) -> str:

@@ -81,12 +81,6 @@ def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = Non
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
-def text_prompt(ids: Sequence[int]) -> EncodedPrompt:
-    """A prompt of text that the user's code tokenized."""
-    input_ids = torch.tensor(ids, dtype=torch.long)
-    return EncodedPrompt(input_ids, {}, {}, torch.arange(len(input_ids))[None])
-
-
 def check_rollout(output: dict[str, Any], prompts: Sequence[EncodedPrompt], placeholders: Collection[int]) -> None:
     """
     Checks what `rollout_func` returned for prompts with media.
@@ -119,7 +113,8 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     if rollout.prompts:
         check_rollout(output, rollout.prompts, placeholders)
     else:
-        rollout.prompts = [text_prompt(ids) for ids in output["prompt_ids"]]
+        ids = [torch.tensor(each, dtype=torch.long) for each in output["prompt_ids"]]
+        rollout.prompts = [EncodedPrompt(each, {}, {}, torch.arange(len(each))[None]) for each in ids]
     return output["completion_ids"], output["logprobs"], output.get("env_mask")
 
 

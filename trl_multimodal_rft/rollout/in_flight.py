@@ -127,7 +127,9 @@ class InFlight:
         start, asked = time.monotonic(), self._asked[place]
         answers = [each.result() for each in asked.answers.values()]
         del self._asked[place]
-        self._forget(place)
+        # What a checkpoint has of batches up to here
+        self._rows = {each: rows for each, rows in self._rows.items() if each > place}
+        self._known = {key: answer for key, answer in self._known.items() if key[0] > place}
         rested = sum(max(0.0, start - each.at) for each in answers) / len(answers)
         return asked, answers, (time.monotonic() - start, rested)
 
@@ -140,11 +142,6 @@ class InFlight:
         """Forgets all batches. What was asked for is neither asked for again nor rewarded."""
         self._asked, self._rows, self._known = {}, {}, {}
         self._n_cleared, self.calls = self._n_cleared + 1, EarlyCalls()
-
-    def _forget(self, place: int) -> None:
-        """Forgets what a checkpoint has of batches up to a place."""
-        self._rows = {each: rows for each, rows in self._rows.items() if each > place}
-        self._known = {key: answer for key, answer in self._known.items() if key[0] > place}
 
     def _answer(self, key: Key | None, request: ServerRequest, salt: str, turn: int) -> Answer:
         if key is not None and key in self._known:
@@ -199,11 +196,6 @@ class InFlight:
         self._known = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
 
 
-def request_seed(seed: int, place: int, row: int) -> int:
-    """The seed of a batch's first completion if it is one of this row; those of others follow."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {place} {row}".encode()).digest()[:4])
-
-
 def request_keys(
     prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], place: int, seed: int
 ) -> list[Key]:
@@ -214,6 +206,7 @@ def request_keys(
     keys = []
     for _, run in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):
         first, *others = run
-        start = request_seed(seed, place, numbers[first]) + indices[first]
+        text = f"{seed} {place} {numbers[first]}"
+        start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
         keys.append((place, numbers[first], start, 1 + len(others)))
     return keys

@@ -109,14 +109,10 @@ def reward_early(
 ) -> EarlyRewards:
     """Calls reward functions in a thread of their own. What they log is kept."""
     logged: list[tuple[str, str, Any]] = []
-    given = {key: partial(_log_later, logged, key) for key in ("log_extra", "log_metric")}
+    given = {key: partial(lambda *entry: logged.append(entry), key) for key in ("log_extra", "log_metric")}
     arguments = rollout_arguments(rollout, {"trainer_state": state, **given})
     one_by_one = {name: partial(calls, name, each) for name, each in functions.items() if not is_async_callable(each)}
     return EarlyRewards(call_rewards({**functions, **one_by_one}, arguments, loop), logged)
-
-
-def _log_later(logged: list[tuple[str, str, Any]], key: str, name: str, value: Any) -> None:
-    logged.append((key, name, value))
 
 
 def reward_rollout(

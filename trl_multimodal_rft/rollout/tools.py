@@ -61,7 +61,6 @@ class Zoom:
         return [{"type": "image", "image": part}]
 
     def _region(self, bbox_2d: Any, width: int, height: int) -> tuple[int, int, int, int]:
-        """The region in pixels."""
         try:
             left, top, right, bottom = (float(each) for each in bbox_2d)
         except (TypeError, ValueError):

@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 # What ends a conversation in the middle of a call
 ENDS = ("length", "turns", "media")
 
+_DEEPEST = 100  # levels of a call's arguments
+
 
 @dataclass
 class Trajectory:
@@ -233,9 +235,20 @@ class ToolLoop:
 def parse_assistant_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], tools: dict[str, Callable]
 ) -> dict[str, Any]:
-    """A sampled turn as a message."""
+    """A sampled turn as a message; one whose calls are nested too deeply for other code is text."""
     callables: Any = list(tools.values())
-    return parse_response(tokenizer, ids, prefix=before, tools=callables)
+    try:
+        message = parse_response(tokenizer, ids, prefix=before, tools=callables)
+        inner = [message.get("tool_calls")]
+        for _ in range(_DEEPEST):
+            inner = [[*each.values()] if isinstance(each, dict) else each for each in inner]
+            inner = [part for each in inner if isinstance(each, list) for part in each]
+        if not inner:
+            return message
+    except RecursionError:
+        pass
+    logger.warning_once(f"A tool call whose arguments are nested more than {_DEEPEST} deep was taken as text.")
+    return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def first_turns(

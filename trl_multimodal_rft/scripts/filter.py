@@ -128,7 +128,6 @@ def _report(result: EvaluationResult, dropped: dict[int, str], args: FilterArgum
 
 
 def _text(report: dict[str, Any]) -> str:
-    """The report in a few lines."""
     settings, metrics = report["settings"], report["metrics"]
     medium = settings["ablate"]
     names = {

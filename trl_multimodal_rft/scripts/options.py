@@ -161,6 +161,9 @@ class Parser(argparse.ArgumentParser):
         for option in NAMES:
             if (getattr(parsed, option, None) or "").startswith("~"):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
+        for option, value in vars(parsed).items():
+            if any(isinstance(each, str) and "\0" in each for each in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"`{option}` has a NUL byte, which no path or name has; remove it.")
         return parsed
 
     def _set_values(self, keys: dict[str, Key], values: argparse.Namespace, ignores_others: bool) -> None:

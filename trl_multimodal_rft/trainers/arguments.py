@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import tempfile
 import typing
 from dataclasses import fields
 from importlib.util import find_spec
@@ -350,7 +351,7 @@ def _check_callback(name: str, callback: Any) -> None:
         )
 
 
-def check_output_dir(folder: Any) -> None:
+def check_output_dir(folder: Any, is_written: bool) -> None:
     """Refuses an output folder that can't be one."""
     path = os.path.abspath(folder)
     while not os.path.exists(path) and path != os.path.dirname(path):
@@ -358,3 +359,11 @@ def check_output_dir(folder: Any) -> None:
     if not os.path.isdir(path):
         within = "is a file" if path == os.path.abspath(folder) else f"is within {path!r}, which is a file"
         raise NotADirectoryError(f"`output_dir={folder!r}` {within}; name a folder.")
+    try:
+        if is_written:
+            tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise OSError(
+            f"`output_dir={folder!r}` can't be written to ({error.strerror}: {path!r}); name another folder, or allow "
+            "writing there."
+        ) from error

@@ -205,7 +205,7 @@ class MultimodalTrainer(CheckpointMixin):
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self)
         self._add_checkpoint_callbacks()
-        self._media_log, self._unread_metrics = add_log_callbacks(self)
+        self._media_log, self._unread_metrics, self.rewards_hint = add_log_callbacks(self)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)

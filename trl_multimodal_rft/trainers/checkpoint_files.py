@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Folders and files of checkpoints."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,9 +64,15 @@ def surplus_checkpoints(newest: Path, limit: int | None, kept: Collection[Path])
 
 def replace_folder(written: Path, place: Path) -> None:
     """Moves a folder to its place; what was there goes to where the folder was written."""
+    replaced = written.parent / _REPLACED
     if place.exists():
-        place.rename(written.parent / _REPLACED)
-    written.rename(place)
+        place.rename(replaced)
+    try:
+        written.rename(place)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(place)
+        raise
 
 
 @contextmanager
@@ -75,18 +83,21 @@ def naming_write_errors(checkpoint: Path, partial: Path | None) -> Iterator[None
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _WRITE_ERRORS):
             raise
-        if not checkpoint.parent.exists():
+        number = getattr(error, "errno", None)
+        if number != errno.ESTALE and not os.path.exists(checkpoint.parent):
             raise FileNotFoundError(
                 f"{str(checkpoint.parent)!r} was removed while {checkpoint.name} was written to it, with the "
                 "checkpoints in it. Restore it and resume with `resume_from_checkpoint=True`, or start again."
             ) from error
-        free = shutil.disk_usage(checkpoint.parent).free / 2**20
-        if partial is not None:
+        where, remedy = "", "Make the folder writable again, such as by mounting its file system anew,"
+        if number in (None, errno.ENOSPC, errno.EDQUOT):
+            where = f", where {shutil.disk_usage(checkpoint.parent).free / 2**20:,.0f} MB are free"
+            remedy = "Make room, for example with a lower `save_total_limit`,"
+        if partial is not None and not (partial / _REPLACED).exists():
             shutil.rmtree(partial, ignore_errors=True)
         raise OSError(
-            f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}, where {free:,.0f} MB are free: "
-            f"{error}. Make room, for example with a lower `save_total_limit`, and resume with "
-            "`resume_from_checkpoint=True`; the checkpoints before are unchanged."
+            f"{checkpoint.name} can't be written to {str(checkpoint.parent)!r}{where}: {error}. {remedy} and resume "
+            "with `resume_from_checkpoint=True`; the checkpoints before are unchanged."
         ) from error
 
 

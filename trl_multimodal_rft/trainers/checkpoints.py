@@ -361,13 +361,13 @@ class CheckpointMixin(Trainer):
         self.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
         with naming_write_errors(place, partial if args.should_save else None):
             self._write_checkpoint(partial / name, place)
-        if args.should_save:
-            replace_folder(partial / name, place)
-            kept = {place, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
-            for checkpoint in surplus_checkpoints(place, args.save_total_limit, kept):
-                if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else it is removed later
-                    checkpoint.rename(partial / checkpoint.name)
-            shutil.rmtree(partial, ignore_errors=True)  # what stays is removed before the next is written
+            if args.should_save:
+                replace_folder(partial / name, place)
+                kept = {place, *(map(Path, filter(None, [self.state.best_model_checkpoint])))}
+                for checkpoint in surplus_checkpoints(place, args.save_total_limit, kept):
+                    if checkpoint != self._uploaded or not is_running(self.push_in_progress):  # else removed later
+                        checkpoint.rename(partial / checkpoint.name)
+                shutil.rmtree(partial, ignore_errors=True)  # what stays is removed before the next is written
         self.accelerator.wait_for_everyone()
         if args.push_to_hub:
             self._publish_checkpoint(place)

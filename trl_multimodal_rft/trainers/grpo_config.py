@@ -390,11 +390,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return self.view_kl_coef != 0 or self.view_entropy_coefs is not None
 
     @property
-    def _view_in_update(self) -> bool:
-        """Whether the update forwards the view."""
-        return self.view_kl_coef != 0 or (self.view_entropy_coefs or (0, 0))[1] != 0
-
-    @property
     def _measures_divergence(self) -> bool:
         """Whether distributions under the policy that sampled are compared with those under the view."""
         return self.dependency_advantage_min is not None or self.dependency_quantile < 1

@@ -259,7 +259,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
         rollout.live = self._local(live, n)
-        measure_groups(self, rollout, rewards, group_ids)
+        measure_groups(self, rollout, rewards, group_ids, live)
         local = self._local(advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
         log_rollout(self, rollout, rewards, zero_std, advantages)

@@ -57,7 +57,7 @@ def measure_dependency(trainer: Any, rollout: Rollout) -> Scores:
         size, rule = args.per_device_train_batch_size, trainer._head_rule
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
             old, rollout.dependency = score_dependency(trainer._policy, trainer.model, rule, rollout, size)
-    if not args._view_in_update:
+    if args.view_kl_coef == 0 and (args.view_entropy_coefs or (0, 0))[1] == 0:  # updates don't forward the view
         rollout.view_prompts = []
     metrics = {"view/dependency": scored_mean(rollout.dependency.abs(), rollout.loss_mask * viewed)}
     log_metrics(metrics, trainer.accelerator.gather, trainer._mode_metrics)

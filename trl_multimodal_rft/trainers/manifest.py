@@ -2,6 +2,7 @@
 """The manifest of a checkpoint: a missing or changed file is found before a run resumes from it."""
 
 import json
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data.fingerprint import differences
@@ -50,7 +52,6 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
         if not folder.is_dir():
             return ["there is no such folder"]
         found = _files(folder)
-        empty = [name for name, file in found.items() if _empty(file)]
     except (OSError, RecursionError) as error:
         return [f"it can't be read ({_reason(error)})"]
     try:
@@ -60,9 +61,10 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
     if manifest is None:
-        return wrong + [f"{name} is empty" for name in empty]
-    kept = [name for name in expected if name in found]
-    changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
+        kept, changes = [*found], _for_each(_damage, found.values())
+    else:
+        kept = [name for name in expected if name in found]
+        changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
@@ -70,7 +72,8 @@ def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> lis
     """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
     missing = missing_resume_state(checkpoint)
     warnings = [] if missing is None else [f"{checkpoint} {missing}."]
-    saved = saved_fingerprints(checkpoint)
+    manifest = _read(Path(checkpoint))
+    saved = {} if manifest is None else manifest.datasets
     for name in saved.keys() & fingerprints.keys():
         found = differences(saved[name], fingerprints[name])
         if found:
@@ -95,12 +98,6 @@ def missing_resume_state(checkpoint: str | Path) -> str | None:
     return None
 
 
-def saved_fingerprints(checkpoint: str | Path) -> dict[str, Any]:
-    """Fingerprints of the datasets that a checkpoint without damage was trained on."""
-    manifest = _read(Path(checkpoint))
-    return {} if manifest is None else manifest.datasets
-
-
 class _Manifest(NamedTuple):
     model_only: bool
     datasets: dict[str, Any]
@@ -111,6 +108,8 @@ def _read(folder: Path) -> _Manifest | None:
     path = folder / _MANIFEST
     if not path.exists():
         return None
+    if not path.is_file():  # reading a pipe wouldn't end
+        raise OSError("it isn't a regular file")
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
     return _Manifest(content["model_only"], dict(content.get("datasets", {})), files)
@@ -157,6 +156,22 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
         return f"can't be read ({error.strerror})"
 
 
-def _empty(file: Path) -> bool:
-    """Whether a file is empty of a kind that never is, unlike a tokenizer's list of merges."""
-    return file.suffix in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors") and file.stat().st_size == 0
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file that no manifest lists, as far as its format tells."""
+    if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
+        return None
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(1)
+        if not start:
+            return "is empty"
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            safe_open(file, "pt")
+        elif file.suffix != ".distcp" and start != b"\x80":  # where older versions of torch begin
+            with zipfile.ZipFile(file) as archive:
+                return archive.testzip() and "has other content than was written"
+    except Exception as error:  # its content may be anything
+        return f"can't be read ({_reason(error)})"
+    return None

@@ -169,7 +169,8 @@ class MediaArguments(KnownKeywords):
         check_packages(self)
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # which has no effect there but a warning of torch
-        if self.bf16 is None and not (self.fp16 or self.use_cpu or _has_bf16()):
+        has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        if self.bf16 is None and not (self.fp16 or self.use_cpu or has_bf16):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
             logger.warning("No device here computes in bfloat16, so `bf16` is `False` and the run in float32.")
@@ -459,10 +460,6 @@ class MultimodalArguments(SamplingArguments):
     def _weighs_completions(self) -> bool:
         """Whether the loss takes one weight per completion."""
         return True
-
-
-def _has_bf16() -> bool:
-    return is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
 def check_choice(config, name: str, choices: tuple[str, ...] | None = None) -> None:

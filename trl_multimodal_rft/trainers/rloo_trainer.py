@@ -163,8 +163,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights, rollout.bonus)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
         group_ids = self.accelerator.gather(rollout.group_ids)
-        rollout.live = self._local(has_signal(shaped, group_ids), n)
-        measure_groups(self, rollout, rewards, group_ids)
+        live = has_signal(shaped, group_ids)
+        rollout.live = self._local(live, n)
+        measure_groups(self, rollout, rewards, group_ids, live)
         if self.beta != 0:
             kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))

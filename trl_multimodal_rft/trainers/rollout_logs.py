@@ -52,18 +52,22 @@ def log_completions(trainer: Any, rollout: Rollout) -> None:
     _show_first(trainer, rollout)
 
 
-def measure_groups(trainer: Any, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> None:
+def measure_groups(
+    trainer: Any, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, live: torch.Tensor
+) -> None:
     """
-    Notes how difficult prompts are, where the config asks for it: whether the mean rewards of groups are within the
-    wanted range, and the pass rates of rows.
+    Notes whether rewards differ, and how difficult prompts are, where the config asks for it: whether the mean rewards
+    of groups are within the wanted range, and the pass rates of rows.
 
-    Shapes: `rewards` and `group_ids` `(N,)`, of all ranks.
+    Shapes: `rewards`, `group_ids` and `live`, whether the rewards of a group differ, `(N,)`, of all ranks.
     """
     args, n, per_func, sampler = trainer.args, len(rollout), rollout.rewards_per_func, trainer._stream.sampler
     name, names = args.dynamic_sampling_reward, trainer.reward_func_names
     if args.dynamic_sampling_range is not None:
         bounded = rewards if name is None else per_func[:, reward_index(name, names)]
         rollout.out_of_range = trainer._local(out_of_range(bounded, group_ids, args.dynamic_sampling_range), n)
+    if trainer.model.training:
+        trainer.rewards_hint.measure(rewards, live, trainer.state.global_step)
     if sampler is not None and trainer.model.training:
         numbers = torch.tensor(rollout.numbers, device=trainer.accelerator.device)
         sampler.measure(trainer.accelerator.gather(numbers), per_func[:, reward_index(name, names)])

@@ -74,5 +74,5 @@ def _is_at(file: TextIO, path: Path) -> bool:
     """Whether an open file is still there: who held it may have removed it since, or somebody the whole folder."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    except OSError:
         return False

@@ -97,7 +97,7 @@ def resolve_config(config_class: type[Config], args: Any, model) -> Config:
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
         )
-    check_output_dir(args.output_dir)
+    check_output_dir(args.output_dir, args.should_save and args.save_strategy != "no")
     return args
 
 
@@ -565,12 +565,12 @@ def suppress_placeholders(trainer: Any, placeholders: set[int]) -> None:
         model_config.suppress_tokens = suppressed
 
 
-def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics]:
+def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, EqualRewardsHint | None]:
     """
     Adds the callbacks that read metrics, log completions and hint at equal rewards; returns what holds the media to
-    log, and the metrics to read.
+    log, the metrics to read, and the hint.
     """
-    args, log, pending = trainer.args, None, PendingMetrics()
+    args, log, pending, hint = trainer.args, None, PendingMetrics(), None
     trainer.add_callback(ReadMetrics(pending))
     if args.log_completions:
         trainer.log_completions = False  # TRL's tables hold no audio or video
@@ -584,8 +584,9 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics]:
         trainer.add_callback(MediaLogCallback(trainer, log))
     if trainer.reward_funcs:
         estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-        trainer.add_callback(EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group"))
-    return log, pending
+        hint = EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
+        trainer.add_callback(hint)
+    return log, pending, hint
 
 
 def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:

@@ -91,6 +91,12 @@ class SupervisedCollator:
                 media_rules=args.media_rules,
                 special_tokens_in_text=args.special_tokens_in_text,
             )
+        ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
+        if not 0 <= ids.min() <= ids.max() < n_tokens:
+            raise ValueError(
+                f"row {row.number} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to "
+                f"{n_tokens - 1}; tokenize with the model's tokenizer, or call `model.resize_token_embeddings`"
+            )
         if args.max_length is None or len(sequence) <= args.max_length:
             return sequence
         if sequence.modalities:
@@ -122,7 +128,6 @@ class SupervisedCollator:
 
     @cached_property
     def _template_names(self) -> set[str]:
-        """The names in the chat template."""
         template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
         sources = template.values() if isinstance(template, dict) else [template]
         return {name for source in sources for _, kind, name in Environment().lex(source) if kind == "name"}

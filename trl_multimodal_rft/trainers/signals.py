@@ -102,11 +102,6 @@ def end_with_launcher() -> None:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:  # no Linux, or a parent that can't be seen from here
         return
-    if _is_launcher(parent):
+    words = parent.decode(errors="replace").split("\0")
+    if {Path(word).name for word in words[:3]} & _LAUNCHERS:  # what follows may be anybody's
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
-
-
-def _is_launcher(command: bytes) -> bool:
-    """Of a command line; what follows the program or the module of Python may be anybody's."""
-    words = command.decode(errors="replace").split("\0")
-    return bool({Path(word).name for word in words[:3]} & _LAUNCHERS)

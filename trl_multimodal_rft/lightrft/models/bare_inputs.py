@@ -242,7 +242,6 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
 
 
 def _count_media(model, modality, masks, tensors) -> list[int]:
-    """Number of media in each row."""
     sizes = _token_counts(model, modality, tensors)
     if sizes is not None:
         counts, used = [], 0

@@ -192,7 +192,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     @property
     def _placeholder_ids(self) -> set[int]:
-        """Placeholders of media."""
         return all_placeholder_ids(self.actor.base_model, self.processor or self.tokenizer)
 
     # Experience

@@ -67,7 +67,6 @@ class RewardSources:
         return add_rewards(torch.stack(rewards)), {}
 
     def _known(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Arguments of reward functions by name."""
         actions = samples.sequences[:, -samples.num_actions :]
         completion_ids = [ids[keep].tolist() for ids, keep in zip(actions, samples.action_mask, strict=True)]
         completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
