@@ -2,6 +2,7 @@
 """Completions that are asked for ahead of the update: order, seeds, correction, resuming, and lost requests."""
 
 import hashlib
+import json
 import os
 import signal
 import time
@@ -17,13 +18,13 @@ from helpers.ahead import LENGTH, Ahead, answer, answers
 from helpers.marks import slow_but
 from helpers.resumed_runs import REPLAY, checkpoint, few_live, logged, same_weights
 from helpers.resumed_runs import Recording as TrainedOn
+from helpers.spoiled import KINDS, PLACEHOLDER, VOCABULARY
 from helpers.trainer_utils import Recording, Weights, audio_rows, image_rows, make_trainer
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
-from trl_multimodal_rft.generation.vllm_server import RequestLost
-from trl_multimodal_rft.rollout.in_flight import until_answered
+from trl_multimodal_rft.generation.vllm_requests import RequestLost, completions_in, until_answered
 from trl_multimodal_rft.rollout.reward import EarlyCalls
 
 
@@ -358,7 +359,7 @@ def test_error_of_a_function_that_waits_names_its_row(tmp_path):
 def test_attempts_fit_into_the_patience(monkeypatch):
     """Waits double, and their sum is the patience; each attempt gets its number."""
     waits, numbers, warnings = [], [], []
-    monkeypatch.setattr("trl_multimodal_rft.rollout.in_flight.time.sleep", waits.append)
+    monkeypatch.setattr("trl_multimodal_rft.generation.vllm_requests.time.sleep", waits.append)
 
     def attempt(n):
         numbers.append(n)
@@ -367,6 +368,33 @@ def test_attempts_fit_into_the_patience(monkeypatch):
     with pytest.raises(RuntimeError, match="is gone. It was asked 6 times; `vllm_server_timeout` bounds it"):
         until_answered(attempt, 5.0, warnings.append)
     assert waits == [0.25, 0.5, 1.0, 2.0, 1.25] and numbers == [*range(6)] and len(warnings) == 5
+    with pytest.raises(RuntimeError, match="asked 12 times"):
+        until_answered(attempt, 60.0, warnings.append)
+    assert max(waits) == 10.0
+
+    def late(n):
+        raise RequestLost("Nothing in 5 s.", timed_out=True)
+
+    with pytest.raises(RuntimeError, match="Nothing in 5 s. It was asked once"):
+        until_answered(late, 5.0, warnings.append)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_an_answer_holds(name):
+    logprobs = {"content": [{"logprob": -1.0}] * LENGTH}
+    ids = [[*range(10 + i, 10 + i + LENGTH)] for i in range(4)]
+    choices = [{"index": i, "token_ids": ids[i], "logprobs": logprobs, "finish_reason": "stop"} for i in range(4)]
+    spoiled = KINDS[name].change({"choices": choices})
+    if not isinstance(spoiled, (dict, list)):
+        return  # no answer, or one of another status
+    given = (json.dumps(spoiled).encode(), 4, LENGTH, VOCABULARY, {PLACEHOLDER})
+    if KINDS[name].outcome == "taken":
+        found, logps = zip(*completions_in(*given), strict=True)
+        assert [*found] == ids and {each for own in logps for each in own} <= {-1.0, None}
+        return
+    with pytest.raises(ValueError) as error:
+        completions_in(*given)
+    assert KINDS[name].says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_lost_requests_are_asked_again(tmp_path, caplog):

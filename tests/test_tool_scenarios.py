@@ -208,6 +208,7 @@ def test_environments(trainer):
     options = {"objects": objects, "sampler": sampler, "shuffle_dataset": False, **LONG}
     result = run(trainer, "qwen3_vl", Dataset.from_list(rows), reward=right, **options)
     assert [type(each) for each in seen] == [Room] * 4 + [Counter] * 4 and len({*map(id, seen)}) == 8
+    assert result.trainer.environments == seen
     assert [each.looks for each in seen[:4]] == [0, 1, 2, 3]
     assert [each.count for each in seen[4:]] == [4, 0, 12, 0]
     assert all("environment" not in each.row for each in seen[4:])

@@ -210,6 +210,7 @@ def test_an_error_says_how_to_install_it(monkeypatch, tmp_path):
 def test_sampling_parameters_are_those_of_transformers():
     config = GenerationConfig(max_new_tokens=5, eos_token_id=[1, 2], suppress_tokens=[7, 8], do_sample=False)
     expected = {"max_tokens": 5, "stop_token_ids": [1, 2], "logit_bias": {7: -100.0, 8: -100.0}, "detokenize": False}
+    expected["ignore_eos"] = True  # of the folder
     assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.0}
     config.update(do_sample=True, temperature=0.5, top_p=0.9, top_k=3)
     assert vllm.sampling_parameters(config) == {**expected, "temperature": 0.5, "top_p": 0.9, "top_k": 3}

@@ -36,7 +36,8 @@ from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.generation.vllm_server import ServerRequest, ServerSample, server_completions_once
+from trl_multimodal_rft.generation.vllm_requests import ServerSample
+from trl_multimodal_rft.generation.vllm_server import ServerRequest, server_completions
 from trl_multimodal_rft.trainers.manifest import verify_checkpoint
 
 
@@ -62,7 +63,7 @@ def die() -> None:
 
 def ask(url: str, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
     """Returns the completions of a request from a server."""
-    return server_completions_once(url, None, request, {}, salt=salt, timeout=20.0)
+    return server_completions(url, None, request, {}, salt=salt, timeout=20.0, vocabulary=1000)
 
 
 class Mortal:

@@ -11,11 +11,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
 
-import requests  # noqa: E402
 import torch  # noqa: E402
 import vllm_cpu  # noqa: E402
 from helpers.trainer_utils import length_and_sum  # noqa: E402
 from omni import load_omni, omni_rows  # noqa: E402
+from requests.adapters import HTTPAdapter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -39,19 +39,19 @@ class Sent:
     """Counts the bytes of requests and answers."""
 
     def __init__(self):
-        self.n_bytes, self._send = 0, requests.Session.send
+        self.n_bytes, self._send = 0, HTTPAdapter.send
 
     def __enter__(self):
-        def send(session, request, **options):
-            response = self._send(session, request, **options)
-            self.n_bytes += len(request.body or b"") + len(response.content)
+        def send(adapter, request, **options):
+            response = self._send(adapter, request, **options)
+            self.n_bytes += len(request.body or b"") + int(response.headers["Content-Length"])
             return response
 
-        requests.Session.send = send
+        HTTPAdapter.send = send
         return self
 
     def __exit__(self, *error):
-        requests.Session.send = self._send
+        HTTPAdapter.send = self._send
 
 
 def counted(engine, name: str, counts: dict[str, list[int]]) -> None:
@@ -91,8 +91,6 @@ def run(output: Path, model: Path, options: dict) -> dict:
     try:
         trainer = MultimodalGRPOTrainer(reward_funcs=length_and_sum, args=args, train_dataset=rows, **load_omni(model))
         engine, counts, sampled = trainer.vllm_generation, {}, []
-        for adapter in engine.vllm_client.session.adapters.values():
-            adapter.max_retries.backoff_factor = 0
         sample = trainer.sampler
 
         class Kept(type(sample)):

@@ -53,6 +53,27 @@ def test_rounding_of_the_engine_is_no_error(tmp_path):
     assert 1e-4 < check.engine[0] < 0.05 and 1e-4 < check.engine_updated[0] < 0.05
 
 
+def test_completions_end_as_those_of_transformers(tmp_path):
+    """At the ends of the trainer's processor, which aren't those of the folder. The check sees one that goes on."""
+    processor = AutoProcessor.from_pretrained(saved(FAMILY))
+    processor.tokenizer.eos_token = "e"  # which is drawn now and then
+    ends = [processor.tokenizer.eos_token_id]
+
+    class Recorded(Recording, MultimodalGRPOTrainer):
+        pass
+
+    objects, options = {"processing_class": processor}, {"max_completion_length": 200, "max_steps": 2}
+    options |= {"per_device_train_batch_size": 16, "num_generations": 8}
+    given = (Recorded, MultimodalGRPOConfig, FAMILY, image_rows(), tmp_path, objects, {"max_model_len": 512})
+    trainer = make(*given, **options)
+    trainer.train()
+    sampled = [ids for draw in trainer.draws for ids in draw.batch.ids]
+    assert sum(ids[-1] in ends for ids in sampled) > 3 and not any(set(ends) & set(ids[:-1]) for ids in sampled)
+    trainer = make(*given, **options, generation_kwargs={"ignore_eos": True})
+    with pytest.raises(RuntimeError, match=r"completions go on after an end of text, \['e', .*no `ignore_eos`"):
+        trainer.train()
+
+
 def test_rloo_weighs_what_the_engine_samples(tmp_path):
     drawn = []
 

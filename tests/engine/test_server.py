@@ -22,7 +22,6 @@ from helpers.tools import with_turns_of_tools
 from helpers.trainer_utils import load, saved, sound, video_rows
 from omni import load_omni, omni_rows
 from serving import FLAGS
-from trl.generation.vllm_client import VLLMClient
 from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
 
@@ -34,7 +33,9 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
+from trl_multimodal_rft.generation.vllm_requests import at_once
 from trl_multimodal_rft.generation.vllm_server import (
+    ServerClient,
     ServerGroup,
     ServerRequest,
     check_server,
@@ -90,7 +91,7 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
 
 @pytest.fixture
 def client(server):
-    return VLLMClient(base_url=server)
+    return ServerClient(server, 20.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"rollout_view": "blank", "rollout_view_fraction": 0.5}])
@@ -165,7 +166,9 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     asked = [ServerRequest(each.ids, server_features(each.prompt), each.count, 200, None) for each in drawn]
     before = n_tokens(server)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server_completions, client, asked, {**engine._sampling(), "ignore_eos": True})
+        options = {**engine.sampling, "stop_token_ids": []}
+        given = {"timeout": 60.0, "vocabulary": 10**6}
+        answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
         while n_tokens(server) < before + 200:
             time.sleep(0.01)
         client._post(f"{server}/pause?mode=keep")
@@ -176,7 +179,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
         engine.sync_weights()
         client._post(f"{server}/reset_prefix_cache?reset_running_requests=true")
         client._post(f"{server}/resume")
-        completions = answer.result()
+        completions = [each for group in answer.result() for each in group]
     n_old = []
     for prompt, (ids, logps) in zip(prompts, completions, strict=True):
         differences = []
@@ -233,9 +236,8 @@ class Answers:
     base_url = "http://elsewhere:8000"
 
     def __init__(self, version=vllm.__version__, status=404):
-        self.session = self
-        self.get = lambda url: SimpleNamespace(json=lambda: {"version": version})
-        self.post = lambda url, json: SimpleNamespace(status_code=status)
+        self.call = lambda path, method: {"version": version}
+        self.answer = lambda path, body: SimpleNamespace(status=status)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
                 "more": {**SEEDED, "vllm_server_base_urls": urls},
                 "views": {**VIEWS, "vllm_server_base_urls": urls},
                 "ahead": {**split, "n_evaluated": 0, "vllm_server_base_urls": urls, "max_staleness": 1},
-                "gone": {"vllm_server_base_urls": [each.url for each in failing]},
+                "gone": {"vllm_server_base_urls": [each.url for each in failing], "vllm_server_timeout": 5.0},
             }
             found[processes] = train(omni, folder, processes, runs, "servers_worker.py", **BOTH)
             # Both have the same weights after each step

@@ -15,7 +15,7 @@ import vllm
 from transformers import GenerationConfig
 from trl.generation import vllm_client
 from vllm import LLM, SamplingParams
-from vllm.config import ModelConfig, MultiModalConfig
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import mm_input, tokens_input
 from vllm.logprobs import Logprob
@@ -170,6 +170,13 @@ def test_addresses_of_a_server():
     lora = import_module("vllm.entrypoints.serve.lora.protocol")
     assert {"lora_name", "lora_path"} <= lora.LoadLoRAAdapterRequest.model_fields.keys()
     assert "lora_name" in lora.UnloadLoRAAdapterRequest.model_fields
+
+
+def test_servers_say_when_they_were_started():
+    assert "instance_id" in {each.name for each in fields(VllmConfig)}
+    assert 'self.instance_id = f"{time.time_ns()}"' in inspect.getsource(VllmConfig.__post_init__)
+    lines = inspect.getsource(import_module("uvicorn").Config.__init__)
+    assert "date_header: bool = True" in lines
 
 
 def test_flags_of_a_server():

@@ -42,16 +42,13 @@ def run(output: Path, model: Path, name: str, options: dict) -> None:
     trainer = RecordedOmni(reward_funcs=length_and_sum, args=args, train_dataset=omni_rows(), **load_omni(model))
     assert trainer.accelerator.num_processes == processes
     asked = []
-    client = getattr(trainer.vllm_generation, "vllm_client", None)
-    if client is not None:
-        post = client.session.post
+    complete = trainer.vllm_generation._complete
 
-        def recorded(url, **content):
-            if url.endswith("/generate"):
-                asked.append(content["json"]["sampling_params"]["n"])
-            return post(url, **content)
+    def recorded(url, request, *given):
+        asked.append(request.count)
+        return complete(url, request, *given)
 
-        client.session.post = recorded
+    trainer.vllm_generation._complete = recorded
     trainer.train()
     result = {
         "draws": trainer.draws,

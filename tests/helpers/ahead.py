@@ -31,6 +31,9 @@ class Engine:
         runs = [[*run] for _, run in groupby(prompts, key=id)]
         return [ServerRequest(run[0].input_ids.tolist(), None, len(run), LENGTH, None) for run in runs]
 
+    def check_starts(self):
+        pass
+
 
 class Ahead(Wrapped):
     """Replaces a trainer's sampler, `events` are the order in which batches are asked for and used."""

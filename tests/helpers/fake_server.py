@@ -125,6 +125,7 @@ class Server(ThreadingHTTPServer):
         self.state, self.engine = state, Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
         self.adapters: list[str] = []
+        self.instance = str(time.time_ns())  # when it was started, as vLLM says it
 
     def handle_error(self, request, client_address):
         """Ignores clients that are gone."""
@@ -146,7 +147,7 @@ class Server(ThreadingHTTPServer):
             assert Path(body["lora_path"], "adapter_model.safetensors").is_file()
             self.adapters.append(body["lora_name"])
         elif path == "/v1/unload_lora_adapter":
-            self.adapters.remove(body["lora_name"])
+            self.adapters = [each for each in self.adapters if each != body["lora_name"]]
         state.posts.append((path, posted))
         # The cache stays while requests use it; a pause takes it from them
         is_kept = path == "/reset_prefix_cache" and engine.running and not engine.paused
@@ -237,7 +238,13 @@ class Handler(BaseHTTPRequestHandler):
             "/health": {},
             "/version": {"version": config["version"]},
             "/v1/models": {"data": [{"id": each} for each in (model, *server.adapters)]},
-            "/server_info": {"vllm_config": {"model_config": config["model_config"], "weight_transfer_config": {}}},
+            "/server_info": {
+                "vllm_config": {
+                    "model_config": config["model_config"],
+                    "weight_transfer_config": {},
+                    "instance_id": server.instance,
+                }
+            },
             "/get_world_size": {"world_size": config["world_size"]},
             "/is_paused": {"is_paused": server.engine.paused},
             "/fake/counters": state.counters,
@@ -248,10 +255,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         url, text = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body, server = json.loads(text) if text else None, self.server
+        if url.path == "/v1/load_lora_adapter" and body["lora_name"] in server.adapters:
+            return self._send(400, {"error": {"message": "The lora adapter has already been loaded."}})
         if url.path != "/inference/v1/generate":
             return self._send(200, server.post(url.path, parse_qs(url.query), body))
         if not body:
             return self._send(422, {"detail": "Field required"})
+        if body["model"] not in (None, server.state.config["model_config"]["model"], *server.adapters):
+            return self._send(404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
         server.state.count("requests", 1)
         fault = server.state.fault()
         kind = fault.get("kind")

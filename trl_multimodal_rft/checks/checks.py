@@ -35,6 +35,7 @@ class Checks:
         self.accelerator = accelerator
         self.anyone = anyone  # whether a condition holds on any rank
         self.self_check: SelfCheck | None = None
+        self.has_looked = self.has_warned = False  # for tokens without a log-probability
         self._engine_check: EngineCheck | None = None
 
     def on_prompts(

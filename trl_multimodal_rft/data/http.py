@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """HTTP requests within a time and a size, retried while a server is busy or closes the connection."""
 
+import math
 import socket
 import threading
 import time
@@ -9,12 +10,14 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 import requests
 import urllib3
 
+
+T = TypeVar("T")
 
 # Temporary errors
 _CONNECTION_ERRORS = (
@@ -37,6 +40,7 @@ class Answer:
     status: int
     body: bytes  # the whole body
     is_html: bool  # by its content type or its start
+    date: str = ""  # on the server's clock
 
 
 class NoAnswer(Exception):
@@ -64,6 +68,7 @@ def ask(
     session: requests.Session | None = None,
     may_visit: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
+    to_connect: float = math.inf,
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
@@ -74,7 +79,8 @@ def ask(
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:
-                call = partial(_attempt, method, url, until, max_bytes, json, open_session, may_visit, opened)
+                limits = until, to_connect, max_bytes
+                call = partial(_attempt, method, url, *limits, json, open_session, may_visit, opened)
                 answer, retry_after = within(until, call)
             if answer.status not in _BUSY and is_usable(answer):
                 return answer
@@ -90,7 +96,8 @@ def ask(
                     connection.sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
-            raise NoAnswer(f"{reason}, after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s")
+            tried = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
+            raise NoAnswer(f"{reason}{tried}")
         time.sleep(wait)
 
 
@@ -108,19 +115,24 @@ def within(until: float, function: Callable[[], Any]) -> Any:
     Calls a function in a thread, which is abandoned after this time, such as a read from a server that sends so slowly
     that no single read times out.
     """
-    result: Future[Any] = Future()
+    try:
+        return started(function).result(max(until - time.monotonic(), 0.1) + _GRACE)
+    except TimeoutError:
+        raise NoAnswer("no complete response in time") from None
+
+
+def started(work: Callable[..., T], *given: Any) -> Future[T]:
+    """The result of work in a thread that doesn't keep the process from ending."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.set_result(function())
+            future.set_result(work(*given))
         except BaseException as error:
-            result.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        return result.result(max(until - time.monotonic(), 0.1) + _GRACE)
-    except TimeoutError:
-        raise NoAnswer("no complete response in time") from None
+    return future
 
 
 def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
@@ -128,7 +140,7 @@ def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
     return opened[-1]
 
 
-def _attempt(method, url, until, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
+def _attempt(method, url, until, to_connect, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
@@ -145,14 +157,15 @@ def _attempt(method, url, until, max_bytes, json, session, may_visit, opened) ->
             pool = adapter.get_connection_with_tls_context(request, **tls)
             pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
         # Not by the session, which reads the whole body of a redirect
-        with adapter.send(request, timeout=left, **settings) as response:
+        with adapter.send(request, timeout=(min(left, to_connect), left), **settings) as response:
             if response.is_redirect and may_visit is not None:
                 url = urljoin(url, response.headers["Location"])
                 continue
             body = _body(response, until, max_bytes)
             is_html = "html" in response.headers.get("Content-Type", "") or body.lstrip()[:1] == b"<"
             wait = response.headers.get("Retry-After", "")
-            return Answer(response.status_code, body, is_html), float(wait) if wait.isdecimal() else 0.0
+            answer = Answer(response.status_code, body, is_html, response.headers.get("Date", ""))
+            return answer, float(wait) if wait.isdecimal() else 0.0
     raise TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
 
 

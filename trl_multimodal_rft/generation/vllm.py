@@ -4,8 +4,8 @@
 import math
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,21 +14,21 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import GenerationConfig
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
-from .vllm_adapters import EngineAdapter
+from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
+from .vllm_requests import RequestLost, ServerSample, WarnOnce, at_once, known_logp, until_answered
 from .vllm_server import (
+    ServerClient,
     ServerGroup,
     ServerRequest,
-    ServerSample,
     check_server,
+    clock_of,
     on_all_ranks,
     server_completions,
-    server_completions_once,
     server_features,
     server_renderer,
 )
@@ -47,17 +47,6 @@ if engine_obstacle() is None:
     from .vllm_versions import LOADS_BENEATH_ADAPTERS
 
 
-# Of the time that a server has to answer
-_MOST_DOUBLINGS = 3
-
-
-class Completion(NamedTuple):
-    """Sampled token ids, and the log-probability of each, `None` where the engine has none."""
-
-    ids: list[int]
-    logps: list[float | None]
-
-
 class _Request(NamedTuple):
     """A prompt as the engine takes it, with processed media, and how to complete it."""
 
@@ -71,13 +60,18 @@ class _Request(NamedTuple):
         return self.prompt["prompt_token_ids"]
 
 
+def ends_of_text(ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's sampling parameters for ends of text, in place of those that it reads from the model's folder."""
+    return {"stop_token_ids": [*ids], "ignore_eos": True}
+
+
 def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a generation config."""
     drawn = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
     return {
         **(drawn if config.do_sample else {"temperature": 0.0}),
         "max_tokens": config.max_new_tokens,
-        "stop_token_ids": config.eos_token_id,
+        **ends_of_text(config.eos_token_id),
         "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
         "detokenize": False,
     }
@@ -97,9 +91,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
         server_base_urls: Sequence[str] | None = None,
         max_staleness: int = 0,
+        placeholders: Collection[int] = (),
         **kwargs,
     ):
         self._server_base_urls = server_base_urls
+        self._placeholders = placeholders
+        self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
+        self._warn = WarnOnce()
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
         self._adapter = adapter
@@ -135,7 +133,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             raise
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
-            self._bad_words(self._sampling())  # or refuses them
+            self._bad_words(self.sampling)  # or refuses them
             renderer = server_renderer(
                 info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
             )
@@ -153,13 +151,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                 "leave out the rest."
             )
 
-        def connect() -> tuple[VLLMClient, dict[str, Any]]:
-            if rank == 0:
-                client = ServerGroup(urls, self.group_port, timeout)
-            else:
-                client = VLLMClient(base_url=urls[rank % len(urls)], connection_timeout=timeout)
+        def connect() -> tuple[ServerClient, dict[str, Any]]:
+            own = urls[rank % len(urls)]
+            client = ServerClient(own, timeout) if rank else ServerGroup(urls, self.group_port, timeout)
             info = client.get_server_info()
             check_server(client, info, self.model.config, self._engine_kwargs["dtype"])
+            asked = urls if rank == 0 or self._max_staleness > 0 else [own]
+            self._connected = {url: clock_of(url, timeout)[1] for url in asked}
             return client, info
 
         self.vllm_client, info = on_all_ranks(self.accelerator, connect)
@@ -195,7 +193,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> tuple:
         """Samples a completion of each prompt."""
-        options = self._bad_words(self._sampling() if sampling is None else {"logprobs": self.logprobs, **sampling})
+        options = self._bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
         seed = options.pop("seed", None)
         if sampling is None and seed is not None:
             seed += self.accelerator.process_index * len(prompts)  # a group may straddle ranks
@@ -209,9 +207,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             completions = sample(requests, options, profiler or nullcontext())
         return (
             [request.ids for request in requests for _ in range(request.count)],
-            [completion.ids for completion in completions],
-            [[[logp] for logp in completion.logps] for completion in completions],
-            [[[token] for token in completion.ids] for completion in completions],
+            [ids for ids, _ in completions],
+            [[[logp] for logp in logps] for _, logps in completions],
+            [[[token] for token in ids] for ids, _ in completions],
         )
 
     def _requests(self, prompts, images, seed: int | None, room: Sequence[int]) -> list[_Request]:
@@ -234,28 +232,66 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[ServerRequest]:
         """What a server is asked for completions of prompts, consecutive ones of a prompt together."""
-        requests = self._requests(prompts, None, None, [self._sampling()["max_tokens"]] * len(prompts))
+        requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
         return [ServerRequest(r.ids, server_features(r.prompt), r.count, r.most, None) for r in requests]
 
     def ask(self, request: ServerRequest, salt: str, turn: int, attempt: int) -> list[ServerSample]:
         """
-        Completions from a server. Ranks, the requests of a rank and the attempts take turns, and further attempts give
-        it longer to answer. See [`server_completions_once`].
+        Completions from a server. Ranks, the requests of a rank and the attempts take turns, so that another server
+        may answer what one doesn't in time. See [`server_completions`].
         """
-        rank, n_ranks = self.accelerator.process_index, self.accelerator.num_processes
-        urls, options = self._urls, self._bad_words(self._sampling())
-        options.pop("seed", None)
-        model = None if self._adapter_request is None else self._adapter_request.lora_name
-        return server_completions_once(
-            urls[(rank + turn * n_ranks + attempt) % len(urls)],
-            model,
+        rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
+        url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
+        try:
+            return self._complete(url, request, {**self._bad_words(self.sampling), "seed": request.seed}, attempt, salt)
+        except RequestLost as error:
+            error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
+            raise
+
+    def _complete(
+        self, url: str, request: ServerRequest, options: dict[str, Any], attempt: int, salt: str | None = None
+    ) -> list[ServerSample]:
+        """Completions from a server, by the weights that it was sent."""
+        timeout, adapter = self.server_timeout * (1 + self._max_staleness), self._adapter_request
+        if attempt > 0 and adapter is not None:  # a server that was started again doesn't know it
+            load_adapter(url, Path(adapter.lora_path), timeout)
+        completions = server_completions(
+            url,
+            None if adapter is None else adapter.lora_name,
             request,
             options,
+            timeout=timeout,
+            vocabulary=self.prompts.renderer.model_config.get_vocab_size(),
+            placeholders=self._placeholders,
             salt=salt,
-            timeout=self.server_timeout * (1 + self._max_staleness) * 2 ** min(attempt, _MOST_DOUBLINGS),
         )
+        if attempt > 0:
+            self._check_start(url)
+        return completions
 
-    def _sampling(self) -> dict[str, Any]:
+    def _check_start(self, url: str) -> None:
+        """Raises a `RuntimeError` for a server that was started again. An adapter has another name in each version."""
+        loses_weights = self.adapter_alone is None or self._needs_base_weights
+        # Dates are in whole seconds
+        if loses_weights and clock_of(url, self.server_timeout)[0] > self._connected[url] + 1:
+            raise RuntimeError(
+                f"The vLLM server at {url} was started again, so that it samples with the weights of its folder, not "
+                "with those that it was sent; resume the run, which sends them again."
+            )
+
+    def check_starts(self) -> None:
+        """Raises a `RuntimeError` if a server that may have answered was started again. All ranks must call this."""
+
+        def check() -> None:
+            for url in self._connected:
+                with suppress(RequestLost):  # what it has answered came before
+                    self._check_start(url)
+
+        self._by_main(check)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """vLLM's sampling parameters in training."""
         structured = {} if self.structured_outputs_regex is None else {"regex": self.structured_outputs_regex}
         return {
             "repetition_penalty": self.repetition_penalty,
@@ -301,7 +337,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         n_drafts = self._n_drafts - before[0]
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
-    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
+    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         first, batch = 0, requests
@@ -324,8 +360,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for output in outputs[first : first + len(requests)]:
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
-                logps = [None if math.isnan(logp) else logp for logp in logps]
-                completions.append(Completion(list(each.token_ids), logps))
+                completions.append((list(each.token_ids), [*map(known_logp, logps)]))
         return completions
 
     def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
@@ -339,16 +374,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
 
-    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[Completion]:
-        def ask() -> list[Completion]:
-            asked = [
-                ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
-                for each in requests
-            ]
-            return [Completion(*each) for each in server_completions(self.vllm_client, asked, options)]
+    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
+        def complete(each: _Request) -> list[ServerSample]:
+            asked = ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
+            url, patience = self.vllm_client.base_url, self.server_timeout
+            return until_answered(lambda n: self._complete(url, asked, options, n), patience, self._warn)
 
         with profiler:
-            return on_all_ranks(self.accelerator, ask)
+            found = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
+            self.check_starts()
+        return [each for completions in found for each in completions]
 
     # Weights
 
@@ -384,6 +419,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
                     self._by_main(lambda: stack.enter_context(self.vllm_client.paused()))
                 # First, so that no rank waits in a collective for a server that is gone
                 self._by_main(lambda: self.vllm_client.reset_encoder_caches())
+                self.check_starts()
                 if gives_weights:
                     on_all_ranks(self.accelerator, super().sync_weights)
                 if adapter is not None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
@@ -18,6 +17,7 @@ from trl.distributed import DistributedBackend
 
 from ..models.quantization import is_4bit
 from ..models.wrapped import unwrapped
+from .vllm_requests import answer_of, refusal, until_answered
 from .vllm_weights import checkpoint_layer
 
 
@@ -26,6 +26,7 @@ if is_peft_available():
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.utils.integrations import dequantize_bnb_weight
 
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # LoRA ranks that vLLM supports
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -136,22 +137,31 @@ class EngineAdapter:
     def replace_on_servers(self, clients: Sequence[Any], folder: Path, before: Sequence[Path]) -> None:
         """Loads the adapter into servers, in place of others."""
         for client in clients:
-            adapter = {"lora_name": folder.name, "lora_path": str(folder)}
-            loaded = requests.post(f"{client.base_url}/v1/load_lora_adapter", json=adapter)
-            if not loaded.ok:
+            try:
+                given = client.base_url, folder, client.timeout
+                problem = until_answered(lambda _, given=given: load_adapter(*given), client.timeout, client.warn)
+            except RuntimeError as error:
+                problem = str(error)
+            if problem is not None:
                 flags = [
                     f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
                     for name, value in self.engine_kwargs.items()
                     if value is not None
                 ]
                 raise RuntimeError(
-                    f"The vLLM server at {client.base_url} doesn't load the adapter (status {loaded.status_code}: "
-                    f"{loaded.text}). Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
+                    f"{problem} Start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` and `{' '.join(flags)}`, "
                     f"where it sees '{folder}', or set `vllm_sync_adapter=False`."
                 )
             for each in before:
-                unloaded = requests.post(f"{client.base_url}/v1/unload_lora_adapter", json={"lora_name": each.name})
-                if unloaded.status_code != 404:  # which a server that was started again doesn't know
-                    unloaded.raise_for_status()
+                unloaded = client.answer(_UNLOAD, {"lora_name": each.name})
+                if unloaded.status not in (200, 404):  # a server that was started again doesn't know it
+                    raise refusal(unloaded, client.base_url, _UNLOAD)
         for each in before:
             shutil.rmtree(each)
+
+
+def load_adapter(url: str, folder: Path, seconds: float) -> str | None:
+    """Loads an adapter into a server that doesn't have it. Returns why it can't; raises a [`RequestLost`]."""
+    answer = answer_of(url, _LOAD, {"lora_name": folder.name, "lora_path": str(folder)}, seconds=seconds)
+    is_loaded = answer.status == 200 or b"already been loaded" in answer.body
+    return None if is_loaded else str(refusal(answer, url, _LOAD))

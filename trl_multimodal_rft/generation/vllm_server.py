@@ -6,13 +6,14 @@ They take token ids and processed media, which the trainer makes by vLLM's rende
 themselves never travel: HTTP would encode them again, and has no place for the options of processors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-import requests
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -20,6 +21,18 @@ from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from ..data.columns import MediaError
+from ..data.http import Answer
+from .vllm_requests import (
+    ServerSample,
+    WarnOnce,
+    answer_of,
+    at_once,
+    completions_in,
+    content_of,
+    lost,
+    refusal,
+    until_answered,
+)
 from .vllm_versions import engine_obstacle
 
 
@@ -42,15 +55,11 @@ _OF_MEDIA = (
     "language_model_only",
 )
 _GENERATE = "/inference/v1/generate"
-# Connections in the pool of TRL's client
-_AT_ONCE = 64
-_TO_CONNECT = 10.0  # seconds
+_INFO = "/server_info?config_format=json"
+# Most bytes of an answer: per token and log-probability, and for the rest
+_BYTES_PER_LOGP, _BYTES_AROUND = 2**10, 2**20
 # Equal for models that can exchange weights
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-
-# Ids of a completion, and their log-probabilities, `None` where the engine has none
-ServerSample = tuple[list[int], list[float | None]]
 
 
 class ServerRequest(NamedTuple):
@@ -63,17 +72,44 @@ class ServerRequest(NamedTuple):
     seed: int | None
 
 
-class RequestLost(RuntimeError):
-    """A request was not answered, where it `timed_out` not in time, and may be by another server or later."""
+class ServerClient(VLLMClient):
+    """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
 
-    def __init__(self, message: str, timed_out: bool = False):
-        super().__init__(message)
-        self.timed_out = timed_out
+    def __init__(self, base_url: str, timeout: float, **options):
+        self.timeout, self.warn = timeout, WarnOnce()
+        super().__init__(base_url=base_url, connection_timeout=timeout, **options)
+
+    def answer(self, path: str, body: Any = None, patience: float | None = None, **limits: Any) -> Answer:
+        """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
+        given: Any = {"seconds": self.timeout, **limits}
+        patience = self.timeout if patience is None else patience
+        return until_answered(lambda _: answer_of(self.base_url, path, body, **given), patience, self.warn)
+
+    def call(self, path: str, *given: Any, **options: Any) -> Any:
+        """The content of the server's answer, as [`answer`]."""
+        return content_of(self.answer(path, *given, **options), self.base_url, path)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Waits for the server to be up."""
+        self.call("/health", method="GET")
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The server's settings."""
+        try:
+            return self.call(_INFO, method="GET")["vllm_config"]
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} Start it with `VLLM_SERVER_DEV_MODE=1` in its environment.") from error
+
+    def _get(self, url: str, **given) -> Any:
+        return self.call(url.removeprefix(self.base_url), method="GET")
+
+    def _post(self, url: str, **given) -> Any:
+        return self.call(url.removeprefix(self.base_url), given.get("json"))
 
 
-class ServerGroup(VLLMClient):
+class ServerGroup(ServerClient):
     """
-    TRL's client of several servers, which get the weights from one broadcast. It samples from the first one.
+    A client of several servers, which get the weights from one broadcast. It samples from the first one.
 
     Args:
         urls (`Sequence[str]`):
@@ -88,8 +124,8 @@ class ServerGroup(VLLMClient):
     """
 
     def __init__(self, urls: Sequence[str], group_port: int, timeout: float):
-        super().__init__(base_url=urls[0], group_port=group_port, connection_timeout=timeout)
-        self.clients = [VLLMClient(base_url=url, connection_timeout=timeout) for url in urls]
+        super().__init__(urls[0], timeout, group_port=group_port)
+        self.clients = [ServerClient(url, timeout) for url in urls]
         seeds = [each.get_server_info()["model_config"]["seed"] for each in self.clients]
         if len(set(seeds)) < len(seeds):
             raise ValueError(
@@ -104,31 +140,38 @@ class ServerGroup(VLLMClient):
     def reset_prefix_cache(self) -> None:
         """Resets the prefix caches of all servers."""
         for each in self.clients:
-            _answer(each, "/reset_prefix_cache")
+            each.call("/reset_prefix_cache")
 
     def reset_encoder_caches(self) -> None:
         """Resets the encoder caches of all servers, whose keys don't depend on the weights (huggingface/trl#7198)."""
         for each in self.clients:
-            _answer(each, "/reset_encoder_cache")
+            each.call("/reset_encoder_cache")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """All servers drop their caches and keep their requests, which go on after the context."""
         with ExitStack() as stack:
             for each in self.clients:
-                stack.callback(_answer, each, "/resume")  # also after others have failed
-                _answer(each, "/pause?mode=keep")
+                stack.push(partial(_resume, each))  # also after others have failed
+                each.call("/pause?mode=keep")
             yield
 
-    def _post(self, url: str, **given) -> dict[str, Any]:
+    def _post(self, url: str, **given) -> Any:
         """Posts to all servers at once, which wait for each other; returns the first answer."""
         path = url.removeprefix(self.base_url)
         bodies = [given.get("json")] * len(self.clients)
         if path == "/init_weight_transfer_engine":
             firsts = accumulate((each.get_world_size() for each in self.clients[:-1]), initial=1)
             bodies = [{"init_info": {**given["json"]["init_info"], "rank_offset": first}} for first in firsts]
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            return [*pool.map(_answer, self.clients, [path] * len(bodies), bodies)][0].json()
+        # Not twice, as a server may have got a part of the weights
+        pairs = zip(self.clients, bodies, strict=True)
+        return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
+
+
+def _resume(client: ServerClient, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Ends a pause. Where an error ends it, that is the one to see."""
+    with nullcontext() if error is None else suppress(Exception):
+        client.call("/resume", patience=None if error is None else 0.0)
 
 
 def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
@@ -149,7 +192,7 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return result
 
 
-def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
+def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
     """Raises a `ValueError` for a server that would sample from another model, or can't take media."""
     check_protocol(client)
     settings = info["model_config"]
@@ -171,15 +214,15 @@ def check_server(client: VLLMClient, info: dict[str, Any], config: PretrainedCon
         raise ValueError(f"The vLLM server at {client.base_url} {problem}.")
 
 
-def check_protocol(client: VLLMClient) -> None:
+def check_protocol(client: ServerClient) -> None:
     """Raises a `ValueError` for a server that can't take prompts as this process makes them."""
-    version = client.session.get(f"{client.base_url}/version").json()["version"]
+    version = client.call("/version", method="GET")["version"]
     if version.split("+")[0] != vllm.__version__.split("+")[0]:
         raise ValueError(
             f"The vLLM server at {client.base_url} runs vLLM {version} and the trainer {vllm.__version__}, which may "
             "process media differently; install the same version for both."
         )
-    if client.session.post(f"{client.base_url}{_GENERATE}", json={}).status_code == 404:
+    if client.answer(_GENERATE, {}).status == 404:
         raise ValueError(
             f"The vLLM server at {client.base_url} takes no features of media; start it with `--enable-scale-out`."
         )
@@ -196,6 +239,16 @@ def _other_shape(settings: dict[str, Any], config: PretrainedConfig) -> str:
     found, expected = served.get_text_config(), config.get_text_config()
     values = {name: (getattr(found, name, None), getattr(expected, name, None)) for name in _SHAPE}
     return ", ".join(f"`{name}` is {a}, not {b}" for name, (a, b) in values.items() if a != b)
+
+
+def clock_of(url: str, timeout: float) -> tuple[float, float]:
+    """
+    When a server was started, and its time now, in seconds of its clock. Raises a [`RequestLost`] without an answer.
+    """
+    answer = answer_of(url, _INFO, seconds=timeout, method="GET")
+    start = str(content_of(answer, url, _INFO)["vllm_config"].get("instance_id"))  # in nanoseconds
+    now = parsedate_to_datetime(answer.date).timestamp() if answer.date else math.inf
+    return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
 
 def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -246,55 +299,37 @@ def _range(place, kind: str) -> dict[str, int]:
 
 
 def server_completions(
-    client: VLLMClient, requests: list[ServerRequest], options: dict[str, Any]
-) -> list[ServerSample]:
-    """Samples with a server."""
-
-    def sample(request: ServerRequest) -> list[ServerSample]:
-        return _completions(_generated(client, request, _sampling_of(request, options)))
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [completion for each in pool.map(sample, requests) for completion in each]
-
-
-def server_completions_once(
-    url: str, model: str | None, request: ServerRequest, options: dict[str, Any], *, salt: str, timeout: float
+    url: str,
+    model: str | None,
+    request: ServerRequest,
+    options: dict[str, Any],
+    *,
+    timeout: float,
+    vocabulary: int,
+    placeholders: Collection[int] = (),
+    salt: str | None = None,
 ) -> list[ServerSample]:
     """
-    Samples with a server, which shares the prompt's cache with requests of the same salt alone. Raises a
-    [`RequestLost`] where it gives no answer in so many seconds, or the answer isn't whole.
+    Samples with a server, which shares the prompt's cache with requests of the same salt alone.
+
+    Raises a [`RequestLost`] where it gives no answer in so many seconds, or one that isn't what was asked for, and a
+    `RuntimeError` where it refuses the request.
     """
-    asked = {**_asked(model, request, _sampling_of(request, options)), "cache_salt": salt}
-    problem: Any = None
+    given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
+    n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
+    body = {**_asked(model, request, given), **({} if salt is None else {"cache_salt": salt})}
+    answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
+    if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
+        raise lost(url, _GENERATE, 404, answer)
+    if answer.status != 200:
+        raise refusal(answer, url, _GENERATE)
     try:
-        response = requests.post(f"{url}{_GENERATE}", json=asked, timeout=(min(timeout, _TO_CONNECT), timeout))
-        problem = f"{response.status_code} {response.text}"
-        if response.status_code == 200:
-            choices = response.json()["choices"]
-            if len(choices) == request.count and all(each.get("finish_reason") != "abort" for each in choices):
-                return _completions({"choices": choices})
-            problem = "completions were aborted"
-        # A server that was started again doesn't know the adapter
-        elif response.status_code < 500 and response.status_code not in (429, 429 if model is None else 404):
-            raise RuntimeError(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).")
-    except requests.RequestException as error:
-        problem = error
-    timed_out = isinstance(problem, requests.ReadTimeout)
-    raise RequestLost(f"The vLLM server at {url} didn't answer {_GENERATE} ({problem}).", timed_out)
+        return completions_in(answer.body, request.count, request.most, vocabulary, placeholders)
+    except ValueError as error:
+        raise lost(url, _GENERATE, error, answer) from None
 
 
-def _sampling_of(request: ServerRequest, options: dict[str, Any]) -> dict[str, Any]:
-    return {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
-
-
-def _completions(answer: dict[str, Any]) -> list[ServerSample]:
-    return [
-        (each["token_ids"], [_known(at["logprob"]) for at in each["logprobs"]["content"]])
-        for each in answer["choices"]
-    ]
-
-
-def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
+def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -> list[list[dict[int, float]]]:
     """
     Log-probabilities of the `k` most likely tokens at each place of prompts but the first, over the whole vocabulary
     and at a temperature of 1.
@@ -302,19 +337,15 @@ def prompt_scores(client: VLLMClient, requests: list[ServerRequest], k: int) -> 
 
     def score(request: ServerRequest) -> list[dict[int, float]]:
         given = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
-        places = _generated(client, request, given)["prompt_logprobs"][1:]
+        max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
+        # TRL's client doesn't read the answers of vLLM from 0.32 on
+        answer = client.call(_GENERATE, _asked(client.model, request, given), max_bytes=max_bytes)
+        places = answer["prompt_logprobs"][1:]
         # The prompt's own token comes in addition where it isn't among them
         found = [{int(token): each["logprob"] for token, each in place.items()} for place in places]
         return [dict(sorted(each.items(), key=lambda pair: -pair[1])[:k]) for each in found]
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [*pool.map(score, requests)]
-
-
-def _generated(client: VLLMClient, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a server to a request with these sampling parameters."""
-    # TRL's client doesn't read the answers of vLLM from 0.32 on
-    return _answer(client, _GENERATE, _asked(client.model, request, given)).json()
+    return at_once(score, requests)
 
 
 def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
@@ -325,20 +356,3 @@ def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> 
         # FINAL_ONLY: otherwise all but the completions that end last may be missing (vllm-project/vllm#52399)
         "sampling_params": {**given, "output_kind": 2},
     }
-
-
-def _answer(client: VLLMClient, path: str, body: dict[str, Any] | None = None) -> requests.Response:
-    problem: Any = None
-    try:
-        response = client.session.post(f"{client.base_url}{path}", json=body)
-        if response.status_code == 200:
-            return response
-        problem = f"{response.status_code} {response.text}"
-    except requests.RequestException as error:
-        problem = error
-    raise RuntimeError(f"The vLLM server at {client.base_url} didn't answer {path} ({problem}).")
-
-
-def _known(logp: float) -> float | None:
-    """Servers send a large negative number instead of NaN."""
-    return logp if logp > -9999 else None

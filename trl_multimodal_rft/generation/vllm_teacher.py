@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from trl.generation.vllm_client import VLLMClient
 
 from ..encoding.prompts import EncodedPrompt
 from .vllm_prompts import EnginePrompts
-from .vllm_server import ServerRequest, check_protocol, prompt_scores, server_features, server_renderer
+from .vllm_server import ServerClient, ServerRequest, check_protocol, prompt_scores, server_features, server_renderer
 from .vllm_versions import engine_obstacle
 
 
@@ -35,7 +34,7 @@ class ServerTeacher:
     def __init__(self, url: str, processor: Any, timeout: float, trust_remote_code: bool):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`teacher_model_server_url` is set, but {obstacle}")
-        self.client = VLLMClient(base_url=url, connection_timeout=timeout)
+        self.client = ServerClient(url, timeout)
         check_protocol(self.client)
         info = self.client.get_server_info()
         self.name, self.revision = info["model_config"]["model"], info["model_config"]["revision"]

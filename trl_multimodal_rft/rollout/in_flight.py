@@ -2,25 +2,23 @@
 """Completions of coming generation batches, which servers sample while the policy is trained on earlier ones."""
 
 import hashlib
-import threading
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 
-from ..generation.vllm_server import RequestLost, ServerRequest, ServerSample
+from ..data.http import started
+from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
+from ..generation.vllm_server import ServerRequest
 from .reward import EarlyCalls, EarlyRewards
 
 
 logger = get_logger(__name__)
-
-T = TypeVar("T")
-
-_FIRST_WAIT = 0.25  # seconds before a request is sent again; each further wait is twice as long
 
 
 class Answer(NamedTuple):
@@ -30,6 +28,7 @@ class Answer(NamedTuple):
     first: int  # version of the weights when the request was sent
     last: int  # version when the answer came
     at: float  # when it came, in seconds of the monotonic clock
+    asked: str = ""  # digest of the request, and of how to sample
 
 
 # Place of the batch, number of the row, seed of the first completion, number of completions
@@ -65,6 +64,8 @@ class InFlight:
             Seconds to wait between attempts, all waits together.
         changes_weights (`bool`):
             Whether requests go on with newer weights when servers get these.
+        settings (`dict`, *optional*):
+            How completions are sampled, beyond what a request says. Answers of a checkpoint under others aren't taken.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class InFlight:
         max_staleness: int,
         patience: float,
         changes_weights: bool = True,
+        settings: dict[str, Any] | None = None,
     ):
         self.max_staleness, self.version = max_staleness, 0
-        self._send, self._patience, self._warned = send, patience, False
+        self._send, self._patience, self._warn = send, patience, WarnOnce()
+        self._settings = settings
         self._changes_weights = changes_weights
         self._asked: dict[int, Asked] = {}
         self._rows: dict[int, list[int]] = {}  # of a checkpoint, as are these
@@ -102,13 +105,17 @@ class InFlight:
         Asks for the completions of a batch, but for those that a checkpoint has, and has those of some requests
         rewarded when they come.
         """
+        others = [key for key, request in requests.items() if key in self._known and not self._fits(key, request)]
+        if others:
+            logger.warning(f"{len(others)} answers of the checkpoint are of other settings, and are asked for again.")
+        self._known = {key: answer for key, answer in self._known.items() if key not in others}
         # Servers share no cached prefix between batches that are due at different versions
         salt = str(max(0, place - self.max_staleness))
         answers = {
-            key: _started(self._answer, key, request, salt, turn)
+            key: started(self._answer, key, request, salt, turn)
             for turn, (key, request) in enumerate(requests.items(), start=self._n_sent)
         }
-        rewards = {key: _started(self._rewarded, self._n_cleared, answers[key], each) for key, each in reward.items()}
+        rewards = {key: started(self._rewarded, self._n_cleared, answers[key], each) for key, each in reward.items()}
         self._n_sent += len(requests)
         self._asked[place] = Asked(batch, numbers, answers, rewards, **more)
 
@@ -128,7 +135,7 @@ class InFlight:
 
     def sample(self, requests: Sequence[ServerRequest]) -> list[ServerSample]:
         """Waits for completions by the newest weights."""
-        asked = [_started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
+        asked = [started(self._answer, None, each, str(self.version), turn) for turn, each in enumerate(requests)]
         return [sample for each in asked for sample in each.result().completions]
 
     def clear(self) -> None:
@@ -146,7 +153,8 @@ class InFlight:
             self._check(n_cleared)
             first = self.version
             found = self._send(request, salt, turn, n)
-            return Answer(found, first, self.version if self._changes_weights else first, time.monotonic())
+            last = self.version if self._changes_weights else first
+            return Answer(found, first, last, time.monotonic(), self._digest(request))
 
         return until_answered(attempt, self._patience, self._warn)
 
@@ -161,10 +169,15 @@ class InFlight:
         if n_cleared != self._n_cleared:
             raise RuntimeError("The run has ended.")  # where nobody reads it
 
-    def _warn(self, error: RequestLost) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
+    def _fits(self, key: Key, request: ServerRequest) -> bool:
+        """Whether the checkpoint's answer is one to this request, by weights that are new enough."""
+        answer = self._known[key]
+        return answer.asked == self._digest(request) and key[0] - answer.first <= self.max_staleness
+
+    def _digest(self, request: ServerRequest) -> str:
+        hashes = request.features and request.features["mm_hashes"]
+        asked = [request.ids, hashes, request.count, request.most, self._settings]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     # Checkpoints
 
@@ -183,24 +196,6 @@ class InFlight:
         self._known = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
 
 
-def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], None]) -> T:
-    """
-    The result of an attempt, which gets its number. After a [`RequestLost`], there is another one, in all so many as
-    waits fit into `patience` seconds: each is twice the last one, or a quarter of them where no answer came in time.
-    """
-    n, waited = 0, 0.0
-    while True:
-        try:
-            return attempt(n)
-        except RequestLost as error:
-            wait = min(patience / 4 if error.timed_out else _FIRST_WAIT * 2**n, patience - waited)
-            if wait <= 0:
-                raise RuntimeError(f"{error} It was asked {n + 1} times; `vllm_server_timeout` bounds it.") from error
-            warn(error)
-        time.sleep(wait)
-        n, waited = n + 1, waited + wait
-
-
 def request_keys(
     prompts: Sequence[Any], numbers: Sequence[int], indices: Sequence[int], place: int, seed: int
 ) -> list[Key]:
@@ -215,17 +210,3 @@ def request_keys(
         start = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) + indices[first]
         keys.append((place, numbers[first], start, 1 + len(others)))
     return keys
-
-
-def _started(work: Callable[..., T], *given: Any) -> Future[T]:
-    """The result of work in a thread that doesn't keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*given))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -12,7 +12,8 @@ import torch
 from ..data.rows import Row
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
-from ..generation.vllm_server import ServerSample, on_all_ranks, server_features
+from ..generation.vllm_requests import ServerSample
+from ..generation.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import collect, complete
 from ..rollout.in_flight import Key, request_keys
 from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
@@ -43,7 +44,7 @@ def row_encoder(trainer: Any) -> Any:
 
 def rollout_of(trainer: Any, rows: Sequence[EncodedRow]) -> Rollout:
     """A rollout of rows, one per completion, with their environments and encoded prompts."""
-    return collect(
+    rollout = collect(
         rows,
         trainer.prompts,
         trainer.toolbox,
@@ -52,6 +53,8 @@ def rollout_of(trainer: Any, rows: Sequence[EncodedRow]) -> Rollout:
         pad_token_id=trainer._tokenizer.pad_token_id,
         accelerator=trainer.accelerator,
     )
+    trainer.environments = rollout.environments
+    return rollout
 
 
 def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None) -> Samples:
@@ -71,6 +74,7 @@ def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None
             _ask(trainer, each)
     with sampler.explain(), sampler.profile("vLLM.generate"):
         asked, answers, seconds = on_all_ranks(trainer.accelerator, lambda: flight.take(place))
+        trainer.vllm_generation.check_starts()
     completions = [each for answer in answers for each in answer.completions]
     ids, logps = ([*each] for each in zip(*completions, strict=True))
     versions = [[each.first, each.last] for each in answers for _ in each.completions]

@@ -15,9 +15,10 @@ from transformers import AutoProcessor, GenerationConfig
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
+from ..algorithms.completions import up_to_first_end
 from ..checks.self_check import RunSettings
 from ..encoding.prompts import EncodedPrompt
-from ..generation.vllm import MultimodalVLLMGeneration
+from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
@@ -51,6 +52,7 @@ def make_engine(
     processing_class: Any,
     *,
     bias: dict[int, float],
+    ends: Sequence[int],
     revision: str | None,
     media_limits: dict[str, int],
     while_sampling: Callable[[], AbstractContextManager],
@@ -58,10 +60,14 @@ def make_engine(
     """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
+    stops = {} if given.get("ignore_eos") else ends_of_text([*ends, *(given.get("stop_token_ids") or ())])
+    if args.vllm_structured_outputs_regex is not None or "structured_outputs" in given:
+        stops.pop("ignore_eos", None)  # grammars end by what the folder says
     # Each log-probability is detokenized otherwise, which takes time, and fails beyond the vocabulary
     generation_kwargs = {
         "detokenize": "stop" in given,
         **given,
+        **stops,
         "logit_bias": named if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
@@ -105,6 +111,7 @@ def make_engine(
         engine_kwargs={**engine_kwargs, **(args.vllm_engine_kwargs or {})},
         adapter=adapter,
         max_staleness=args.max_staleness,
+        placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
         while_sampling=while_sampling,
     )
@@ -164,11 +171,14 @@ def check_settings(trainer: Any) -> RunSettings:
 
 def check_engine(trainer: Any, rollout: Rollout) -> None:
     """Compares what sampled, if it isn't the policy itself, with the policy, where that is due."""
-    # Other options of sampling make another distribution than the policy's
-    is_own = isinstance(trainer.sampler, TransformersSampler)
-    if is_own or not trainer.model.training or sampling_changes(trainer.args):
+    if isinstance(trainer.sampler, TransformersSampler) or not trainer.model.training:
         return
+    _check_logps(trainer, rollout)
     check = trainer.checks.self_check
+    if check is not None and trainer.rollout_func is None and not trainer.tools:
+        _check_ends(trainer, rollout)
+    if sampling_changes(trainer.args):  # which make another distribution than the policy's
+        return
     if check is not None and rollout.sampling_per_token_logps is not None:
         step, has_tools = trainer.state.global_step, bool(trainer.tools)
         if trainer.use_vllm:
@@ -186,6 +196,38 @@ def acceptance(trainer: Any) -> dict[str, float]:
     """What the engine tells of its sampling."""
     length = trainer.vllm_generation.acceptance_length() if _speculates(trainer.args) else None
     return {} if length is None else {"sampling/acceptance_length": length}
+
+
+def _check_logps(trainer: Any, rollout: Rollout) -> None:
+    """
+    Logs the share of tokens that came without a log-probability, and says so once. Raises a `RuntimeError` if all of
+    the first batch did, where they should weigh completions.
+    """
+    checks, sampled, mask = trainer.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
+    if sampled is None:
+        return
+    if rollout.from_view is not None:  # which are left out by us
+        mask = mask & ~rollout.from_view[:, None]
+    n_missing, n = trainer._sum_over_ranks([float((sampled.isnan() & mask).sum()), float(mask.sum())])
+    trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
+    text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
+    is_first, checks.has_looked = not checks.has_looked, True
+    if is_first and n_missing == n > 0 and trainer._corrects(rollout):
+        raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
+    if n_missing and not checks.has_warned:
+        checks.has_warned = True
+        logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
+
+
+def _check_ends(trainer: Any, rollout: Rollout) -> None:
+    """Raises a `RuntimeError` for completions that go on after an end of text."""
+    after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, trainer.eos_token_ids)
+    if trainer._any_process(bool(after.any())):
+        ends = trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)
+        raise RuntimeError(
+            f"self-check: completions go on after an end of text, {ends}. Let what samples stop there (vLLM: no "
+            "`ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
+        )
 
 
 def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
@@ -215,6 +257,7 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         trainer.accelerator,
         trainer.processing_class,
         bias=trainer._logit_bias,
+        ends=trainer.eos_token_ids,
         revision=revision,
         media_limits=limits,
         while_sampling=functools.partial(offloading_model, trainer),
@@ -225,7 +268,11 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
         engine = trainer.vllm_generation
         # An adapter of which servers get a new version keeps its name for requests in flight
         trainer.in_flight = InFlight(
-            engine.ask, args.max_staleness, args.vllm_server_timeout, changes_weights=engine.adapter_alone is None
+            engine.ask,
+            args.max_staleness,
+            args.vllm_server_timeout,
+            changes_weights=engine.adapter_alone is None,
+            settings=engine.sampling,
         )
     return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
 

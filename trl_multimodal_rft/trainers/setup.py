@@ -518,7 +518,7 @@ def prepare_reference(trainer: Any, ref_model: Any) -> Any:
 
 def set_tools(trainer: Any, reward_funcs: dict[str, Callable]) -> None:
     """Sets the attributes that TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
-    trainer.environment_factories = trainer.toolbox.factories or None
+    trainer.environment_factories, trainer.environments = trainer.toolbox.factories or None, None
     limit = trainer.args.max_tool_calling_iterations
     trainer.max_tool_calling_iterations = sys.maxsize if limit is None else limit
     trainer.chat_template = template_for_tools(trainer.processing_class) if trainer.tools else None

@@ -1,0 +1,184 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Requests to vLLM's servers: how long they may take, which are sent again, and which answers are believed."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import as_completed
+from typing import Any, TypeVar
+
+import requests
+from accelerate.logging import get_logger
+
+from ..data.columns import without_credentials
+from ..data.http import Answer, NoAnswer, TooLarge, ask, started
+
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+# Requests at the same time
+_AT_ONCE = 64
+# Seconds: for a connection, before a request is sent again, which doubles, and at most
+_TO_CONNECT, _FIRST_WAIT, _LONGEST_WAIT = 10.0, 0.25, 10.0
+_MOST_BYTES = 2**24
+_SHOWN = 200  # bytes of an answer in an error
+
+# Ways in which a completion of vLLM is whole
+_ENDS = ("stop", "length", "repetition")
+# What servers send for a log-probability that they don't have
+_UNKNOWN = -9999.0
+_ROUNDING = 1e-3  # of a log-probability above 0
+
+# Ids of a completion, and their log-probabilities, `None` where the engine has none
+ServerSample = tuple[list[int], list[float | None]]
+
+
+class RequestLost(RuntimeError):
+    """A request was not answered, where it `timed_out` not in time, and may be by another server or later."""
+
+    def __init__(self, message: str, timed_out: bool = False):
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class WarnOnce:
+    """Says of the first lost request that it is asked again."""
+
+    warned = False
+
+    def __call__(self, error: RequestLost) -> None:
+        if not self.warned:
+            logger.warning(f"{error} It is asked again, as others will be.", main_process_only=False)
+        self.warned = True
+
+
+def answer_of(
+    url: str, path: str, body: Any = None, *, seconds: float, max_bytes: int = _MOST_BYTES, method: str = "POST"
+) -> Answer:
+    """The answer of a server, whole after so many seconds. Raises a [`RequestLost`] without one, or if it is busy."""
+    start = time.monotonic()
+    limits: Any = {"seconds": seconds, "attempts": 1, "max_bytes": max_bytes, "to_connect": _TO_CONNECT}
+    try:
+        return ask(method, f"{url}{path}", json=body, **limits)
+    except TooLarge:
+        raise lost(url, path, f"more than {max_bytes:,} bytes") from None
+    except NoAnswer as error:
+        timed_out = time.monotonic() - start > 0.99 * seconds
+        reason = f"nothing whole in {seconds:g} s" if timed_out else error
+        raise lost(url, path, reason, timed_out=timed_out) from error
+    except requests.RequestException as error:
+        raise lost(url, path, type(error).__name__) from error
+
+
+def lost(url: str, path: str, reason: Any, answer: Answer | None = None, timed_out: bool = False) -> RequestLost:
+    """An error that says why a server has to be asked again, with the start of what it answered."""
+    shown = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
+    url = without_credentials(url)
+    return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{shown}).", timed_out)
+
+
+def content_of(answer: Answer, url: str, path: str) -> Any:
+    """The content of an answer. Raises a `RuntimeError` for a refusal, and for what isn't JSON."""
+    if answer.status != 200:
+        raise refusal(answer, url, path)
+    try:
+        return json.loads(answer.body or b"null")
+    except (ValueError, RecursionError):
+        raise refusal(answer, url, path) from None
+
+
+def refusal(answer: Answer, url: str, path: str) -> RuntimeError:
+    """An error that shows an answer other than the one that was asked for."""
+    return RuntimeError(str(lost(url, path, answer.status, answer)))
+
+
+def until_answered(attempt: Callable[[int], T], patience: float, warn: Callable[[RequestLost], Any]) -> T:
+    """
+    The result of an attempt, which gets its number. After a [`RequestLost`] that isn't for lack of time, there is
+    another one, in all so many as waits fit into `patience` seconds, each twice as long as the last one.
+    """
+    n, waited = 0, 0.0
+    while True:
+        try:
+            return attempt(n)
+        except RequestLost as error:
+            wait = 0.0 if error.timed_out else min(_FIRST_WAIT * 2**n, _LONGEST_WAIT, patience - waited)
+            if wait <= 0:
+                times = "once" if n == 0 else f"{n + 1} times"
+                raise RuntimeError(f"{error} It was asked {times}; `vllm_server_timeout` bounds it.") from error
+            warn(error)
+        time.sleep(wait)
+        n, waited = n + 1, waited + wait
+
+
+def at_once(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """The results of work in threads. The first error, or an interrupt, waits for none of the others."""
+    free = threading.Semaphore(_AT_ONCE)
+
+    def run(item: T) -> U:
+        with free:
+            return work(item)
+
+    futures = [started(run, item) for item in items]
+    for each in as_completed(futures):
+        each.result()
+    return [each.result() for each in futures]
+
+
+# Answers
+
+
+def completions_in(
+    body: bytes, count: int, most: int, vocabulary: int, placeholders: Collection[int]
+) -> list[ServerSample]:
+    """
+    The `count` completions in the body of an answer, each of 1 to `most` tokens below `vocabulary` that are no
+    `placeholders` of media. Raises a `ValueError` of one line for anything else.
+    """
+    try:
+        choices = json.loads(body)["choices"]
+        indices = [each["index"] for each in choices]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("it holds no completions") from None
+    if any(type(each) is not int for each in indices) or sorted(indices) != [*range(count)]:
+        raise ValueError(f"it holds the completions {indices}, not {count}")
+    found: list[ServerSample] = [([], [])] * count
+    for each in choices:
+        try:
+            found[each["index"]] = _sample_in(each, most, vocabulary, placeholders)
+        except ValueError as error:
+            raise ValueError(f"completion {each['index']} {error}") from None
+    return found
+
+
+def _sample_in(choice: dict[str, Any], most: int, vocabulary: int, placeholders: Collection[int]) -> ServerSample:
+    end, ids = choice.get("finish_reason"), choice.get("token_ids")
+    if end not in _ENDS:
+        raise ValueError(f"ended by {end!r}")
+    if not isinstance(ids, list) or not 1 <= len(ids) <= most:
+        raise ValueError(f"has {len(ids) if isinstance(ids, list) else 'no'} tokens, where 1 to {most} are possible")
+    for each in ids:
+        if type(each) is not int or not 0 <= each < vocabulary:
+            raise ValueError(f"has the token {each!r}, and the vocabulary {vocabulary}")
+        if each in placeholders:
+            raise ValueError(f"has the token {each}, which stands for media that don't exist")
+    try:
+        logps = [each["logprob"] for each in choice["logprobs"]["content"]]
+    except (KeyError, TypeError):
+        raise ValueError("has no log-probabilities") from None
+    if len(logps) != len(ids):
+        raise ValueError(f"has {len(logps)} log-probabilities for {len(ids)} tokens")
+    for each in logps:
+        if each is not None and (type(each) not in (int, float) or each > _ROUNDING):
+            raise ValueError(f"has the log-probability {each!r}")
+    return ids, [known_logp(each) for each in logps]
+
+
+def known_logp(logp: float | None) -> float | None:
+    """`None` for what engines and servers say of a token whose log-probability they don't have."""
+    return None if logp is None or logp <= _UNKNOWN or math.isnan(logp) else logp
