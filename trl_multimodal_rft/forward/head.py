@@ -172,12 +172,8 @@ def _fused_scores(
     outputs: tuple[str, ...],
 ) -> FusedCausalLMOutput:
     """Scores of labels `(B, S)`, 0 where they are -100, from states `(B, S, H)`."""
-    # Parts of FSDP2 are cast before they are joined
     dtype = torch.float32 if in_fp32 else states.dtype
-    parameters: Any = [
-        each.to(dtype).full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)
-    ]
-    weight, bias = parameters
+    weight, bias = (_joined(each, dtype) for each in (head.weight, head.bias))
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
@@ -206,6 +202,14 @@ def _fused_scores(
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**found, label_mask=mask)
+
+
+def _joined(parameter: Any, dtype: torch.dtype) -> Any:
+    """A weight; parts of FSDP2 are cast before they are joined, so that ranks exchange half as much."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part: Any = parameter.to(dtype)
+    return part.full_tensor()
 
 
 def _has_kernel(device: str) -> bool:

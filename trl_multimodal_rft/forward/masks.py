@@ -75,7 +75,7 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 
 
 def _described_masks(
-    model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
+    model: PreTrainedModel, size: int, n_new: int, fields: dict[str, Any]
 ) -> dict[str | None, LayerMask]:
     """The masks that a model creates for a prompt of `size` tokens and `n_new` behind it."""
     total = size + n_new

@@ -242,8 +242,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """
         rank, n_ranks, urls = self.accelerator.process_index, self.accelerator.num_processes, self._urls
         url = urls[(rank + turn * n_ranks + attempt) % len(urls)]
+        options = {**self._bad_words(self.sampling), "seed": request.seed}
         try:
-            return self._complete(url, request, {**self._bad_words(self.sampling), "seed": request.seed}, attempt, salt)
+            return self._complete(url, request, options, attempt, salt)
         except RequestLost as error:
             error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)
             raise
