@@ -57,40 +57,6 @@ def test_imports_point_up(layer):
     assert not down
 
 
-def test_import_down_would_be_found(tmp_path):
-    """Covers all forms of imports."""
-    module = tmp_path / "trl_multimodal_rft" / "forward" / "module.py"
-    module.parent.mkdir(parents=True)
-    module.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "import trl_multimodal_rft.cli\n"
-        "from .. import policy\n"
-        "if TYPE_CHECKING:\n    from ..lightrft import ActorVL\n"
-        "def function():\n    from ..rollout.rollout import Rollout\n"
-    )
-    names = [name for name, _ in imported(module, tmp_path)]
-    assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "rollout.rollout.Rollout")]
-
-
-def test_import_circle_would_be_found(tmp_path, monkeypatch):
-    """Covers a circle of type checkers and functions over three modules. `test_house.py` wants none."""
-    folder = tmp_path / "trl_multimodal_rft"
-    modules = {
-        "__init__": "from .a import f",
-        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b.c import C",
-        "b/__init__": "",
-        "b/c": "def function():\n    from ..d import D",
-        "d": "import trl_multimodal_rft.a",
-        "e": "from . import d",
-    }
-    for name, text in modules.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(text)
-    monkeypatch.setattr(house, "ROOT", tmp_path)
-    monkeypatch.setattr(house, "PACKAGE", folder)
-    assert house.import_circles() == [[f"trl_multimodal_rft.{name}" for name in ("a", "b.c", "d")]]
-
-
 def test_page_has_every_override():
     """Checks the classes, too."""
     overridden = {name for trainer in house.trainers().values() for name in house.overrides(trainer)}

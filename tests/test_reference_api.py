@@ -10,15 +10,12 @@ import inspect
 
 import pytest
 import torch
-from helpers.reference import media_of
-from helpers.samplers import Wrapped
-from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
+from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import trl_multimodal_rft as package
-from trl_multimodal_rft import MultimodalGRPOTrainer, lightrft
-from trl_multimodal_rft.algorithms.losses import aggregate
+from trl_multimodal_rft import lightrft
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, ReplayBuffer
 from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
 from trl_multimodal_rft.lightrft.trainer import NaiveReplayBuffer, experience, replay_buffer_utils
@@ -309,12 +306,6 @@ FAMILIES = {
 GROUP, LONGEST = 4, 8
 LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affects their difference
 ENDS = list(range(50, 110))  # enough tokens that responses differ in length
-ROUTES = {
-    "packed": {"packing_samples": True, "max_tokens": 120},
-    "packed with a sample each": {"packing_samples": True, "batch_size": 1},
-    "padded": {"batch_size": 3},
-    "padded within a budget": {"max_tokens": 120},
-}
 
 
 @functools.cache
@@ -343,85 +334,3 @@ def filled(family: str) -> ReplayBuffer:
     for each in sampled(family):
         buffer.append(each)
     return buffer
-
-
-@functools.cache
-def trained(family: str) -> dict[str, torch.Tensor]:
-    """Returns the trainer's result on the same responses."""
-    responses: dict[tuple, list[list[int]]] = {}
-    for item in filled(family):
-        n_actions = len(item.action_mask)
-        prompt, response = item.sequences[:-n_actions].tolist(), item.sequences[-n_actions:].tolist()
-        responses.setdefault(tuple(prompt), []).append(response)
-
-    class Replaying(Wrapped):
-        def __call__(self, model, prompts, **options):
-            return [responses[tuple(prompt.input_ids.tolist())].pop(0) for prompt in prompts], None
-
-    result = run(
-        MultimodalGRPOTrainer,
-        family,
-        FAMILIES[family][1](),
-        sampler=Replaying,
-        num_generations=GROUP,
-        max_completion_length=LONGEST,
-        max_steps=1,
-        loss_type="dapo",
-        advantage_estimator="group_norm",
-        learning_rate=LEARNING_RATE,
-    )
-    assert not any(responses.values())
-    return result.update
-
-
-def policy_loss(actor, batch: Experience, n_tokens: int) -> torch.Tensor:
-    """Computes PPO's clipped loss, the batch's part of the sum over all actions; row by row if packed."""
-    if isinstance(batch.sequences, list):
-        logps = actor(
-            torch.cat(batch.sequences)[None],
-            num_actions=[len(mask) for mask in batch.action_mask],
-            packed_seq_lens=[len(ids) for ids in batch.sequences],
-            **media_of(batch),
-        )
-        columns = (torch.cat(c)[None] for c in (batch.action_log_probs, batch.advantages, batch.action_mask))
-    else:
-        width = batch.action_mask.size(1)
-        logps = actor(batch.sequences, width, batch.attention_mask, **media_of(batch))
-        columns = (batch.action_log_probs, batch.advantages, batch.action_mask)
-    old_logps, advantages, mask = columns
-    ratio = (logps - old_logps).exp()
-    assert_close(ratio[mask], torch.ones_like(ratio[mask]), rtol=0, atol=1e-4)
-    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return aggregate(loss, mask, "token-sum", n_tokens)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_parts_train_as_the_trainer(family, route):
-    options, buffer = ROUTES[route], filled(family)
-    lengths = [len(item.action_mask) for item in buffer]
-    assert len(set(lengths)) > 2 and max(lengths) <= LONGEST and all(item.advantages.all() for item in buffer)
-    n_tokens = sum(int(item.action_mask.sum()) for item in buffer)
-    actor = FAMILIES[family][0](load(family)[0], bf16=False, packing_samples=options.get("packing_samples", False))
-    optimizer = torch.optim.SGD(actor.parameters(), lr=LEARNING_RATE)
-    before = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
-    sizes = []
-    for batch in buffer.batches(**options):
-        policy_loss(actor, batch, n_tokens).backward()
-        sizes.append(len(batch.sequences))
-    optimizer.step()
-    update = {name: p.detach() - before[name] for name, p in actor.model.named_parameters()}
-    assert sum(sizes) == 2 * GROUP and len(sizes) > 1
-    assert norm(update) > 0
-    assert relative_difference(trained(family), update) < 1e-5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_buffer_holds_the_media_of_a_group_once(family):
-    buffer = filled(family)
-    for name in FAMILIES[family][2]:
-        storages = [getattr(item, name).untyped_storage() for item in buffer]
-        assert len({storage.data_ptr() for storage in storages}) == 2
-        first, second = getattr(buffer[0], name), getattr(buffer[-1], name)
-        assert [storage.nbytes() for storage in (storages[0], storages[-1])] == [first.nbytes, second.nbytes]
-        assert first.shape != second.shape or not torch.equal(first, second)
