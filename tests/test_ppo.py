@@ -11,10 +11,9 @@ from statistics import fmean, pstdev, pvariance
 import pytest
 import torch
 import transformers
-from helpers.families import encode
 from helpers.grpo_runs import loss_by_hand
 from helpers.marks import slow_but
-from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, head_weights, rough, weights_of
+from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, encoded, head_weights, rough, weights_of
 from helpers.trainer_utils import (
     InjectedOurs,
     assert_equal,
@@ -67,21 +66,6 @@ def identical(a, b):
 
 
 # The slow implementation
-
-
-def encoded(processor, row, completion):
-    """Returns the inputs of a plain forward pass, and the length of the prompt."""
-    blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
-    if "audio" in row:
-        blocks[0]["audio"] = row["audio"]["array"]
-    blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
-    inputs = dict(encode(processor, [{"role": "user", "content": blocks}]))
-    start, n = inputs["input_ids"].size(1), len(completion)
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([completion])], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
-        inputs[name] = torch.cat([inputs[name], torch.zeros(1, n, dtype=torch.long)], dim=1)
-    return inputs, start
 
 
 def log_probabilities(model, processor, row, completion):

@@ -1,16 +1,13 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-The interface of the reference pages: its names, its helpers, and its composed parts, which train like the trainer.
-"""
+"""The interface of the reference pages: its names and its helpers."""
 
 import dataclasses
-import functools
 import importlib
 import inspect
 
 import pytest
 import torch
-from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load
+from helpers.trainer_utils import audio_rows, length_and_sum, load
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -19,7 +16,7 @@ from trl_multimodal_rft import lightrft
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, ReplayBuffer
 from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
 from trl_multimodal_rft.lightrft.trainer import NaiveReplayBuffer, experience, replay_buffer_utils
-from trl_multimodal_rft.lightrft.trainer.experience import Experience, Samples
+from trl_multimodal_rft.lightrft.trainer.experience import Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
@@ -269,13 +266,21 @@ def test_masked_mean_of_the_reference():
 
 def test_buffer_of_the_reference():
     """Runs LightRFT's loop: append, normalize, a DataLoader over it, clear."""
-    experiences = sampled("qwen2_audio")
-    buffer, expected = NaiveReplayBuffer(3), filled("qwen2_audio")
+    model, processor = load("qwen2_audio")
+    maker = NaiveExperienceMaker(
+        *(ActorAL(model, bf16=False, packing_samples=True), None, None, None, processor.tokenizer, 512, None),
+        strategy=ExperienceConfig(n_samples_per_prompt=4, micro_rollout_batch_size=4, progress=False),
+        reward_fn=length_and_sum,
+        processor=processor,
+    )
+    torch.manual_seed(0)
+    experiences = maker.make_experience_list(list(audio_rows(2)), max_new_tokens=8, eos_token_id=[*range(50, 110)])
+    buffer, expected = NaiveReplayBuffer(3), ReplayBuffer()
     for each in experiences:
-        buffer.append(each)
+        buffer.append(each), expected.append(each)
     buffer.normalize("advantages", ExperienceConfig())
     expected.normalize("advantages")
-    assert len(buffer) == 2 * GROUP and len(buffer.sample().sequences) == 3
+    assert len(buffer) == 2 * 4 and len(buffer.sample().sequences) == 3
     batches = list(DataLoader(buffer, batch_size=buffer.sample_batch_size, collate_fn=buffer.collate_fn))
     assert [len(batch.sequences) for batch in batches] == [3, 3, 2]
     for batch, again in zip(batches, expected.batches(batch_size=3, shuffle=False), strict=True):
@@ -295,42 +300,3 @@ def test_names_of_the_reference_interface():
     assert {*names, "Actor", "Critic"} <= set(dir(lightrft))
     assert all(getattr(lightrft, name).__name__ == name for name in ("Actor", "Critic"))
     assert not hasattr(lightrft, "Acting")
-
-
-# From prompts to an update
-
-FAMILIES = {
-    "qwen2_audio": (ActorAL, lambda: audio_rows(2), ["audio_values", "audio_attention_mask"]),
-    "qwen2_5_vl": (ActorVL, lambda: images_rows(2), ["pixel_values", "image_grid_thws"]),
-}
-GROUP, LONGEST = 4, 8
-LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affects their difference
-ENDS = list(range(50, 110))  # enough tokens that responses differ in length
-
-
-@functools.cache
-def sampled(family: str) -> list[Experience]:
-    """Returns two groups, each an experience; the second group's prompt is longer and has other media."""
-    cls, rows, _ = FAMILIES[family]
-    model, processor = load(family)
-    maker = NaiveExperienceMaker(
-        cls(model, bf16=False, packing_samples=True),
-        critic=None,
-        reward_model=None,
-        initial_model=None,
-        tokenizer=processor.tokenizer,
-        prompt_max_len=512,
-        kl_controller=None,
-        strategy=ExperienceConfig(n_samples_per_prompt=GROUP, micro_rollout_batch_size=GROUP, progress=False),
-        reward_fn=length_and_sum,
-        processor=processor,
-    )
-    torch.manual_seed(0)
-    return maker.make_experience_list(list(rows()), max_new_tokens=LONGEST, eos_token_id=ENDS)
-
-
-def filled(family: str) -> ReplayBuffer:
-    buffer = ReplayBuffer()
-    for each in sampled(family):
-        buffer.append(each)
-    return buffer
