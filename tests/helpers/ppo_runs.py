@@ -5,6 +5,7 @@ import functools
 
 import torch
 
+from helpers.encoding import extended
 from helpers.families import encode
 from helpers.trainer_utils import Injected, Recording, RemembersPacking, image_rows, length_and_sum, moved
 from trl_multimodal_rft import MultimodalPPOTrainer
@@ -73,9 +74,4 @@ def encoded(processor, row, completion):
         blocks[0]["audio"] = row["audio"]["array"]
     blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
     inputs = dict(encode(processor, [{"role": "user", "content": blocks}]))
-    start, n = inputs["input_ids"].size(1), len(completion)
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([completion]).long()], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
-        inputs[name] = torch.cat([inputs[name], torch.zeros(1, n, dtype=torch.long)], dim=1)
-    return inputs, start
+    return extended(inputs, torch.tensor(completion).long()), inputs["input_ids"].size(1)
