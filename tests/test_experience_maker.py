@@ -969,6 +969,9 @@ def test_reward_files_get_labels_and_add_up(tmp_path):
     experiences = made(rows, arguments={"remote_rm_url": [first, second]}, label_column="score")
     # A function that doesn't apply leaves the others, as in the trainers
     assert [float(r) for r in flat(experiences, "reward")] == [6] * 3 + [1] * 3 + [8] * 3
+    combine = {"reward_fn": lambda model_reward_list: (model_reward_list[0], {"second": model_reward_list[1]})}
+    for each in made(rows, arguments={"remote_rm_url": [first, second], **combine}, label_column="score"):
+        assert_close(each.info["reward_metrics"]["second"].isnan(), each.info["reward"] > 0)
 
 
 def test_recipes_leave_out_what_does_not_apply(tmp_path):
