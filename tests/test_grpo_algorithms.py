@@ -65,22 +65,6 @@ def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
     assert {moment.batch["advantages"].dim() for moment in trainer.micro_batches} == {2 if by_token else 1}
 
 
-def test_groups_of_evaluation_have_their_own_size():
-    result = ours(
-        advantage_estimator="rloo",
-        num_generations_eval=3,
-        per_device_eval_batch_size=6,
-        eval_strategy="steps",
-        eval_steps=1,
-        max_steps=1,
-        objects={"eval_dataset": image_rows(2)},
-    )
-    evaluated = [moment for moment in result.trainer.micro_batches if not moment.training]
-    drawn = [draw for draw in result.trainer.draws if not draw.training]
-    assert len(evaluated) == len(drawn) == 1
-    check_advantages(evaluated, drawn[0], "rloo")
-
-
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_function_as_estimator(beta, by_token):

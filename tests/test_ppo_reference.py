@@ -24,6 +24,7 @@ from helpers.chats import RATE
 from helpers.families import FAMILIES
 from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
 from helpers.processes import PATIENCE, python_command, python_environment
+from helpers.resumed_runs import equal
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -904,17 +905,6 @@ def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
 # Evaluation
 
 
-def equal(a, b) -> bool:
-    """Returns whether two nested states are equal bit for bit."""
-    if isinstance(a, (torch.Tensor, np.ndarray)):
-        return (a == b).all().item() if a.shape == b.shape else False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
 def average_of(ppo) -> dict:
     with ppo.trainer.ema_weights():
         return weights_of(ppo.trainer.model)
@@ -1107,10 +1097,10 @@ def test_what_a_checkpoint_holds(tmp_path):
 
 def test_checkpoints_of_models_alone(tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2}
-    fitted(tmp_path, image_rows(4), config=config, disable_ds_ckpt=True)
+    fitted(tmp_path, image_rows(4), config=config, disable_ds_ckpt=True, ema=actor_of("image"))
     names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert {"model.safetensors", "critic"} <= names
-    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt"} & names
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "ema.safetensors"} & names
 
 
 def test_logs_and_checkpoints_of_a_loop_of_ones_own(tmp_path):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers.samplers import PseudoRandom
+from helpers.samplers import FromEngine
 from helpers.trainer_utils import image_rows, make_trainer
 from huggingface_hub import ModelCard
 
@@ -11,16 +11,6 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 
 
 FAMILY = "qwen2_5_vl"
-
-
-class FromEngine(PseudoRandom):
-    """Synthetic log-probabilities of an engine, one of which is missing."""
-
-    def __call__(self, model, prompts, **options):
-        completions, _ = super().__call__(model, prompts, **options)
-        logps = [[-4 - 0.01 * (token % 100) for token in ids] for ids in completions]
-        logps[0][0] = None
-        return completions, logps
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
