@@ -16,9 +16,10 @@ import torch
 import transformers
 from accelerate import PartialState
 from helpers import forked
-from helpers.chats import audio, chat, image, text, video
+from helpers.chats import audio, chat, image, text
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, decoder, every_family, tokenizer
+from helpers.four_bits import save_wide
 from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.synthetic import FAMILIES as SYNTHETIC
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
@@ -32,10 +33,9 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.completions import mask_completions
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.join import join_media
-from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, placeholder_token_ids
+from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
-from trl_multimodal_rft.lightrft.models.bare_inputs import token_fields
 from trl_multimodal_rft.models.towers import find_tower
 
 
@@ -311,23 +311,6 @@ def test_actions_that_are_prompt(name):
         assert_close(logps[1], bare_logps(model, alone)[0])
 
 
-def test_short_and_long_clips_in_one_batch():
-    model, processor, _ = bare("qwen2_audio")
-    chats = [chat(audio(0.2, seed=1), text("a")), chat(audio(1.0, seed=2), text("What do you hear in the audio?"))]
-    batch = make_batch(encode_chats(model, processor, chats))
-    assert batch.media["audio_attention_mask"].sum(1).tolist() == [20, 100]
-    assert_close(batch.score(make("qwen2_audio")), torch.stack(bare_logps(model, batch)))
-
-
-def test_the_comparison_would_see_plain_positions():
-    """Positions that only count tokens, which an actor could derive from the mask, are wrong after an image."""
-    model, _, prompts = bare("qwen2_5_vl")
-    batch = make_batch(prompts[:1])
-    positions = torch.arange(batch.sequences.size(1)).expand(3, 1, -1)
-    wrong = bare_logps(model, batch, position_ids=positions)[0]
-    assert (wrong - bare_logps(model, batch)[0]).abs().max() > 1e-3
-
-
 def test_no_mask_is_all_ones():
     actor, batch = make_both("qwen2_audio", 1)
     assert torch.equal(actor(batch.sequences, N, **batch.media), batch.score(actor))
@@ -421,13 +404,6 @@ def test_packed_samples_of_several_lengths(name):
     logps.sum().backward()
 
 
-def test_packed_samples_do_not_see_each_other():
-    actor, batch = make_both("qwen2_5_vl", 2, packing_samples=True)
-    alone = make_batch(batch.prompts[:1])
-    assert torch.equal(alone.responses[0], batch.responses[0])
-    assert_close(alone.score_packed(actor), batch.score_packed(actor)[:, :N])
-
-
 def test_errors_of_packed_samples():
     actor, batch = make_both("qwen2_audio", packing_samples=True)
     unpacked, lengths = make("qwen2_audio"), batch.lengths
@@ -480,25 +456,6 @@ def test_placeholders_and_media_that_do_not_agree(name):
             call(batch.sequences)
         with pytest.raises(MediaError, match=f"there is {modality} but the sequences hold no placeholder"):
             call(torch.tensor([[60, 61, 62, 63]]), **batch.media)
-
-
-def test_ids_of_the_reference_pages():
-    """The examples pass media with ids 1, 2, 3, which no processor returned. Actors raise on them."""
-    pixels = bare("qwen2_5_vl")[2][0].media["pixel_values"]
-    patches = {"pixel_values": pixels[:1].repeat(576, 1), "image_grid_thw": torch.tensor([[1, 24, 24]])}
-    features = {"audio_values": bare("qwen2_audio")[2][0].media["input_features"]}
-    options = {"max_new_tokens": 50, "temperature": 0.8, "do_sample": True}
-    # Id 3 is a media token in these small vocabularies, and one token represents a whole image or clip
-    for name, media, error in (
-        ("qwen2_5_vl", patches, "row 0 holds 1 placeholders for image, which .* don't add up"),
-        ("qwen2_audio", features, "`audio_attention_mask` is missing"),
-    ):
-        actor, nothing = make(name, temperature=0.8), "the sequences hold no placeholder"
-        for ids, message in (([1, 2, 3], error), ([1, 2, 70], nothing)):
-            with pytest.raises(MediaError, match=message):
-                actor.generate(input_ids=torch.tensor([ids]), **media, **options)
-        with pytest.raises(MediaError, match=nothing):
-            actor(sequences=torch.tensor([[1, 2, 70]]), num_actions=1, **media)
 
 
 @pytest.mark.parametrize(
@@ -687,17 +644,6 @@ def test_generate_equals_that_of_transformers(name):
         assert torch.equal(attention_mask[:, width:].bool(), action_mask)
     own = {key: value for key, value in inputs.items() if key in ("mm_token_type_ids", "token_type_ids")}
     assert torch.equal(batch.generate(actor, **own, **options)[0], expected)
-
-
-def test_what_is_sampled_is_what_is_scored():
-    """Greedy tokens are the most likely of the forward pass, and sampled tokens come from its distribution."""
-    actor, batch = make_both("qwen2_5_vl")
-    sequences, mask, actions = batch.generate(actor, max_new_tokens=8)
-    n = actions.size(1)
-    output = actor(sequences, None, mask, return_output=True, **batch.media)
-    logits = output.logits[:, -n - 1 : -1].clone()
-    logits[..., sorted(all_placeholder_ids(actor.model, actor.model))] = -torch.inf
-    assert torch.equal(logits.argmax(-1)[actions], sequences[:, -n:][actions])
 
 
 def test_end_of_sequence():
@@ -910,20 +856,6 @@ def test_response_masks(golden):
     assert all(torch.equal(a, b) for a, b in zip(processed, (after, attention, actions), strict=True))
 
 
-def test_response_masks_of_a_batch():
-    """Rows don't affect each other, and a boolean prompt mask becomes numbers."""
-    rows = [
-        g for g in GOLDEN.values() if (g.eos, g.pad, g.prompt, len(g.sequence), g.prompt_mask) == (2, 0, 3, 7, None)
-    ]
-    assert len(rows) > 4
-    mask = torch.ones(len(rows), 3, dtype=torch.bool)
-    after, attention, actions, truncated = mask_completions(torch.tensor([g.sequence for g in rows]), 3, 2, 0, mask)
-    assert after.tolist() == [g.after or g.sequence for g in rows]
-    assert attention.tolist() == [[1, 1, 1, *g.actions] for g in rows]
-    assert actions.int().tolist() == [g.actions for g in rows]
-    assert truncated.tolist() == [g.truncated for g in rows]
-
-
 # Construction
 
 
@@ -1005,8 +937,8 @@ def test_lora(name):
         linear = {n for n, module in bare(name)[0].named_modules() if isinstance(module, nn.Linear) and n != "lm_head"}
         assert set(adapted(actor)) == linear
         assert all("lora_" in n for n in trainable(actor))
-        layers = [module for module in actor.model.modules() if hasattr(module, "lora_A")]
-        for layer in layers:
+        assert not any(module.training for module in actor.modules())  # it loads in evaluation mode
+        for layer in (module for module in actor.model.modules() if hasattr(module, "lora_A")):
             assert layer.lora_A["default"].out_features == layer.lora_B["default"].in_features == 4
             assert layer.scaling["default"] == 3 and layer.lora_dropout["default"].p == 0.25
     assert not adapted(cls(load(name)[0], bf16=False))
@@ -1019,33 +951,6 @@ def set_weights(actor, part, std):
         for name, parameter in actor.model.named_parameters():
             if part in name:
                 parameter.normal_(std=std, generator=torch.Generator().manual_seed(len(name)))
-
-
-def test_an_adapter_changes_nothing_until_it_is_trained_and_scales_with_alpha():
-    batch, moved = make_batch(bare("qwen2_audio")[2]), {}
-    base = torch.stack(bare_logps(bare("qwen2_audio")[0], batch))
-    for alpha in (16, 32):
-        actor = make("qwen2_audio", lora_rank=4, lora_alpha=alpha, packing_samples=True)
-        assert_close(batch.score(actor), base)
-        set_weights(actor, "lora_", 1e-3)
-        moved[alpha] = batch.score(actor) - base
-        assert_close(batch.score_packed(actor).view(-1, N), moved[alpha] + base)
-    assert moved[16].abs().max() > 1e-4
-    torch.testing.assert_close(moved[32], 2 * moved[16], rtol=0.05, atol=2e-5)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_lora_dropout(dropout):
-    actor, batch = make_both("qwen2_audio", lora_rank=4, lora_dropout=dropout)
-    set_weights(actor, "lora_B", 1.0)
-
-    def differs():
-        return not torch.equal(batch.score(actor), batch.score(actor))
-
-    # A model loads in evaluation mode, with its adapter
-    assert not any(module.training for module in actor.modules()) and not differs()
-    actor.train()
-    assert differs() == (dropout > 0)
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -1077,59 +982,20 @@ def test_lora_on_an_adapter():
     assert_close(batch.score(actor), expected)
 
 
-# Encoders of all families. Families without an encoder raise on freezing
+# Encoders of all families, which `test_freeze.py` tells from other parts. Families without one raise on freezing
 
-TOWERS = {
-    "qwen2_audio": {"audio": "model.audio_tower"},
-    "qwen2_vl": {"image": "model.visual"},
-    "qwen2_5_vl": {"image": "model.visual"},
-    "qwen3_vl": {"image": "model.visual"},
-    "qwen3_vl_moe": {"image": "model.visual"},
-    "qwen3_5": {"image": "model.visual"},
-    "qwen2_5_omni": {"image": "model.visual", "audio": "model.audio_tower"},
-    "qwen3_omni_moe": {"image": "model.visual", "audio": "model.audio_tower"},
-    "llava": {"image": "model.vision_tower"},
-    "llava_onevision": {"image": "model.vision_tower"},
-    "gemma3": {"image": "model.vision_tower"},
-    "gemma3n": {"image": "model.vision_tower", "audio": "model.audio_tower"},
-    "gemma4": {"image": "model.vision_tower", "audio": "model.audio_tower"},
-    "paligemma": {"image": "model.vision_tower"},
-    "audioflamingo3": {"audio": "model.audio_tower"},
-    "voxtral": {"audio": "model.audio_tower"},
-    "granite_speech": {"audio": "model.encoder"},
-    "internvl": {"image": "model.vision_tower"},
-    "idefics3": {"image": "model.vision_model"},
-    "glm4v": {"image": "model.visual"},
-    "phi4_multimodal": {
-        "image": "model.embed_tokens_extend.image_embed",
-        "audio": "model.embed_tokens_extend.audio_embed",
-    },
-}
 FREEZE = {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}
 
 
-@pytest.mark.parametrize("name", every_family())
-@torch.no_grad()
-def test_towers_are_what_sees_and_hears(name):
-    """Changing an encoder changes the output for its media only."""
-    model, _, prompts = bare(name)
-    assert {modality: find_tower(model, modality) for modality in TOWERS[name]} == TOWERS[name]
-    for modality, tower in TOWERS[name].items():
-        model_with_other = copy.deepcopy(model)
-        for parameter in model_with_other.get_submodule(tower).parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-        kinds = {"image", "video"} if modality == "image" else {"audio"}
-        for prompt in prompts:
-            batch = make_batch([prompt])
-            moved = (bare_logps(model_with_other, batch)[0] - bare_logps(model, batch)[0]).abs().max()
-            assert moved > 1e-3 if prompt.modalities & kinds else moved == 0
+def towers_of(name) -> dict[str, str]:
+    return {kind: find_tower(bare(name)[0], kind) for kind in FREEZE if kind in FAMILIES[name].modalities}
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("name", every_family())
 def test_frozen_towers(name, lora_rank):
     """Nothing in a frozen encoder trains or gets an adapter, although its layers have the names of the decoder's."""
-    towers = TOWERS[name]
+    towers = towers_of(name)
     for flags in [set(towers)] if len(towers) == 1 else ({"image"}, {"audio"}, {"image", "audio"}):
         actor = make(name, lora_rank=lora_rank, **{FREEZE[modality]: True for modality in flags})
         for modality, tower in towers.items():
@@ -1146,7 +1012,7 @@ def test_frozen_towers(name, lora_rank):
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava"])
 def test_names_of_layers_in_towers_and_decoder_coincide(name):
     """Otherwise the tests of frozen encoders would prove nothing."""
-    ((modality, tower),) = TOWERS[name].items()
+    ((modality, tower),) = towers_of(name).items()
     layers, frozen = (adapted(make(name, lora_rank=2, **{FREEZE[modality]: freezes})) for freezes in (False, True))
     inside = [layer for layer in layers if layer.startswith(f"{tower}.")]
     assert sorted([*frozen, *inside]) == sorted(layers) and "lm_head" not in layers
@@ -1160,19 +1026,6 @@ def test_freezing_a_language_model():
     for flag in FREEZE.values():
         with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
             text_actor(**{flag: True})
-
-
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
-def test_frozen_towers_stay_as_they_are_in_training(name):
-    ((modality, tower),) = TOWERS[name].items()
-    actor = make(name, **{FREEZE[modality]: True})
-    before = copy.deepcopy(actor.model.state_dict())
-    batch = make_batch(bare(name)[2])
-    optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], 0.1)
-    batch.score(actor).sum().backward()
-    optimizer.step()
-    changed = {n for n, value in actor.model.state_dict().items() if not torch.equal(value, before[n])}
-    assert changed and not [n for n in changed if n.startswith(f"{tower}.")]
 
 
 def test_models_of_a_path(asked, tmp_path):
@@ -1276,21 +1129,9 @@ def test_load_in_4bit(tmp_path, asked):
     pytest.importorskip("bitsandbytes")
     import bitsandbytes as bnb
 
-    # The CPU kernels support only blocks of 64 weights
-    wide = copy.deepcopy(bare("qwen2_audio")[0].config)
-    wide.audio_config.d_model, wide.audio_config.encoder_ffn_dim, wide.text_config.intermediate_size = 64, 128, 128
-    torch.manual_seed(0)
-    model = transformers.Qwen2AudioForConditionalGeneration(wide)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(4)
-    path = str(tmp_path)
-    model.save_pretrained(path)
-    actor, batch = (
-        ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True),
-        make_batch(bare("qwen2_audio")[2]),
-    )
+    save_wide("qwen2_audio", path := str(tmp_path))
+    actor = ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True)
+    batch = make_batch(bare("qwen2_audio")[2])
     config = asked["quantization_config"]
     assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
@@ -1347,7 +1188,7 @@ CHECKPOINTED = (None, {"use_reentrant": False}, {"use_reentrant": True})
 @pytest.mark.parametrize("lora", ["", "lora", "frozen", "lora, frozen"])
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
 def test_gradient_checkpointing(name, lora):
-    ((modality, _),) = TOWERS[name].items()
+    ((modality, _),) = towers_of(name).items()
     options = {"lora_rank": 4 if "lora" in lora else 0, FREEZE[modality]: "frozen" in lora}
     actor, batch = make_both(name, packing_samples=True, **options)
     set_weights(actor, "lora_B", 0.02)
@@ -1382,7 +1223,7 @@ def test_gradient_checkpointing_reaches_the_encoders():
     for name in ("qwen2_audio", "qwen2_5_vl", "qwen2_5_omni"):
         actor = make(name)
         actor.gradient_checkpointing_enable()
-        for tower in TOWERS[name].values():
+        for tower in towers_of(name).values():
             module = actor.base_model.get_submodule(tower)
             assert any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
@@ -1445,19 +1286,6 @@ def test_trainers_take_actors(name, trainer):
     assert all(torch.equal(updates[0][key], updates[1][key]) for key in updates[0])
 
 
-def test_trainers_take_actors_with_adapters():
-    model, processor = load("qwen2_audio")
-    actor = ActorAL(model, bf16=False, lora_rank=2, freeze_audio_tower=True, packing_samples=True)
-    objects = {"model": actor, "processing_class": processor}
-    result = run(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), objects=objects)
-    moved = [key for key, value in result.update.items() if value.any()]
-    assert moved and all("lora_" in key and "audio_tower" not in key for key in moved)
-    # Training changes the actor's model
-    batch, _ = cases("qwen2_audio")[0]
-    with torch.no_grad():
-        assert (batch.score(actor.eval()) - batch.score(make("qwen2_audio"))).abs().max() > 1e-4
-
-
 def test_trainers_refuse_actors_of_another_objective(tmp_path):
     model, processor = load("qwen2_audio")
 
@@ -1477,88 +1305,6 @@ def test_trainers_refuse_actors_of_another_objective(tmp_path):
     assert trainer(few, top_entropy_quantile=0.2).top_entropy_quantile == 0.2
     # Both ways count all tokens
     trainer({"high_entropy_token_ratio": 1.0})
-
-
-# The examples of the reference pages, with their keywords
-
-
-def heard():
-    """Returns ids and features of a clip that fills the window, as on the pages without a mask."""
-    batch = one_clip("qwen2_audio", 1.0)
-    return make_batch(batch.prompts, [10]), {"audio_values": batch.media["audio_values"]}
-
-
-def seen():
-    """Returns ids, patches and grid of an image of 24 x 24 patches."""
-    model = bare("qwen2_5_vl")[0]
-    (token,) = placeholder_token_ids(model, model)["image"]
-    ids = torch.tensor([60, *[token] * 144, *range(61, 75)])
-    generator = torch.Generator().manual_seed(0)
-    media = {
-        "pixel_values": torch.randn(576, 1176, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 24, 24]]),
-    }
-    prompt = Prompt(ids, media, {"mm_token_type_ids": token_fields(model, ids)["mm_token_type_ids"]})
-    return make_batch([prompt], [10]), media
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "modality"), [("qwen2_audio", heard, "audio"), ("qwen2_5_vl", seen, "vision")]
-)
-def test_page_examples(name, given, modality):
-    """Runs the pages' code without FlashAttention, which has no CPU version."""
-    batch, media = given()
-    actor = actor_class(name)(
-        pretrain_or_model=str(saved(name)),
-        use_flash_attention_2=is_flash_attn_2_available(),
-        lora_rank=16,
-        lora_alpha=32,
-    )
-    layer = next(module for module in actor.modules() if hasattr(module, "lora_A"))
-    assert layer.r["default"] == 16 and layer.scaling["default"] == 2
-    assert actor.model.dtype == torch.bfloat16 and all("lora_" in n for n in trainable(actor))
-    input_tensor, token_sequences = batch.prompt_ids, batch.sequences
-    sequences, attention_mask, action_mask = actor.generate(input_ids=input_tensor, **media, max_new_tokens=100)
-    assert sequences.shape == attention_mask.shape
-    assert sequences.size(1) == input_tensor.size(1) + action_mask.size(1)
-    sequences, attention_mask, action_mask = actor.generate(
-        input_ids=input_tensor, **media, max_new_tokens=50, temperature=0.8, do_sample=True
-    )
-    assert sequences.size(1) <= input_tensor.size(1) + 50
-    log_probs = actor(sequences=token_sequences, num_actions=10, **media)
-    log_probs_too, output = actor(sequences=token_sequences, num_actions=10, **media, return_output=True)
-    assert log_probs.shape == log_probs_too.shape == (1, 10)
-    assert (log_probs - log_probs_too).abs().max() < 0.1 and output.logits.shape[:2] == token_sequences.shape
-    actor.gradient_checkpointing_enable()
-    actor.gradient_checkpointing_enable({"use_reentrant": True})
-    actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    actor.gradient_checkpointing_disable()
-    assert counted(actor)[0] == sum(p.numel() for p in actor.parameters() if p.requires_grad)
-    assert actor.modality == modality
-    length = token_sequences.size(1)
-    processed = actor.process_sequences(sequences=token_sequences, input_len=20, eos_token_id=2, pad_token_id=0)
-    assert [tuple(t.shape) for t in processed] == [(1, length), (1, length), (1, length - 20)]
-    exact = make(name)(sequences=token_sequences, num_actions=10, **media)
-    assert_close(exact, torch.stack(bare_logps(bare(name)[0], batch)))
-
-
-def test_examples_of_the_docstrings():
-    """Actors accept a processor's output directly."""
-    hears = {"audio_values": "input_features", "audio_attention_mask": "feature_attention_mask"}
-    for name, messages, names in (
-        ("qwen2_5_vl", chat(image(56, 56), text("What is in the image?"), video(4, 56, 56)), None),
-        (
-            "qwen2_audio",
-            chat(audio(0.4), text("a")),
-            {"input_ids": "input_ids", "attention_mask": "attention_mask", **hears},
-        ),
-    ):
-        output = bare(name)[1].apply_chat_template(
-            [messages], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-        )
-        inputs = output if names is None else {own: output[theirs] for own, theirs in names.items()}
-        sequences, attention_mask, action_mask = make(name).generate(**inputs, max_new_tokens=10)
-        assert sequences.size(1) == output["input_ids"].size(1) + action_mask.size(1)
 
 
 # ZeRO-3

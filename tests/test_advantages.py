@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from trl_multimodal_rft.algorithms.advantages import (
     ALIASES,
     ESTIMATORS,
-    clip_filter_like_weights,
     cpgd,
     dr_grpo,
     estimate_advantages,
@@ -149,21 +148,6 @@ def test_constant_group_gets_exactly_0(name, constant):
         result = GROUP_CASES[name][0](rewards, ids, mask)
         assert result.dtype == torch.float32 and (result[2:] == 0).all()
         assert result[0] > 0 > result[1]
-
-
-@pytest.mark.parametrize(
-    "live, options, expected",
-    [
-        ([1, 0, 0, 1], {}, [2, 1, 1, 2]),
-        ([0, 0, 0, 0], {}, [1, 1, 1, 1]),
-        ([1, 0, 0, 1], {"clip": 1.5}, [1.5, 1, 1, 1.5]),
-        ([1, 0, 0, 0], {}, [3, 1, 1, 1]),
-        ([1, 0, 0, 1], {"dead_weight": 0.0}, [2, 0, 0, 2]),
-        ([0, 0], {"dead_weight": 0.0}, [1, 1]),
-    ],
-)
-def test_clip_filter_like_weights_golden(live, options, expected):
-    assert clip_filter_like_weights(torch.tensor(live).bool(), **options).tolist() == expected
 
 
 # Token-level functions. The references take only the valid tokens of each row, as lists: the positions and values of
@@ -323,22 +307,6 @@ def test_penalty_of_reinforce_is_per_token():
     logps = inputs["old_logps"], inputs["ref_logps"]
     assert_close(result, reinforce(inputs["rewards"], inputs["mask"], *logps, kl_coef=0.2))
     assert not torch.allclose(result, estimate_advantages("reinforce", **inputs))
-
-
-def test_function_of_the_user_takes_the_six_tensors():
-    inputs, received = rollout(), {}
-    inputs["rewards"][1] = NAN
-
-    def estimator(**tensors):
-        received.update(tensors)
-        return torch.full((8, 5), INF).masked_fill(inputs["mask"] & ~inputs["rewards"].isnan()[:, None], 2.0)
-
-    result = estimate_advantages(estimator, **inputs, kl_coef=0.3)
-    assert received.keys() == inputs.keys() and all(received[name] is inputs[name] for name in inputs)
-    expected = 2.0 * inputs["mask"]
-    expected[1] = 0
-    assert torch.equal(result, expected)
-    assert torch.equal(estimate_advantages(lambda rewards, **_: rewards, **inputs), inputs["rewards"].nan_to_num(0.0))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`docs/architecture.md` matches the code: its layers, the direction of imports, and the overrides of TRL."""
 
-import ast
-import importlib.util
 import re
 from pathlib import Path
 
@@ -22,73 +20,19 @@ def test_page_has_every_layer():
     assert sorted(LAYERS) == sorted(found - NO_LAYER)
 
 
-def imported(path, root=ROOT):
-    """Returns this package's names that a module imports, at any depth, with their lines."""
-    package = ".".join(path.relative_to(root).parent.parts)
-    tree = ast.parse(path.read_text())
-    typing = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    left_out = {inner for node in typing for each in node.body for inner in ast.walk(each)}
-    for node in ast.walk(tree):
-        if node in left_out:
-            continue
-        if isinstance(node, ast.ImportFrom):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = [f"{source}.{each.name}" for each in node.names]
-        elif isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
-        else:
-            continue
-        yield from ((name, node.lineno) for name in names if name.split(".")[0] == PACKAGE.name)
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_point_up(layer):
     folder = PACKAGE / layer
     paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
     allowed = {*LAYERS[: LAYERS.index(layer) + 1], *NO_LAYER}
+    known = house.modules()
     down = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        f"{path.relative_to(ROOT)} imports {name}"
         for path in paths
-        for name, line in imported(path)
+        for name in house.imports(path, known)
         if (name.split(".") + [""])[1] not in allowed
     ]
     assert not down
-
-
-def test_import_down_would_be_found(tmp_path):
-    """Covers all forms of imports."""
-    module = tmp_path / "trl_multimodal_rft" / "forward" / "module.py"
-    module.parent.mkdir(parents=True)
-    module.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "import trl_multimodal_rft.cli\n"
-        "from .. import policy\n"
-        "if TYPE_CHECKING:\n    from ..lightrft import ActorVL\n"
-        "def function():\n    from ..rollout.rollout import Rollout\n"
-    )
-    names = [name for name, _ in imported(module, tmp_path)]
-    assert names == [f"trl_multimodal_rft.{name}" for name in ("cli", "policy", "rollout.rollout.Rollout")]
-
-
-def test_import_circle_would_be_found(tmp_path, monkeypatch):
-    """Covers a circle of type checkers and functions over three modules. `test_house.py` wants none."""
-    folder = tmp_path / "trl_multimodal_rft"
-    modules = {
-        "__init__": "from .a import f",
-        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b.c import C",
-        "b/__init__": "",
-        "b/c": "def function():\n    from ..d import D",
-        "d": "import trl_multimodal_rft.a",
-        "e": "from . import d",
-    }
-    for name, text in modules.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(text)
-    monkeypatch.setattr(house, "ROOT", tmp_path)
-    monkeypatch.setattr(house, "PACKAGE", folder)
-    assert house.import_circles() == [[f"trl_multimodal_rft.{name}" for name in ("a", "b.c", "d")]]
 
 
 def test_page_has_every_override():

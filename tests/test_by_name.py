@@ -12,12 +12,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from helpers.chats import RATE, video
+from helpers.chats import video
 from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, FAMILIES, mel_extractor  # noqa: F401
 from helpers.files import write_film
@@ -56,7 +55,7 @@ from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
 from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, encode_prompt, processor_outputs
-from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.models import Critic
@@ -276,77 +275,6 @@ def test_smolvlm_as_it_is_released(tmp_path):
         assert seen.media["pixel_values"].shape[1] == 3
     frames = {"prompt": prompts[0], "video": video(4, 84, 56)["video"]}
     assert trainer.prompts.encode(rows_to_messages([frames])[0]["prompt"], 0).media["pixel_values"].shape[1] == 4
-
-
-# Audio input
-
-
-def tones(n: int, seed: int) -> Dataset:
-    """Returns low or high tones of a quarter of the model's second, and their labels."""
-    generator = np.random.default_rng(seed)
-    high = generator.integers(0, 2, n)
-    pitches = np.where(high, 2000, 300) * generator.uniform(0.8, 1.2, n)
-    waves = [np.sin(2 * np.pi * pitch * np.arange(RATE // 4) / RATE).astype("float32") / 2 for pitch in pitches]
-    table = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": "What do you hear?"}], "solution": "bc"[each]} for each in high]
-    )
-    return with_media(table, "audio", [{"array": wave, "sampling_rate": RATE} for wave in waves])
-
-
-@functools.cache
-def listener() -> str:
-    """Returns the folder of an audio model that has learned to distinguish the tones, and its processor."""
-    shutil.copytree(checkpoint(AUDIO), folder := Path(FOLDERS.name, "listener"))
-    model, processor = hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), plain(folder)
-    data = list(tones(32, seed=0))
-    prompts = [encode_prompt(row["prompt"], processor, model) for row in rows_to_messages(data)]
-    ids = torch.stack([prompt.input_ids for prompt in prompts])
-    media = {name: torch.cat([prompt.media[name] for prompt in prompts]) for name in prompts[0].media}
-    answers = torch.tensor([processor.tokenizer(row["solution"])["input_ids"][0] for row in data])
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for _ in range(30):
-        logits = model(input_ids=ids, **media).logits[:, -1]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(logits, answers).backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def policies(folder: str, output_dir) -> list:
-    """Returns trainers of a model by name, and of the instance with its processor."""
-    given = {"model": hf.Qwen2AudioForConditionalGeneration.from_pretrained(folder), "processing_class": plain(folder)}
-    return [
-        make_trainer(InjectedOurs, AUDIO, tones(8, 1), output_dir, objects=objects, **STEP)
-        for objects in ({"model": folder}, given)
-    ]
-
-
-def test_accuracy_by_name_is_that_by_instance(tmp_path):
-    held_out, config = tones(40, seed=2), EvaluationConfig(max_completion_length=1)
-    by_name, by_instance = (
-        evaluate_trainer(trainer, held_out, accuracy_reward, config) for trainer in policies(listener(), tmp_path)
-    )
-    by_script = evaluate(*load_trained(listener(), dtype="float32"), held_out, accuracy_reward, config)
-    assert by_instance.metrics["accuracy"] > 0.9
-    for other in (by_name, by_script):
-        assert other.metrics["accuracy"] == by_instance.metrics["accuracy"]
-        assert [r["completions"] for r in other.rows] == [r["completions"] for r in by_instance.rows]
-
-
-def test_sounds_move_log_probs_by_name_as_by_instance(tmp_path):
-    heard = {row["solution"]: row for row in tones(8, seed=2)}
-    moved = []
-    for trainer in policies(listener(), tmp_path):
-        prompts = [
-            encode_prompt(row["prompt"], trainer.processing_class, trainer.model)
-            for row in rows_to_messages([heard["b"], heard["c"]])
-        ]
-        ids = torch.tensor([[60, 61, 62]] * 2)
-        with torch.no_grad():
-            logps = trainer._policy.score(trainer.model, prompts, ids, torch.ones_like(ids), packed=False).logps
-        moved.append(logps[0] - logps[1])
-    assert torch.equal(*moved) and moved[0].abs().max() > 0.5
 
 
 # A processor saved with the wrong side

@@ -11,7 +11,7 @@ from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import FAMILIES, every_family
 from helpers.packed_rows import skip_linear_attention
-from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, load, text_rows
+from helpers.trainer_utils import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,8 +20,7 @@ from trl_multimodal_rft import models
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.scoring import completion_values
-from trl_multimodal_rft.lightrft import Actor, Critic
-from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft import Critic
 from trl_multimodal_rft.models.critic import add_critic, policy_alone
 
 
@@ -87,37 +86,6 @@ def test_saved_critic_is_the_same(tmp_path):
     again = Critic.from_pretrained(tmp_path, type(critic.model))
     a, b = (completion_values(each, each.model, prompts, ids, mask) for each in (critic, again))
     assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("family", "rows"), [("qwen2_5_vl", image_rows), ("qwen2_audio", audio_rows), ("qwen2_5_vl", text_rows)]
-)
-def test_experience_maker_takes_values_from_it(family, rows):
-    model, processor = load(family)
-    critic = Critic(load(family)[0])
-    with torch.no_grad():
-        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    config = ExperienceConfig("gae", n_samples_per_prompt=3, micro_rollout_batch_size=6, progress=False)
-    maker = NaiveExperienceMaker(
-        Actor(model, bf16=False, packing_samples=True),
-        critic,
-        None,
-        None,
-        processor.tokenizer,
-        512,
-        None,
-        config,
-        reward_fn=length_and_sum,
-        processor=processor,
-    )
-    (samples,) = maker.generate_samples(list(rows(2)), max_new_tokens=5)
-    experience = maker.make_experience(samples)
-    expected = completion_values(
-        critic, critic.model, samples.encoded_prompts, samples.sequences[:, -5:], samples.action_mask.long()
-    )
-    assert experience.values.shape == experience.action_mask.shape
-    difference = (experience.values - expected)[samples.action_mask]
-    assert difference.abs().max() <= 1e-4 and expected.std() > 0.1
 
 
 def test_wrong_input_is_refused():

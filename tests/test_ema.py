@@ -131,15 +131,6 @@ def test_average_of_float16_is_saved_and_read_as_it_is(tmp_path):
         other.load(tmp_path / "none", accelerator)
 
 
-def test_average_does_not_follow_into_the_weights():
-    parameter = nn.Parameter(torch.ones(2))
-    average = MovingAverage({"weight": parameter}, 0.5)
-    parameter.data += 1
-    average.update()
-    assert parameter.tolist() == [2, 2]
-    assert average._average["weight"].tolist() == [1.5, 1.5]
-
-
 # In the trainer
 
 
@@ -151,12 +142,6 @@ def test_average_is_that_of_the_weights_after_each_update(name, trained):
     assert_close(trainer.ema._average, expected)
     last = trainer.seen[-1]
     assert max((expected[n] - last[n]).abs().max() for n in last) > 1e-3
-
-
-def test_average_of_a_frozen_policy_stays(trained):
-    seen = trained("frozen").seen
-    assert all(torch.equal(seen[0][name], seen[2][name]) for name in seen[0])
-    assert any(not torch.equal(seen[0][name], seen[3][name]) for name in seen[0])
 
 
 def test_average_is_of_the_policy_alone(trained):
@@ -247,13 +232,6 @@ def test_checkpoint_holds_the_average_in_a_file(tmp_path):
     saved = load_file(tmp_path / "checkpoint-2" / "ema.safetensors")
     assert_close(saved, average_of(trainer.seen[:3]))
     assert not (tmp_path / "checkpoint-2" / "ema").exists()
-
-
-def test_checkpoint_of_the_model_only_holds_no_average(tmp_path):
-    options = {**OPTIONS, "max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
-    make_trainer(Watched, "qwen2_audio", audio_rows(), tmp_path, **options).train()
-    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
-    assert not (tmp_path / "checkpoint-1" / "ema.safetensors").exists()
 
 
 def test_no_average_without_a_decay(tmp_path):

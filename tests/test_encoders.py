@@ -129,9 +129,15 @@ def assert_close(found, expected, tolerance=1e-5):
         assert (found[1][name] - own).abs().max() <= tolerance * largest, name
 
 
-@pytest.mark.parametrize("name", RELEASED)
+OTHERS = ("minicpmv4_7", "minicpm_ocr", "minimax_m3_vl")
+
+
+@pytest.mark.parametrize("name", [*RELEASED, *OTHERS, "qwen2_5_vl, checkpointing", "qwen2_5_omni, checkpointing"])
 def test_one_call_per_layer_equals_transformers(name, monkeypatch):
-    model, prompts = released(name)
+    name, checkpointing = name.split(",")[0], "checkpointing" in name
+    model, prompts = SYNTHETIC[name]() if name in OTHERS else released(name)
+    if not split_attentions(model):
+        pytest.skip("its encoder masks other images in this version of transformers")
     calls = encoder_calls(model, prompts)
     expected = run(model, calls)
 
@@ -139,24 +145,15 @@ def test_one_call_per_layer_equals_transformers(name, monkeypatch):
     for output, own in zip(tree_leaves(run(model, calls)), tree_leaves(expected), strict=True):
         assert torch.equal(output, own)  # without a kernel, SDPA of each sequence as before
 
+    if checkpointing:
+        enable_checkpointing(model)
     with cuda_path(monkeypatch) as kernel:
         assert_close(run(model, calls), expected)
-    assert len(kernel.calls) == sum(len(split_attentions(model.get_submodule(name))) for name, *_ in calls)
-    assert {size for size, *_ in kernel.calls} == {size for size in RELEASED[name] if size}
-    assert {window for _, window, _ in kernel.calls} == {(-1, -1)}
-
-
-@pytest.mark.parametrize("name", ["minicpmv4_7", "minicpm_ocr", "minimax_m3_vl"])
-def test_other_families(name, monkeypatch):
-    model, prompts = SYNTHETIC[name]()
-    if not split_attentions(model):
-        pytest.skip("its encoder masks other images in this version of transformers")
-    calls = encoder_calls(model, prompts)
-    expected = run(model, calls)
-    install_encoder_attention(model)
-    with cuda_path(monkeypatch) as kernel:
-        assert_close(run(model, calls), expected)
-    assert len(kernel.calls) == sum(len(split_attentions(model.get_submodule(name))) for name, *_ in calls)
+    layers = sum(len(split_attentions(model.get_submodule(name))) for name, *_ in calls)
+    assert len(kernel.calls) == layers * (1 + checkpointing)
+    if name in RELEASED:
+        assert {size for size, *_ in kernel.calls} == {size for size in RELEASED[name] if size}
+        assert {window for _, window, _ in kernel.calls} == {(-1, -1)}
 
 
 def on_meta(calls):
@@ -269,18 +266,6 @@ def test_installation(tmp_path, monkeypatch):
         assert not kernel.calls
         assert_close(run(copied, calls), expected)
         assert kernel.calls
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
-def test_checkpointing(name, monkeypatch):
-    model, prompts = released(name)
-    calls = encoder_calls(model, prompts)
-    expected = run(model, calls)
-    install_encoder_attention(model)
-    enable_checkpointing(model)
-    with cuda_path(monkeypatch) as kernel:
-        assert_close(run(model, calls), expected)
-    assert len(kernel.calls) == 2 * sum(len(split_attentions(model.get_submodule(name))) for name, *_ in calls)
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -12,18 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import torch
-import yaml
 from datasets import Dataset, Features, Image, List, Value
 from demo import with_noise
 from helpers import forked
 from helpers.processes import PATIENCE
-from small_models import cropping_model, hidden_digit_model, spoken_digit_model
+from small_models import cropping_model, hidden_digit_model
 from tasks import handwritten_digits, hidden_digits, long_recordings, moving_digits, spoken_digits
-from transformers import Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.scripts.arguments import parse
 from trl_multimodal_rft.scripts.ppo import ARGUMENTS
 
@@ -236,26 +232,3 @@ def test_script_that_stands_alone(tmp_path):
     output = launch("grpo_vlm", tmp_path / "trained", *options, compact=True)
     assert output.count("\nstep ") >= 2 and "eval reward" in output and "effect of another image" in output
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_ppo_with_a_config_file(tmp_path):
-    """The file names a model, a critic and a supervised dataset."""
-    for part in spoken_digit_model():
-        part.save_pretrained(tmp_path / "model")
-    model, rows = str(tmp_path / "model"), spoken_digits(train_rows=40, test_rows=10)
-    critic = Critic.from_pretrained(model, Qwen2AudioForConditionalGeneration)
-    torch.nn.init.constant_(critic.head.bias, 0.5)
-    critic.save_pretrained(tmp_path / "critic")
-    answers = [[{"role": "assistant", "content": solution}] for solution in rows["train"]["solution"]]
-    rows["train"].to_parquet(tmp_path / "data" / "train.parquet")
-    rows["train"].add_column("completion", answers).to_parquet(tmp_path / "answers" / "train.parquet")
-    config = {"model_name_or_path": model, "value_model_name_or_path": str(tmp_path / "critic"), "dtype": "float32"}
-    config |= {"dataset_name": str(tmp_path / "data"), "ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1}
-    config |= {"num_generations": 1, "num_ppo_epochs": 2, "max_completion_length": 4, "bf16": False, "use_cpu": True}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    output = launch("ppo_audio", tmp_path / "trained", "--config", str(tmp_path / "config.yaml"))
-    assert "rewards/format_reward/mean" in output and "'ptx_loss':" in output
-    assert re.search(r"'values/mean': '?0\.5\b", output)  # of the saved critic; a copy of the policy starts at 0
-    assert (tmp_path / "trained" / "critic" / "value_head.safetensors").exists()
-    assert not (tmp_path / "trained" / "demo_metrics.json").exists()

@@ -969,6 +969,9 @@ def test_reward_files_get_labels_and_add_up(tmp_path):
     experiences = made(rows, arguments={"remote_rm_url": [first, second]}, label_column="score")
     # A function that doesn't apply leaves the others, as in the trainers
     assert [float(r) for r in flat(experiences, "reward")] == [6] * 3 + [1] * 3 + [8] * 3
+    combine = {"reward_fn": lambda model_reward_list: (model_reward_list[0], {"second": model_reward_list[1]})}
+    for each in made(rows, arguments={"remote_rm_url": [first, second], **combine}, label_column="score"):
+        assert_close(each.info["reward_metrics"]["second"].isnan(), each.info["reward"] > 0)
 
 
 def test_recipes_leave_out_what_does_not_apply(tmp_path):
@@ -1112,72 +1115,6 @@ def test_a_single_process_with_an_accelerator(estimator, progress, capsys):
 
 
 # The reference page
-
-
-def test_arguments_in_the_order_of_the_page(tmp_path):
-    source = "def reward_func(completion_ids): return [float(len(x)) for x in completion_ids]\n"
-    config = ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False)
-    maker = NaiveExperienceMaker(
-        *(actor(), Critic(), [RewardModel(0)], reference(), processor().tokenizer, 512),
-        *(FixedKLController(0.2), config, [write(tmp_path / "a.py", source)]),
-        lambda model_reward_list, label_map: label_map["length"] * model_reward_list[label_map["length"]],
-        {"length": 1},
-        None,
-    )
-    (experience,) = maker.make_experience_list(TEXT, max_new_tokens=4, gamma=1.0, lambd=1.0)
-    assert_close(experience.info["reward"], experience.info["response_length"])
-    assert maker.kl_ctl.value == 0.2
-
-
-def test_the_page_s_calls():
-    torch.manual_seed(0)
-    maker = NaiveExperienceMaker(
-        actor=actor(),
-        critic=Critic(),
-        reward_model=RewardModel(),
-        initial_model=reference(),
-        tokenizer=processor().tokenizer,
-        prompt_max_len=512,
-        kl_controller=FixedKLController(0.1),
-        strategy=ExperienceConfig(advantage_estimator="gae", n_samples_per_prompt=2, progress=False),
-        **dict.fromkeys(["remote_rm_url", "reward_fn", "reward_fn_label_map", "reward_recipe"]),
-    )
-    batch = maker.tokenize_fn(texts=TEXT, max_length=64, padding=True, device="cpu")
-    sequences, attention_mask, action_mask = maker.actor.generate(**batch, max_new_tokens=5)
-    by_hand = Samples(
-        sequences=sequences,
-        attention_mask=attention_mask,
-        action_mask=action_mask,
-        num_actions=action_mask.size(1),
-        packed_seq_lens=None,
-        response_length=action_mask.float().sum(dim=-1),
-        total_length=attention_mask.float().sum(dim=-1),
-        prompts=TEXT,
-        labels=None,
-        pad_len=None,
-    )
-    generated = maker.generate_samples(all_prompts=TEXT, max_new_tokens=5)
-    experiences = [maker.make_experience(samples=each) for each in (by_hand, *generated)]
-    with torch.no_grad():
-        for each in experiences:
-            inputs = (each.sequences, each.action_mask.size(1), each.attention_mask)
-            for name, policy in (("action_log_probs", maker.actor), ("base_action_log_probs", maker.initial_model)):
-                expected = torch.where(each.action_mask, policy(*inputs), 0)
-                assert_close(getattr(each, name), expected, rtol=1e-4, atol=2e-5)
-    processed, rewards = maker.process_experiences(experiences=experiences)
-    assert all(a is b for a, b in zip(processed, experiences, strict=True))
-    for each, reward in zip(experiences, rewards, strict=True):
-        assert_close(reward, each.info["reward"])
-    values, scores = experiences[0].values, torch.ones_like(experiences[0].values)
-    mask = experiences[0].action_mask
-    advantages, returns = maker.get_advantages_and_returns(
-        values=values, rewards=scores, action_mask=mask, gamma=1.0, lambd=1.0
-    )
-    steps = mask.flip(1).cumsum(1).flip(1) * mask
-    assert_close(returns, steps.float())
-    assert_close(advantages, torch.where(mask, steps - values, 0))
-    assert_close(maker.get_cumulative_returns(rewards=scores, action_mask=mask, gamma=1.0), steps.float())
-    assert maker.device == torch.device("cpu")
 
 
 def test_columns_named_like_what_the_model_made_do_not_replace_it():

@@ -1,14 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The config's options beyond TRL's, through the trainer: against TRL where it has them, otherwise by hand."""
 
-import itertools
 import math
 from statistics import fmean, stdev
 
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
-from helpers.marks import slow_but
 from helpers.trainer_utils import (
     InjectedOurs,
     Recorded,
@@ -65,22 +63,6 @@ def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
     assert None in rewards and sum(reward is not None and abs(reward - 0.1) < 1e-6 for reward in rewards) >= 4
     by_token = estimator.startswith("reinforce") and "baseline" not in estimator
     assert {moment.batch["advantages"].dim() for moment in trainer.micro_batches} == {2 if by_token else 1}
-
-
-def test_groups_of_evaluation_have_their_own_size():
-    result = ours(
-        advantage_estimator="rloo",
-        num_generations_eval=3,
-        per_device_eval_batch_size=6,
-        eval_strategy="steps",
-        eval_steps=1,
-        max_steps=1,
-        objects={"eval_dataset": image_rows(2)},
-    )
-    evaluated = [moment for moment in result.trainer.micro_batches if not moment.training]
-    drawn = [draw for draw in result.trainer.draws if not draw.training]
-    assert len(evaluated) == len(drawn) == 1
-    check_advantages(evaluated, drawn[0], "rloo")
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -178,21 +160,6 @@ def test_coefficient_that_subclasses_read_is_that_of_the_config():
         assert (trainer.kl_coef == 0.1) == ("kl_target" not in options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_type": "cpgd", "cpgd_drift_coef": 0.5, "cpgd_drift_clamp": 0.05},
-        {"loss_type": "cpgd", "beta": 0.1, "advantage_estimator": "reinforce"},
-        {"loss_type": "dual_clip", "beta": 0.1, "kl_estimator": "k2", "advantage_estimator": "reinforce_baseline"},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-def test_losses_equal_those_by_hand(options):
-    result = ours(reward=rough, **{**REUSED, "max_steps": 3}, **options)
-    assert max(logged(result, "clip_ratio/region_mean")) > 0.1
-    check_losses(result)
-
-
 def test_gmpo_takes_no_advantages_by_token():
     def by_token(mask, **kwargs):
         return mask.float()
@@ -272,19 +239,6 @@ def test_kl_target_moves_the_coefficient(options, target):
     assert result.trainer.args.beta == 0.1
 
 
-@pytest.mark.parametrize("in_reward", slow_but([False, True], False))
-def test_each_completion_adapts_the_coefficient_once(in_reward):
-    """In the first of two epochs. Far from the target, it changes by 20 % of 8 in 40 completions."""
-    options = {**REUSED, "max_steps": 8, "kl_in_reward": in_reward}
-    result = ours(beta=0.1, kl_target=1e-9, kl_horizon=40, objects=moved(FAMILY), **options)
-    betas = [0.1, *logged(result, "kl_coef")]
-    changes = [abs(after / before - 1) for before, after in itertools.pairwise(betas)]  # k1 may be negative
-    assert changes == pytest.approx([0.04, 0.04, 0, 0] * 2)
-    assert [moment.kl_coef for moment in result.trainer.micro_batches] == [
-        beta for beta in betas[:-1] for _ in range(2)
-    ]
-
-
 def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
     """`kl` is TRL's term, k3 times the ratio with `use_bias_correction_kl`. The target controls k3 alone."""
     options = {**REUSED, "max_steps": 2, "num_iterations": 1, "learning_rate": 0.1}  # the second update is off-policy
@@ -341,7 +295,7 @@ class Scoring(Recorded):
     "scope, source, renormalize, options",
     [
         ("batch", "rollout", False, {}),
-        ("batch", "current", True, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5}),
+        ("batch", "current", True, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5, "cpgd_drift_clamp": 0.05}),
         ("sequence", "current", True, {"loss_type": "dual_clip"}),
         ("sequence", "rollout", False, {"advantage_estimator": "reinforce", "kl_in_reward": False}),
         ("micro_batch", "rollout", True, {}),

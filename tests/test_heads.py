@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.encoding import encode_chats
+from helpers.encoding import encode_chats, extended
 from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.synthetic import FAMILIES as SYNTHETIC
 from helpers.trainer_utils import image_rows, length_and_sum
@@ -47,16 +47,7 @@ def own_log_probs(model, inputs, ids, mask):
     """Returns log-probabilities of each completion from the model's forward pass, alone, `(B, C)`."""
     rows = []
     for plain, row, length in zip(inputs, ids, mask.sum(1).tolist(), strict=True):
-        ones = torch.ones(1, length, dtype=torch.long)
-        own = {
-            **plain,
-            "input_ids": torch.cat([plain["input_ids"], row[None, :length]], dim=1),
-            "attention_mask": torch.cat([plain["attention_mask"], ones], dim=1),
-        }
-        for name in ("token_type_ids", "mm_token_type_ids"):
-            if name in plain:
-                own[name] = torch.cat([plain[name], 0 * ones], dim=1)
-        logits = model(**own).logits[:, -length - 1 : -1] / TEMPERATURE
+        logits = model(**extended(plain, row[:length])).logits[:, -length - 1 : -1] / TEMPERATURE
         logps = logits.log_softmax(-1).gather(-1, row[None, :length, None])[0, :, 0]
         rows.append(torch.nn.functional.pad(logps, (0, len(row) - length)))
     return torch.stack(rows)

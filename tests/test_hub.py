@@ -70,7 +70,7 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
     with HubServer(dict(TOKENS)) as hub:
-        yield Published(hub, tmp_path_factory.mktemp("hub"), ["video", "mixed", "ppo_lora_audio"])
+        yield Published(hub, tmp_path_factory.mktemp("hub"), ["mixed"])
 
 
 def in_folder(names: set[str], folder: str) -> set[str]:
@@ -244,16 +244,6 @@ def test_requests(published):
 
 
 @pytest.mark.slow
-def test_private_policy_with_video(more):
-    result = more["video"]
-    assert more.hub.model("someone/video").private
-    assert result["denied"]["type"] == "RepositoryNotFoundError"
-    assert result["data"]["pipeline_tag"] == "video-text-to-text" and "video" in result["data"]["tags"]
-    assert "https://huggingface.co/papers/2402.14740" in result["text"]
-    assert_answers(result, "pixel_values_videos")
-
-
-@pytest.mark.slow
 def test_policy_of_several_media(more):
     """Tables of completions go only to the configured place."""
     result, hub = more["mixed"], more.hub
@@ -266,13 +256,3 @@ def test_policy_of_several_media(more):
     table = pq.read_table(io.BytesIO(logs.files["completions_00001.parquet"].content))
     assert isinstance(datasets.Features.from_arrow_schema(table.schema)["audio"], datasets.Audio)
     assert hub.model("someone/omni").paths == MODEL | WEIGHTS and not hub.model("someone/omni").private
-
-
-@pytest.mark.slow
-def test_adapter_with_a_head_for_values(more):
-    result, repo = more["ppo_lora_audio"], more.hub.model("someone/ppo-adapter")
-    along = MODEL | ADAPTER | {"critic/value_head.safetensors"}
-    assert set(result["during"]) - {".gitattributes"} == along
-    assert repo.paths == along | in_folder(MODEL | ADAPTER, "ema")
-    assert "a head on the policy's last hidden states" in result["text"]
-    assert_answers(result, "input_features")

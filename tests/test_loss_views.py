@@ -157,29 +157,27 @@ def check_papo(rows, **options):
     return result
 
 
-@pytest.mark.parametrize(("loss_type", "packing"), [("grpo", "prefix"), ("dapo", "padded")])
-def test_papo(loss_type, packing):
-    result = check_papo(image_rows(), loss_type=loss_type, packing=packing, **ONE)
-    assert logged(result, "view/kl")[0] > 0 and logged(result, "view/entropy")[0] > 0
+SOUND = {"family": "qwen2_audio", "loss_view": "mask_audio(ratio=0.5)", "loss_type": "grpo"}
 
 
 @pytest.mark.parametrize(
-    ("family", "rows", "view"),
-    [("qwen2_audio", audio_rows, "mask_audio(ratio=0.5)"), ("gemma3", image_rows, "blank")],
+    ("rows", "options"),
+    [
+        (image_rows, {"loss_type": "grpo", "packing": "prefix", **ONE}),
+        (image_rows, {"loss_type": "dapo", "packing": "padded", **ONE}),
+        (image_rows, {"view_kl_clip": 1e-3, "freeze": ["vision_tower"], **ONE}),
+        (image_rows, {"family": "gemma3", "loss_view": "blank", "loss_type": "grpo", **ONE}),
+        (audio_rows, {**SOUND, **ONE}),
+        # The view of a text is the text, so that its divergence is 0 and has no gradient
+        (mixed_rows, {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2, **FOUR}),
+    ],
+    ids=["packed", "padded", "frozen", "gemma3", "audio", "mixed"],
 )
-def test_papo_of_other_families(family, rows, view):
-    check_papo(rows(), family=family, loss_view=view, loss_type="grpo", **ONE)
-
-
-def test_papo_in_two_iterations_of_mixed_rows():
-    """The view of a text is the text, so that its divergence is 0 and has no gradient."""
-    result = check_papo(mixed_rows(), loss_type="grpo", num_iterations=2, max_steps=2, **FOUR)
-    assert result.trainer.micro_batches[0].batch.viewed.unique().tolist() == [False, True]
-
-
-def test_papo_with_a_frozen_tower_and_a_low_clip():
-    result = check_papo(image_rows(), view_kl_clip=1e-3, freeze=["vision_tower"], **ONE)
-    assert logged(result, "view/kl")[0] > 1e-3
+def test_papo(rows, options):
+    result = check_papo(rows(), **options)
+    assert logged(result, "view/kl")[0] > 1e-3 and logged(result, "view/entropy")[0] > 0
+    viewed = result.trainer.micro_batches[0].batch.viewed.unique().tolist()
+    assert viewed == ([False, True] if rows is mixed_rows else [True])
 
 
 def test_papo_with_an_adapter():

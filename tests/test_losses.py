@@ -275,6 +275,7 @@ def test_clipped_values_get_no_gradient():
     values, ones = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.ones(1, 2)
     value_loss(values, 0 * ones, 2 * ones, ones, clip=0.2).loss.sum().backward()
     assert values.grad.tolist() == [[0.0, -3.0]]
+    assert value_loss(values, 0 * ones, 2 * ones, ones).loss.tolist() == [[0.5, 4.5]]
 
 
 def test_explained_variance():

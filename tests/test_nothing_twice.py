@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
 from helpers.marks import slow_but
+from helpers.samplers import FromEngine
 from helpers.trainer_utils import (
     Injected,
     PseudoRandom,
@@ -29,16 +30,6 @@ from trl_multimodal_rft.algorithms.losses import policy_loss as listed
 
 
 TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
-
-
-class FromEngine(PseudoRandom):
-    """With log-probabilities of an engine that rounds, one of which is missing."""
-
-    def __call__(self, model, prompts, **options):
-        completions, _ = super().__call__(model, prompts, **options)
-        logps = [[-5.5 - 0.01 * (token % 20) for token in ids] for ids in completions]
-        logps[0][0] = None
-        return completions, logps
 
 
 @functools.cache

@@ -11,10 +11,9 @@ from statistics import fmean, pstdev, pvariance
 import pytest
 import torch
 import transformers
-from helpers.families import encode
 from helpers.grpo_runs import loss_by_hand
 from helpers.marks import slow_but
-from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, head_weights, rough, weights_of
+from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, encoded, head_weights, rough, weights_of
 from helpers.trainer_utils import (
     InjectedOurs,
     assert_equal,
@@ -36,7 +35,6 @@ from helpers.trainer_utils import (
 )
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from torch.testing import assert_close
 from transformers import Trainer
 
 from trl_multimodal_rft.models import Critic
@@ -69,21 +67,6 @@ def identical(a, b):
 # The slow implementation
 
 
-def encoded(processor, row, completion):
-    """Returns the inputs of a plain forward pass, and the length of the prompt."""
-    blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
-    if "audio" in row:
-        blocks[0]["audio"] = row["audio"]["array"]
-    blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
-    inputs = dict(encode(processor, [{"role": "user", "content": blocks}]))
-    start, n = inputs["input_ids"].size(1), len(completion)
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([completion])], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    for name in {"mm_token_type_ids", "token_type_ids"} & inputs.keys():
-        inputs[name] = torch.cat([inputs[name], torch.zeros(1, n, dtype=torch.long)], dim=1)
-    return inputs, start
-
-
 def log_probabilities(model, processor, row, completion):
     """Returns log-probabilities of each token from a plain forward pass."""
     inputs, start = encoded(processor, row, completion)
@@ -97,199 +80,108 @@ def completions_of(drawn):
 
 
 class Slow:
-    """PPO of plain models, token by token, on the first draw of a trainer."""
+    """Values, advantages and returns of plain models, token by token, on the first draw of a trainer."""
 
     def __init__(self, trainer, policy, reference, backbone, head):
-        self.args, self.processor = trainer.args, trainer.processing_class
-        self.policy, self.backbone = policy, backbone
-        self.weight, self.bias = (torch.nn.Parameter(part.clone()) for part in head)
-        drawn = trainer.draws[0]
+        args, self.processor, self.backbone, (weight, bias) = trainer.args, trainer.processing_class, backbone, head
+        self.weight, self.bias, drawn = weight[0], bias[0], trainer.draws[0]
         self.completions = completions_of(drawn)
-        self.pairs = list(zip(drawn.rows, self.completions, strict=True))
+        pairs = list(zip(drawn.rows, self.completions, strict=True))
         self.rewards = [None if math.isnan(reward) else reward for (reward,) in drawn.rewards.tolist()]
         self.cut = [ids[-1] != self.processor.tokenizer.eos_token_id for ids in self.completions]
         with torch.no_grad():
-            self.old_logps = [[x.item() for x in self.logps(policy, *pair)] for pair in self.pairs]
-            self.ref_logps = [[x.item() for x in self.logps(reference, *pair)] for pair in self.pairs]
-            self.old_values = [[x.item() for x in self.values(*pair)] for pair in self.pairs]
-        args = self.args
+            self.logps, self.ref_logps = (
+                [[x.item() for x in log_probabilities(model, self.processor, *pair)] for pair in pairs]
+                for model in (policy, reference)
+            )
+            self.values = [self.values_of(*pair) for pair in pairs]
         beta = args.beta if args.kl_in_reward else 0.0
         self.arguments = dict(gamma=args.gamma, lam=args.lam, beta=beta, bootstrap=args.bootstrap_truncated)
         self.advantages, self.returns = self.estimate(**self.arguments)
 
-    def logps(self, model, row, completion):
-        return log_probabilities(model, self.processor, row, completion)
-
-    def values(self, row, completion):
+    def values_of(self, row, completion):
         """Returns the values of the state before each token and after the last."""
         inputs, start = encoded(self.processor, row, completion)
         hidden = self.backbone.base_model(**inputs).last_hidden_state[0]
-        return [self.weight[0] @ hidden[start - 1 + t] + self.bias[0] for t in range(len(completion) + 1)]
+        return (hidden[start - 1 :] @ self.weight + self.bias).tolist()
 
     def estimate(self, gamma, lam, beta, bootstrap):
         """Returns advantages, not whitened, and returns of each completion's tokens."""
         advantages, returns = [], []
         for i, completion in enumerate(self.completions):
-            follows = self.old_values[i][-1] if self.cut[i] and bootstrap else 0.0
+            follows = self.values[i][-1] if self.cut[i] and bootstrap else 0.0
             row, running = [], 0.0
             for t in reversed(range(len(completion))):
                 reward = self.rewards[i] or 0.0 if t == len(completion) - 1 else 0.0
-                reward -= beta * (self.old_logps[i][t] - self.ref_logps[i][t])
-                running = reward + gamma * follows - self.old_values[i][t] + gamma * lam * running
+                reward -= beta * (self.logps[i][t] - self.ref_logps[i][t])
+                running = reward + gamma * follows - self.values[i][t] + gamma * lam * running
                 row.insert(0, running)
-                follows = self.old_values[i][t]
+                follows = self.values[i][t]
             advantages.append(row)
-            returns.append([row[t] + self.old_values[i][t] for t in range(len(row))])
+            returns.append([row[t] + self.values[i][t] for t in range(len(row))])
         return advantages, returns
 
     def valid(self, rows):
         """Returns all values of completions with a reward."""
         return [x for row, reward in zip(rows, self.rewards, strict=True) if reward is not None for x in row]
 
-    def losses(self):
-        """Returns policy loss and value loss, means over all tokens, and counts the clipped tokens."""
-        args, n = self.args, sum(map(len, self.completions))
-        every = self.valid(self.advantages)
-        mean, std = fmean(every), pstdev(every)
-        policy_loss = value_loss = torch.zeros(())
-        self.clipped = {"ratio": 0, "value": 0}
-        for i, pair in enumerate(self.pairs):
-            values = self.values(*pair)
-            for t, logp in enumerate(self.logps(self.policy, *pair)):
-                advantage = 0.0 if self.rewards[i] is None else (self.advantages[i][t] - mean) / std
-                ratio = (logp - self.old_logps[i][t]).exp()
-                bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-                policy_loss = policy_loss - torch.min(ratio * advantage, bounded * advantage) / n
-                self.clipped["ratio"] += (bounded * advantage < ratio * advantage).item()
-                if args.beta and not args.kl_in_reward:
-                    d = self.ref_logps[i][t] - logp
-                    policy_loss = policy_loss + args.beta * ratio * (d.exp() - d - 1) / n
-                if self.rewards[i] is None:
-                    continue
-                old, error = self.old_values[i][t], (values[t] - self.returns[i][t]) ** 2
-                if args.cliprange_value is not None:
-                    near = old + (values[t] - old).clamp(-args.cliprange_value, args.cliprange_value)
-                    self.clipped["value"] += ((near - self.returns[i][t]) ** 2 > error).item()
-                    error = torch.max(error, (near - self.returns[i][t]) ** 2)
-                value_loss = value_loss + error / 2 / n
-        return policy_loss, value_loss
-
-    def parameters(self):
-        named = dict(self.policy.named_parameters())
-        if self.backbone is self.policy:
-            return {**named, "critic.weight": self.weight, "critic.bias": self.bias}
-        prefix = f"critic.model.{self.backbone.base_model_prefix}."
-        named |= {prefix + name: p for name, p in self.backbone.base_model.named_parameters()}
-        return {**named, "critic.head.weight": self.weight, "critic.head.bias": self.bias}
-
-    def update(self):
-        """Runs one step of gradient descent."""
-        args, parameters = self.args, self.parameters()
-        policy_loss, value_loss = self.losses()
-        loss = policy_loss + args.vf_coef * value_loss
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        with torch.no_grad():
-            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-                own = name.startswith("critic.") and args.value_learning_rate is not None
-                if gradient is not None:
-                    parameter -= (args.value_learning_rate if own else args.learning_rate) * gradient
-        return policy_loss.item(), value_loss.item()
-
 
 RATES = {"learning_rate": 0.01, "value_learning_rate": 0.1}
+FREE = {"bootstrap_truncated": True, "gamma": 0.95, "trainer_class": Sampled, "max_completion_length": 5, **RATES}
+TRUNK = {"shared_trunk": True, "vf_coef": 1.0, "reward": rough, "learning_rate": 0.01, "value_learning_rate": 0.3}
+PAIRS = {"beta": 0.5, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "reward": rough, "num_generations": 2}
 CASES = {
-    "audio": (
-        "qwen2_audio",
-        audio_rows,
-        {
-            "beta": 0.5,
-            "gamma": 0.9,
-            "lam": 0.8,
-            "bootstrap_truncated": True,
-            "reward": rough,
-            "num_generations": 2,
-            **RATES,
-        },
-    ),
+    "audio": ("qwen2_audio", audio_rows, {**PAIRS, **RATES}),
     "images, KL in the loss": (FAMILY, image_rows, {"beta": 0.5, "kl_in_reward": False, "vf_coef": 0.5, **RATES}),
-    "video, one completion per prompt": (
-        FAMILY,
-        video_rows,
-        {"num_generations": 1, "cliprange_value": None, "learning_rate": 0.03},
-    ),
-    "text, sampled": (
-        "qwen2_audio",
-        text_rows,
-        {"bootstrap_truncated": True, "gamma": 0.95, "trainer_class": Sampled, "max_completion_length": 5, **RATES},
-    ),
+    "video, one completion per prompt": (FAMILY, video_rows, {"num_generations": 1, "learning_rate": 0.03}),
+    "text, sampled": ("qwen2_audio", text_rows, FREE),
     "audio, a copy of the policy": ("qwen2_audio", audio_rows, {"value_learning_rate": 0.3, "beta": 0.5}),
-    "images, shared trunk": (
-        FAMILY,
-        image_rows,
-        {"shared_trunk": True, "vf_coef": 1.0, "reward": rough, "learning_rate": 0.01, "value_learning_rate": 0.3},
-    ),
+    "images, shared trunk": (FAMILY, image_rows, TRUNK),
 }
-
-
-def against_the_slow_version(name, family, rows, options):
-    """Runs both, and returns the slow implementation after its last update."""
-    shared, copied = options.get("shared_trunk", False), "copy" in name
-    objects = {**moved(family), **({} if shared or copied else {"value_model": critic_of(family)})}
-    options = {"reward": length_and_sum, **TWICE, **options}
-    result = ppo(family, rows(), objects=objects, **options)
-    weights = [*result.trainer.weights, weights_of(result.trainer.model)]
-
-    policy = moved(family)["model"]
-    backbone = policy if shared else moved(family, 0.02 if copied else 0.03)["model"]
-    head = (torch.zeros(1, 64), torch.zeros(1)) if shared or copied else head_weights()
-    slow = Slow(result.trainer, policy, load(family)[0], backbone, head)
-    before = {name: parameter.detach().clone() for name, parameter in slow.parameters().items()}
-    assert identical(before, weights[0])
-    for epoch in range(2):
-        losses = slow.update()
-        ours = halves({name: weights[epoch + 1][name] - value for name, value in before.items()})
-        theirs = halves({name: p.detach() - before[name] for name, p in slow.parameters().items()})
-        for update, expected in zip(ours, theirs, strict=True):
-            size = norm(expected)
-            assert size > 1e-3
-            assert relative_difference(expected, update) <= 5e-5
-            for name, value in expected.items():
-                assert (update[name] - value).norm() <= 1e-3 * value.norm() + 1e-6 * size, name
-        entry = result.history[epoch]
-        assert entry["policy_loss"] * 2 == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
-        assert entry["loss"] == pytest.approx(losses[0] + slow.args.vf_coef * losses[1], rel=1e-4, abs=1e-6)
-        assert (slow.clipped["ratio"] > 0) == (epoch > 0)
-        assert slow.clipped["value"] == 0 or epoch > 0
-    values, returns = slow.valid([row[:-1] for row in slow.old_values]), slow.valid(slow.returns)
-    advantages = slow.valid(slow.advantages)
-    for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
-        assert result.history[0][f"{name}/mean"] == pytest.approx(fmean(numbers), rel=1e-4, abs=1e-5)
-        assert result.history[0][f"{name}/std"] == pytest.approx(pstdev(numbers), rel=1e-4, abs=1e-5)
-    errors = [r - v for r, v in zip(returns, values, strict=True)]
-    expected = 1 - pvariance(errors) / pvariance(returns)
-    assert result.history[0]["explained_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert "explained_variance" not in result.history[1]
-    return slow
 
 
 @pytest.mark.parametrize(
     "name", slow_but(CASES, "audio", "images, KL in the loss", "text, sampled", "images, shared trunk")
 )
-def test_updates_equal_those_of_the_slow_version(name):
-    """Compares every weight of policy and critic, in two epochs on the same completions."""
+def test_rollouts_equal_those_of_the_slow_version(name):
+    """Updates on them are those by hand, and those of `test_ppo_reference.py`."""
     family, rows, options = CASES[name]
-    slow = against_the_slow_version(name, family, rows, options)
-    assert not slow.args.cliprange_value or slow.clipped["value"] > 0
-    assert any(slow.cut) and (not all(slow.cut) or name == "text, sampled")
+    shared, copied = options.get("shared_trunk", False), "copy" in name
+    objects = {**moved(family), **({} if shared or copied else {"value_model": critic_of(family)})}
+    result = ppo(family, rows(), objects=objects, **{"reward": length_and_sum, **TWICE, **options})
+    policy = moved(family)["model"]
+    backbone = policy if shared else moved(family, 0.02 if copied else 0.03)["model"]
+    head = (torch.zeros(1, 64), torch.zeros(1)) if shared or copied else head_weights()
+    slow, batch = Slow(result.trainer, policy, load(family)[0], backbone, head), result.trainer.draws[0].batch
+    values, advantages = [row[:-1] for row in slow.values], slow.valid(slow.advantages)
+    mean, std = fmean(advantages), pstdev(advantages)
+    whitened = [[(x - mean) / std for x in row] for row in slow.advantages]
+    mask = batch["completion_mask"].bool()
+    known = torch.tensor([reward is not None for reward in slow.rewards])[:, None]
+    for name, expected, each in (
+        ("old_values", values, mask),
+        ("returns", slow.returns, mask),
+        ("advantages", whitened, mask & known),
+    ):
+        expected = [row for row, own in zip(expected, each, strict=True) if own.any()]
+        assert batch[name][each].tolist() == pytest.approx(sum(expected, []), rel=1e-4, abs=1e-4), name
+    assert not batch["advantages"][~(mask & known)].any()
+    values, returns = slow.valid(values), slow.valid(slow.returns)
+    first, second = result.history[:2]
+    for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
+        assert first[f"{name}/mean"] == pytest.approx(fmean(numbers), rel=1e-4, abs=1e-5)
+        assert first[f"{name}/std"] == pytest.approx(pstdev(numbers), rel=1e-4, abs=1e-5)
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    expected = 1 - pvariance(errors) / pvariance(returns)
+    assert first["explained_variance"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert "explained_variance" not in second
+    assert any(slow.cut) and (not all(slow.cut) or rows is text_rows)
     assert (None in slow.rewards) == (options.get("reward") is rough)
     # The case's options have an effect here
     neutral = {"gamma": 1.0, "lam": 1.0, "beta": 0.0, "bootstrap": False}
-    for option, value in slow.arguments.items():
-        if value != neutral[option]:
-            changed, _ = slow.estimate(**{**slow.arguments, option: neutral[option]})
-            assert (
-                max(abs(a - b) for a, b in zip(slow.valid(changed), slow.valid(slow.advantages), strict=True)) > 0.01
-            )
+    for option in (option for option, value in slow.arguments.items() if value != neutral[option]):
+        changed, _ = slow.estimate(**{**slow.arguments, option: neutral[option]})
+        assert max(abs(a - b) for a, b in zip(slow.valid(changed), advantages, strict=True)) > 0.01
 
 
 # Packing
@@ -788,21 +680,6 @@ def test_reference_follows_the_policy_without_the_critic():
     assert norm(halves(result.update)[1]) > 0
 
 
-@pytest.mark.parametrize("peft", [False, True])
-def test_divergence_is_that_from_the_reference(peft):
-    """Covers a given model, and the policy without its adapter."""
-    objects = {**moved(FAMILY), **({"peft_config": LORA} if peft else {"ref_model": moved(FAMILY, 0.05)["model"]})}
-    result = ppo(beta=0.2, objects=objects, max_steps=1, **ONCE)
-    reference = moved(FAMILY, 0.02 if peft else 0.05)["model"]
-    (drawn,) = result.trainer.draws
-    for i, (row, completion) in enumerate(zip(drawn.rows, completions_of(drawn), strict=True)):
-        with torch.no_grad():
-            logps = torch.stack(log_probabilities(reference, result.trainer.processing_class, row, completion))
-        n = len(completion)
-        assert_close(drawn.batch["ref_per_token_logps"][i, :n], logps, rtol=0, atol=1e-4)
-        assert (drawn.batch["old_per_token_logps"][i, :n] - logps).abs().max() > 1e-3
-
-
 def test_unused_reference_raises(tmp_path):
     objects = {**moved(FAMILY), "ref_model": load(FAMILY)[0]}
     with pytest.raises(ValueError, match="`ref_model` was passed, which `beta=0` doesn't use"):
@@ -835,7 +712,8 @@ def test_saved_policy_is_a_plain_model_beside_its_critic(family, rows, shared, t
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     trainer.create_model_card()
-    assert "1707.06347" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "1707.06347" in card and ("a head on the policy's last hidden states" in card) == shared
     policy, critic = halves(trainer.model.state_dict())
     names = {name for file in (tmp_path / "final").glob("*.safetensors") for name in load_file(file)}
     assert names and not any("critic" in name or "value" in name for name in names - policy.keys())

@@ -21,8 +21,10 @@ import pytest
 import torch
 from helpers import forked
 from helpers.chats import RATE
-from helpers.families import FAMILIES, encode
+from helpers.families import FAMILIES
+from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
 from helpers.processes import PATIENCE, python_command, python_environment
+from helpers.resumed_runs import equal
 from helpers.trainer_utils import (
     audio_rows,
     image_rows,
@@ -45,6 +47,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from trl_multimodal_rft import MultimodalPPOConfig, TrainingCurvesCallback
+from trl_multimodal_rft.algorithms.advantages import gae
+from trl_multimodal_rft.algorithms.returns import token_rewards
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.lightrft import (
@@ -154,28 +158,9 @@ def reference_of(kind, **options) -> Actor:
     return KINDS[kind].actor(moved(KINDS[kind].family)["model"], bf16=False, **options)
 
 
-def head_weights(size=64):
-    generator = torch.Generator().manual_seed(3)
-    return 0.2 * torch.randn(1, size, generator=generator), torch.tensor([0.3])
-
-
-def critic_of(family):
-    """Returns a critic whose weights differ from the policy's and whose values aren't 0."""
-    critic = Critic(moved(family, 0.03)["model"])
-    weight, bias = head_weights(critic.head.in_features)
-    with torch.no_grad():
-        critic.head.weight.copy_(weight)
-        critic.head.bias.copy_(bias)
-    return critic
-
-
-def weights_of(ppo):
-    return {name: parameter.detach().clone() for name, parameter in ppo.trainer.model.named_parameters()}
-
-
 def moves(ppo, before):
     """Returns how much each parameter of policy and critic moved."""
-    update = {name: value - before[name] for name, value in weights_of(ppo).items()}
+    update = {name: value - before[name] for name, value in weights_of(ppo.trainer.model).items()}
     critic = {name: value for name, value in update.items() if name.startswith("critic.")}
     return {name: value for name, value in update.items() if name not in critic}, critic
 
@@ -217,45 +202,29 @@ class Slow:
         self.policy_loss = self.value_loss = 0.0
         self.clipped = [0, 0]
 
-    def inputs(self, row, response):
-        blocks = [{"type": name, name: row[name]} for name in ("image", "audio", "video") if row.get(name) is not None]
-        if "audio" in row:
-            blocks[0]["audio"] = row["audio"]["array"]
-        blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
-        inputs = dict(encode(self.processor, [{"role": "user", "content": blocks}]))
-        start, n = inputs["input_ids"].size(1), len(response)
-        tokens = {"input_ids": response[None], "attention_mask": torch.ones(1, n, dtype=torch.long)}
-        for name in ("mm_token_type_ids", "token_type_ids"):
-            if name in inputs:
-                tokens[name] = torch.zeros(1, n, dtype=torch.long)
-        return {k: torch.cat([v, tokens[k]], dim=1) if k in tokens else v for k, v in inputs.items()}, start
-
-    def add(self, row: dict, item: BufferItem, n_tokens: float, weights=None):
+    def add(self, row: dict, item: BufferItem, n_tokens: float, weights=1.0):
         """Adds the losses of a sample, whose actions weigh `1 / n_tokens`."""
-        args, n = self.args, len(item.action_mask)
-        inputs, start = self.inputs(row, item.sequences[len(item.sequences) - n :])
+        args, mask = self.args, item.action_mask
+        response = item.sequences[len(item.sequences) - len(mask) :]
+        inputs, start = encoded(self.processor, row, response.tolist())
         assert inputs["input_ids"][0].tolist() == item.sequences.tolist()
-        logits = self.policy(**inputs).logits[0]
-        hidden = self.critic.base_model(**inputs).last_hidden_state[0]
-        for t in range(n):
-            if not item.action_mask[t]:
-                continue
-            logp = logits[start - 1 + t].log_softmax(-1)[item.sequences[start + t]]
-            ratio, advantage = (logp - item.action_log_probs[t]).exp(), item.advantages[t]
-            bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-            loss = -torch.min(ratio * advantage, bounded * advantage) * (1.0 if weights is None else weights[t])
-            self.clipped[0] += (bounded * advantage < ratio * advantage).item()
-            if args.beta and not args.kl_in_reward:
-                d = item.base_action_log_probs[t] - logp
-                loss = loss + args.beta * ratio * (d.exp() - d - 1)
-            self.policy_loss = self.policy_loss + loss / n_tokens
-            if math.isnan(item.info["reward"]):
-                continue
-            value = self.weight[0] @ hidden[start - 1 + t] + self.bias[0]
-            near = item.values[t] + (value - item.values[t]).clamp(-args.cliprange_value, args.cliprange_value)
-            errors = (value - item.returns[t]) ** 2, (near - item.returns[t]) ** 2
-            self.clipped[1] += (errors[1] > errors[0]).item()
-            self.value_loss = self.value_loss + torch.max(*errors) / 2 / n_tokens
+        logits = self.policy(**inputs).logits[0, start - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        ratio = (logps - item.action_log_probs).exp()
+        bounded = ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * item.advantages
+        losses = -torch.min(ratio * item.advantages, bounded) * weights
+        self.clipped[0] += (bounded < ratio * item.advantages)[mask].sum().item()
+        if args.beta and not args.kl_in_reward:
+            d = item.base_action_log_probs - logps
+            losses = losses + args.beta * ratio * (d.exp() - d - 1)
+        self.policy_loss = self.policy_loss + losses[mask].sum() / n_tokens
+        if math.isnan(item.info["reward"]):
+            return
+        values = self.critic.base_model(**inputs).last_hidden_state[0, start - 1 : -1] @ self.weight[0] + self.bias
+        near = item.values + (values - item.values).clamp(-args.cliprange_value, args.cliprange_value)
+        errors = (values - item.returns) ** 2, (near - item.returns) ** 2
+        self.clipped[1] += (errors[1] > errors[0])[mask].sum().item()
+        self.value_loss = self.value_loss + torch.max(*errors)[mask].sum() / 2 / n_tokens
 
     def critic_parameters(self):
         """Returns parameters by their names in the trainer."""
@@ -290,9 +259,9 @@ def n_actions(items):
 
 def assert_step(ppo, rows, items, kind="image", weights=None, batch=None, columns=None):
     """Asserts that a step on these samples equals the slow one."""
-    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo.trainer.model)
     for index, item in enumerate(items):
-        slow.add(rows[index // GROUP], item, n_actions(items), weights and weights[index])
+        slow.add(rows[index // GROUP], item, n_actions(items), weights[index] if weights else 1.0)
     status = ppo.training_step(make_experience_batch(items) if batch is None else batch, 0, columns)
     assert_moves(ppo, before, slow.update())
     return status
@@ -313,7 +282,7 @@ def test_training_step(route, tmp_path):
     kind, packing, packed = ROUTES[route]
     ppo = make(tmp_path, kind, policy=actor_of(kind, packing))
     rows, items = experience_of(ppo, kind)
-    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    slow, before = Slow(kind, ppo.strategy), weights_of(ppo.trainer.model)
     for start in (0, 4):
         part, policy_loss, value_loss = items[start : start + 4], slow.policy_loss, slow.value_loss
         for item in part:
@@ -366,30 +335,29 @@ def test_experience_as_it_was_made(tmp_path):
     assert status["ratio/max"] == pytest.approx(1, abs=1e-4) and status["value_clip_ratio"] == 0
 
 
-def test_clip_ranges(tmp_path):
-    ppo = make(tmp_path, config=ONE, eps_clip=0.05, value_clip=0.4)
-    rows, items = experience_of(ppo)
+@pytest.mark.parametrize("together", [True, False])
+def test_ppo_train(together, tmp_path):
+    """
+    Two epochs have two updates each, of groups or of any samples. An action has the same weight in all updates, whose
+    order differs.
+    """
+    config = {**ONE, "learning_rate": 0.1, "value_learning_rate": 0.2, "keep_groups_together": together}
+    arguments = {"max_epochs": 2, "ref": reference_of("image"), "eps_clip": 0.05, "value_clip": 0.4}
+    ppo = make(tmp_path, config=config, **arguments)
     assert (ppo.strategy.epsilon, ppo.strategy.cliprange_value) == (0.05, 0.4)
-    assert_step(ppo, rows, items[:4])
-
-
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
-def test_ppo_train(kind, tmp_path):
-    """Two epochs have two updates each. An action has the same weight in all updates, whose order differs."""
-    config = {"gradient_accumulation_steps": 1, "learning_rate": 0.1, "value_learning_rate": 0.2}
-    ppo = make(tmp_path, kind, config=config, max_epochs=2, ref=reference_of(kind))
-    rows, items = experience_of(ppo, kind)
+    rows, items = experience_of(ppo)
     ppo.replay_buffer.append(make_experience_batch(items))
-    slow, before = Slow(kind, ppo.strategy), weights_of(ppo)
+    slow, before = Slow("image", ppo.strategy), weights_of(ppo.trainer.model)
     status = ppo.ppo_train(10)
-    assert ppo.trainer.state.global_step == 14
+    assert ppo.trainer.state.global_step == 14 and len(ppo.replay_buffer) == len(items)
     named, losses = (dict(slow.policy.named_parameters()), slow.critic_parameters()), []
     for step in (10, 12):
         generator = torch.Generator().manual_seed(ppo.strategy.seed + step)
-        for group in torch.randperm(2, generator=generator).tolist():
+        parts = torch.arange(8).view(2, 4)[torch.randperm(2, generator=generator)] if together else None
+        for part in torch.randperm(8, generator=generator).view(2, 4) if parts is None else parts:
             slow.policy_loss = slow.value_loss = 0.0
-            for item in items[4 * group : 4 * group + 4]:
-                slow.add(rows[group], item, n_actions(items) / 2)
+            for index in part.tolist():
+                slow.add(rows[index // 4], items[index], n_actions(items) / 2)
             losses.append((slow.policy_loss.item(), slow.value_loss.item()))
             for move, parameters, rate in zip(slow.update(1.0), named, (0.1, 0.2), strict=True):
                 with torch.no_grad():
@@ -422,36 +390,6 @@ def test_ppo_train(kind, tmp_path):
     assert abs(status["kl"]) > 1e-4
 
 
-def test_every_sample_is_trained_on_once_in_each_epoch(tmp_path):
-    def run(seed, together=True):
-        config = {**ONE, "seed": seed, "keep_groups_together": together, "learning_rate": 1e-2}
-        ppo, noted = make(tmp_path, config=config, max_epochs=3), []
-        train = ppo.trainer.training_step
-
-        def noting(model, batch, *args):
-            completions = zip(batch.completion_ids, batch.completion_mask.bool(), strict=True)
-            noted.append([tuple(ids[keep].tolist()) for ids, keep in completions])
-            return train(model, batch, *args)
-
-        ppo.trainer.training_step = noting
-        _, items = experience_of(ppo, n_rows=4)
-        ppo.replay_buffer.append(make_experience_batch(items))
-        ppo.ppo_train()
-        assert len(ppo.replay_buffer) == len(items)
-        responses = [tuple(item.sequences[-len(item.action_mask) :].tolist()) for item in items]
-        return [responses[i : i + 4] for i in (0, 4, 8, 12)], [noted[i : i + 4] for i in (0, 4, 8)]
-
-    groups, epochs = run(1)
-    for epoch in epochs:
-        assert sorted(epoch) == sorted(groups)
-    assert len({str(epoch) for epoch in epochs}) > 1
-    assert run(1) == (groups, epochs)
-    assert run(2)[1] != epochs
-    for epoch in run(1, together=False)[1]:
-        assert sorted(sum(epoch, [])) == sorted(sum(groups, []))
-        assert any(part not in groups for part in epoch)
-
-
 def test_buffer_that_does_not_fill_updates(tmp_path):
     ppo = make(tmp_path)
     for n in (0, 4, 12):
@@ -474,7 +412,7 @@ def test_one_part_alone(part, tmp_path):
         ppo = make(tmp_path, config=adam(per_device_train_batch_size=8, max_grad_norm=1e9))
         batch = batch_of(ppo)
         ppo.training_step(batch, 0)
-        before = weights_of(ppo)
+        before = weights_of(ppo.trainer.model)
         status = getattr(ppo, method)(*((batch, 1) if method == "training_step" else (batch,)))
         assert ppo.trainer.state.global_step == 2
         updates[method] = moves(ppo, before)
@@ -486,36 +424,24 @@ def test_one_part_alone(part, tmp_path):
     assert all(torch.equal(both[mine][name], alone[mine][name]) for name in alone[mine])
 
 
-def test_frozen_policy(tmp_path):
-    ppo = make(tmp_path, config=adam(freezing_actor_steps=2, per_device_train_batch_size=8))
-    batch = batch_of(ppo)
-    for step in range(4):
-        before = weights_of(ppo)
-        status = ppo.training_step(batch, step)
-        policy, critic = moves(ppo, before)
-        assert (norm(policy) > 0) == (step >= 2) == (status["actor_lr"] > 0)
-        assert norm(critic) > 0
-
-
 @pytest.mark.parametrize("scope", ["batch", "sequence", "micro_batch"])
-@pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_tokens_of_high_entropy(scope, renormalize, tmp_path):
+def test_tokens_of_high_entropy(scope, tmp_path):
     share = 0.3
-    options = {"top_entropy_quantile": share, "entropy_scope": scope, "entropy_renormalize": renormalize}
+    options = {"top_entropy_quantile": share, "entropy_scope": scope, "entropy_renormalize": True}
     ppo = make(tmp_path, config=options, policy=actor_of("image", high_entropy_token_ratio=share))
     rows, items = experience_of(ppo)
     items = with_gaps(items)
     ppo.replay_buffer.append(make_experience_batch(items))
     parts = {"batch": [range(8)], "sequence": [[i] for i in range(8)], "micro_batch": [range(4), range(4, 8)]}[scope]
-    slow, before = Slow("image", ppo.strategy), weights_of(ppo)
+    slow, before = Slow("image", ppo.strategy), weights_of(ppo.trainer.model)
     for part in parts:
         tokens = [(i, t) for i in part for t in range(len(items[i].action_mask)) if items[i].action_mask[t]]
         ranked = sorted(tokens, key=lambda place: -items[place[0]].action_entropy[place[1]].item())
         chosen = ranked[: math.ceil(share * len(tokens))]
-        weight = len(tokens) / len(chosen) if renormalize else 1.0
+        weight = len(tokens) / len(chosen)
         for i in part:
             weights = [weight if (i, t) in chosen else 0.0 for t in range(len(items[i].action_mask))]
-            slow.add(rows[i // 4], items[i], n_actions(items), weights)
+            slow.add(rows[i // 4], items[i], n_actions(items), torch.tensor(weights))
     ppo.ppo_train()
     assert_moves(ppo, before, slow.update())
 
@@ -605,7 +531,7 @@ def columns(rows, *names):
 def fit(ppo, prompts, pretrain=None, seed=0, **options):
     """Runs two rollouts, or as many as the strategy sets."""
     torch.manual_seed(seed)
-    before = weights_of(ppo)
+    before = weights_of(ppo.trainer.model)
     ppo.fit(ppo.strategy, prompts, pretrain, **options)
     return moves(ppo, before)
 
@@ -741,29 +667,21 @@ def rewarded(ppo, rows, **options):
 
 
 def test_reward_models_that_a_function_combines(tmp_path):
-    """The function returns rewards and metrics, which may differ between micro-batches."""
-    given = []
+    """Its metrics may differ between micro-batches."""
+    judges, given = [Judge(1.0), Judge(0.5)], []
 
-    def combine(model_reward_list, labels, queries, refs, label_map):
-        given.append((model_reward_list, labels, queries, refs, label_map))
-        first, second = model_reward_list
-        other = {"odd": 1.0} if len(given) % 2 == 1 else {"even": second.tolist()}
-        return first - second, {"accuracy_reward": first, **other}
-
-    judges, rows = [Judge(1.0), Judge(0.5)], answered(image_rows(4), "image")
-    arguments = {"reward_model": judges, "reward_fn": combine, "reward_fn_label_map": {"a": 0, "b": 1}}
-    ppo, _ = fitted(tmp_path, rows, **arguments, micro_rollout_batch_size=4)
-    assert len(given) == 4
-    for index, (_, labels, queries, refs, label_map) in enumerate(given):
+    def combine(model_reward_list, label_map):
         assert label_map == {"a": 0, "b": 1}
-        assert (labels, refs) == ([["even"] * 4, ["odd"] * 4][index % 2], [f"answer {index}"] * 4)
-        assert all("<|im_start|>" in query for query in queries)
-    for index in range(2):
-        part = [models for models, *_ in given[2 * index : 2 * index + 2]]
-        first, second = (torch.cat([models[i] for models in part]).mean().item() for i in (0, 1))
-        logs = {name: logged(ppo, f"rollout/{name}")[index] for name in ("reward", "accuracy_reward", "odd", "even")}
-        even = part[1][1].mean().item()
-        assert logs == pytest.approx({"reward": first - second, "accuracy_reward": first, "odd": 1.0, "even": even})
+        given.append(model_reward_list)
+        first, second = model_reward_list
+        return first - second, {"first": first, **({"odd": 1.0} if len(given) % 2 else {"even": second.tolist()})}
+
+    arguments = {"reward_model": judges, "reward_fn": combine, "reward_fn_label_map": {"a": 0, "b": 1}}
+    ppo, _ = fitted(tmp_path, image_rows(4), **arguments, micro_rollout_batch_size=4)
+    for index, parts in enumerate((given[:2], given[2:])):
+        first, second = (torch.cat([models[i] for models in parts]).mean().item() for i in (0, 1))
+        expected = {"reward": first - second, "first": first, "odd": 1.0, "even": parts[1][1].mean().item()}
+        assert {name: logged(ppo, f"rollout/{name}")[index] for name in expected} == pytest.approx(expected)
     # Without training
     assert [judge.weight.item() for judge in judges] == [1.0, 0.5] and judges[0].weight.grad is None
 
@@ -804,7 +722,7 @@ def test_own_optimizers_and_schedules(n_frozen, tmp_path):
     batch = batch_of(ppo)
     statuses, rates = [], []
     for step in range(4):
-        before = weights_of(ppo)
+        before = weights_of(ppo.trainer.model)
         statuses.append(ppo.training_step(batch, step))
         group = ppo.trainer.optimizer.param_groups
         rates.append([each["lr"] for each in group])  # of the next step
@@ -815,23 +733,6 @@ def test_own_optimizers_and_schedules(n_frozen, tmp_path):
     assert [status["critic_lr"] for status in statuses] == pytest.approx([5e-2, 2.5e-2, 5e-2 / 3, 1.25e-2])
     assert {type(ppo.trainer.optimizer.optimizer)} == {torch.optim.AdamW}
     assert [group["weight_decay"] for group in ppo.trainer.optimizer.param_groups] == [0.01, 0.01, 0.5]
-
-
-def test_own_optimizers_train_as_the_configured_ones(tmp_path):
-    updates = []
-    for own in (True, False):
-        policy, critic = actor_of("image"), critic_of("qwen2_5_vl")
-        rates = ((policy, 1e-2), (critic, 2e-2))
-        given = [torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0) for model, rate in rates]
-        given = [*given, None, None] if own else [None] * 4
-        config = adam(weight_decay=0.0, value_learning_rate=2e-2, per_device_train_batch_size=8)
-        ppo = make(tmp_path, policy=policy, critic=critic, config=config, optims=given)
-        batch, before = batch_of(ppo), weights_of(ppo)
-        for step in range(2):
-            ppo.training_step(batch, step)
-        updates.append(moves(ppo, before))
-    for a, b in zip(*updates, strict=True):
-        assert norm(a) > 0.1 and relative_difference(a, b) < 1e-5
 
 
 def test_optimizers_keep_what_they_remember(tmp_path):
@@ -880,18 +781,6 @@ def logps_of(model, each):
     with torch.no_grad():
         logps = ActorVL(model, bf16=False)(each.sequences, each.action_mask.size(1), each.attention_mask, **media)
     return torch.where(each.action_mask, logps, 0)
-
-
-def test_divergence_in_the_reward(tmp_path):
-    """Uses k1 at each action."""
-    ppo = make(tmp_path, ref=reference_of("image"), init_kl_coef=0.5, gamma=1.0, lambd=1.0)
-    rewards, _, (each,) = rewarded(ppo, image_rows(2))
-    k1 = logps_of(load("qwen2_5_vl")[0], each) - logps_of(moved("qwen2_5_vl")["model"], each)
-    assert k1.abs().max() > 0.01
-    to_come = k1.flip(1).cumsum(1).flip(1)
-    expected = torch.where(each.action_mask, torch.tensor(rewards)[:, None] - 0.5 * to_come, 0)
-    assert_close(each.returns, expected, rtol=1e-4, atol=1e-4)
-    assert ppo.strategy.kl_in_reward
 
 
 @pytest.mark.parametrize("kind", KINDS_OR_SLOW)
@@ -961,7 +850,7 @@ def test_average_of_the_weights(lora_rank, tmp_path):
     policy, ema = (actor_of("image", lora_rank=lora_rank) for _ in range(2))
     ppo, (update, _) = fitted(tmp_path, image_rows(4), policy=policy, ema=ema, ema_beta=0.7)
     assert ppo.strategy.ema_decay == 0.7
-    averages, now = average_of(ppo), weights_of(ppo)  # the policy has its weights again
+    averages, now = average_of(ppo), weights_of(ppo.trainer.model)  # the policy has its weights again
     behind = {name: now[name] - averages[name] for name in update}
     assert norm(behind) > 0 and norm({name: update[name] - behind[name] for name in update}) > 0
     trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
@@ -988,7 +877,7 @@ def test_supervised_rows(kind, tmp_path):
     prompts, ids, mask = encode_supervised(supervised, processor, policy, [processor.tokenizer.eos_token_id])
     slow, likelihood = Slow(kind, ppo.strategy), 0.0
     for row, response in zip(rows, (own[keep.bool()] for own, keep in zip(ids, mask, strict=True)), strict=True):
-        inputs, start = slow.inputs(row, response)
+        inputs, start = encoded(processor, row, response.tolist())
         logps = slow.policy(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
         likelihood = likelihood + logps.gather(-1, response[:, None]).sum() / mask.sum()
     slow.policy_loss, slow.value_loss = -0.5 * likelihood, sum(p.sum() for p in slow.critic_parameters().values())
@@ -1016,20 +905,9 @@ def test_supervised_rows_that_are_missing_or_not_used(tmp_path):
 # Evaluation
 
 
-def equal(a, b) -> bool:
-    """Returns whether two nested states are equal bit for bit."""
-    if isinstance(a, (torch.Tensor, np.ndarray)):
-        return (a == b).all().item() if a.shape == b.shape else False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
 def average_of(ppo) -> dict:
     with ppo.trainer.ema_weights():
-        return weights_of(ppo)
+        return weights_of(ppo.trainer.model)
 
 
 def state_of(ppo) -> dict:
@@ -1078,23 +956,17 @@ def test_evaluation_changes_nothing(greedy, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_evaluation(kind, tmp_path):
+def test_greedy_evaluation(kind, tmp_path, caplog, monkeypatch):
     """Responses equal those of `generate` for single prompts, whatever the sampling options."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
     options = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "temperature": 0.5}
     ppo = make(tmp_path, kind, policy=actor_of(kind, temperature=0.5), **options)
     rows = list(KINDS[kind].rows(5))
-    logging.getLogger("transformers").addHandler(handler)
-    try:
-        results = ppo.evaluate(loader(rows), 0)
-    finally:
-        logging.getLogger("transformers").removeHandler(handler)
-    assert [message for message in messages if "flag" in message] == []
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    results = ppo.evaluate(loader(rows), 0)
+    assert "flag" not in caplog.text
     slow, responses = Slow(kind, ppo.strategy), []
     for row in rows:
-        inputs, start = slow.inputs(row, torch.tensor([], dtype=torch.long))
+        inputs, start = encoded(slow.processor, row, [])
         suppressed = [slow.policy.config.image_token_id if kind == "image" else slow.policy.config.audio_token_id]
         suppressed += [slow.policy.config.video_token_id] if kind == "image" else []
         ids = slow.policy.generate(
@@ -1225,10 +1097,10 @@ def test_what_a_checkpoint_holds(tmp_path):
 
 def test_checkpoints_of_models_alone(tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2}
-    fitted(tmp_path, image_rows(4), config=config, disable_ds_ckpt=True)
+    fitted(tmp_path, image_rows(4), config=config, disable_ds_ckpt=True, ema=actor_of("image"))
     names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert {"model.safetensors", "critic"} <= names
-    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt"} & names
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt", "ema.safetensors"} & names
 
 
 def test_logs_and_checkpoints_of_a_loop_of_ones_own(tmp_path):
@@ -1432,7 +1304,7 @@ def test_critic_by_default(tmp_path):
     assert not mine & {parameter.data_ptr() for parameter in backbone.values()}
     rewards, _, (each,) = rewarded(ppo, image_rows(2))
     assert not each.values.any() and each.returns.any()
-    before = weights_of(ppo)
+    before = weights_of(ppo.trainer.model)
     for part in (0, 4):
         ppo.training_step(make_experience_batch(split_experience_batch(each)[part : part + 4]), 0)
     _, critic = moves(ppo, before)
@@ -1441,7 +1313,7 @@ def test_critic_by_default(tmp_path):
 
 def test_gradient_norm(tmp_path):
     ppo = make(tmp_path, config=ONE, max_norm=0.01)
-    before = weights_of(ppo)
+    before = weights_of(ppo.trainer.model)
     status = ppo.training_step(batch_of(ppo, 4), 0)
     policy, critic = moves(ppo, before)
     assert status["grad_norm"] > 0.1
@@ -1484,7 +1356,7 @@ def test_updates_without_a_finite_gradient(tmp_path):
     items = experience_of(ppo)[1][:4]
     ppo.training_step(make_experience_batch(items), 0)
     broken = make_experience_batch([replace(item, advantages=item.advantages * torch.inf) for item in items])
-    before = weights_of(ppo)
+    before = weights_of(ppo.trainer.model)
     assert ppo.training_step(broken, 1)["skipped_updates"] == 1
     assert all(norm(part) == 0 for part in moves(ppo, before))
     assert ppo.training_step(make_experience_batch(items), 2)["skipped_updates"] == 0
@@ -1523,12 +1395,11 @@ def test_options_of_the_rollout(tmp_path):
     assert not ppo.trainer.args.dataloader_pin_memory
     ppo = make(tmp_path, max_new_tokens=3, gamma=0.5, lambd=0.25)
     assert (ppo.strategy.gamma, ppo.strategy.lam, ppo.strategy.max_completion_length) == (0.5, 0.25, 3)
-    torch.manual_seed(0)
-    (each,) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
-    lengths, gains = each.action_mask.sum(1, keepdim=True), each.info["reward"][:, None]
+    _, _, (each,) = rewarded(ppo, image_rows(2))
     assert each.action_mask.size(1) <= 3
-    rewards = torch.zeros_like(each.values).scatter(1, lengths - 1, gains)
-    _, returns = ppo.experience_maker.get_advantages_and_returns(each.values, rewards, each.action_mask, 0.5, 0.25)
+    _, returns = gae(
+        token_rewards(each.info["reward"], each.action_mask), each.values, each.action_mask, gamma=0.5, lam=0.25
+    )
     assert_close(each.returns, returns)
     noting = Noting()
     rewarded(make(tmp_path, micro_rollout_batch_size=3, reward_fn=noting), image_rows(2))
@@ -1541,9 +1412,8 @@ def test_options_of_the_rollout(tmp_path):
 CRITIC_FREE = {"advantage_estimator": "group_norm"}
 
 
-@pytest.mark.parametrize("kind", KINDS_OR_SLOW)
-def test_without_a_critic(kind, tmp_path):
-    ppo, (policy, critic) = fitted(tmp_path, KINDS[kind].rows(4), kind, config=CRITIC_FREE)
+def test_without_a_critic(tmp_path):
+    ppo, (policy, critic) = fitted(tmp_path, image_rows(4), config=CRITIC_FREE)
     assert norm(policy) > 1e-3 and critic == {}
     assert logged(ppo, "critic_loss") == logged(ppo, "critic_lr") == [] and len(logged(ppo, "policy_loss")) == 2
 
@@ -1686,26 +1556,21 @@ def test_truncated_responses_are_worth_what_the_critic_expects(kind, critic, tmp
     slow, n_cut = Slow(kind, ppo.strategy), 0
     items = [item for each in experiences for item in remove_padding_in_sequences(split_experience_batch(each))]
     for index, item in enumerate(items):
-        n = len(item.action_mask)
-        ids = item.sequences[len(item.sequences) - n :]
-        with torch.no_grad():
-            if critic == "bare":
-                values = (item.sequences[len(item.sequences) - n - 1 :] % 11 / 10.0).tolist()
-            else:
-                inputs, start = slow.inputs(rows[index // 4], ids)
-                hidden = slow.critic.base_model(**inputs).last_hidden_state[0, start - 1 :]
-                values = (hidden @ slow.weight[0] + slow.bias).tolist()
+        ids = item.sequences[len(item.sequences) - len(item.action_mask) :]
+        if critic == "bare":
+            values = item.sequences[len(item.sequences) - len(ids) - 1 :] % 11 / 10.0
+        else:
+            inputs, start = encoded(slow.processor, rows[index // 4], ids.tolist())
+            hidden = slow.critic.base_model(**inputs).last_hidden_state[0, start - 1 :]
+            values = (hidden @ slow.weight[0] + slow.bias).detach()
         cut = ids[-1].item() not in EOS
         n_cut += cut
         assert item.info["truncated"].item() == cut
-        assert item.values.tolist() == pytest.approx(values[:-1], abs=1e-4)
-        follows, running, returns = values[-1] if cut else 0.0, 0.0, []
-        for t in reversed(range(n)):
-            reward = item.info["reward"].item() if t == n - 1 else 0.0
-            running = reward + 0.9 * follows - values[t] + 0.9 * 0.8 * running
-            follows = values[t]
-            returns.insert(0, running + values[t])
-        assert item.returns.tolist() == pytest.approx(returns, abs=1e-4)
+        assert_close(item.values, values[:-1], rtol=0, atol=1e-4)
+        mask, after = item.action_mask[None], values[-1:] * cut
+        rewards = token_rewards(item.info["reward"].view(1), mask)
+        _, returns = gae(rewards, values[None, :-1], mask, gamma=0.9, lam=0.8, bootstrap=after)
+        assert_close(item.returns, returns[0], rtol=0, atol=1e-4)
     assert 0 < n_cut < len(items)
 
 

@@ -15,6 +15,7 @@ from helpers.resumed_runs import (
     answered,
     answered_audio,
     checkpoint,
+    equal,
     few_live,
     logged,
     same_weights,
@@ -73,16 +74,6 @@ CASES = {
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     return straight_runs(CASES, tmp_path_factory)
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 def state(trainer) -> dict:

@@ -1,28 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-The interface of the reference pages: its names, its helpers, and its composed parts, which train like the trainer.
-"""
+"""The interface of the reference pages: its names and its helpers."""
 
 import dataclasses
-import functools
 import importlib
 import inspect
 
 import pytest
 import torch
-from helpers.reference import media_of
-from helpers.samplers import Wrapped
-from helpers.trainer_utils import audio_rows, images_rows, length_and_sum, load, norm, relative_difference, run
+from helpers.trainer_utils import audio_rows, length_and_sum, load
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import trl_multimodal_rft as package
-from trl_multimodal_rft import MultimodalGRPOTrainer, lightrft
-from trl_multimodal_rft.algorithms.losses import aggregate
+from trl_multimodal_rft import lightrft
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, ReplayBuffer
 from trl_multimodal_rft.lightrft.models import compute_approx_kl, compute_reward, masked_mean
 from trl_multimodal_rft.lightrft.trainer import NaiveReplayBuffer, experience, replay_buffer_utils
-from trl_multimodal_rft.lightrft.trainer.experience import Experience, Samples
+from trl_multimodal_rft.lightrft.trainer.experience import Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
@@ -272,13 +266,21 @@ def test_masked_mean_of_the_reference():
 
 def test_buffer_of_the_reference():
     """Runs LightRFT's loop: append, normalize, a DataLoader over it, clear."""
-    experiences = sampled("qwen2_audio")
-    buffer, expected = NaiveReplayBuffer(3), filled("qwen2_audio")
+    model, processor = load("qwen2_audio")
+    maker = NaiveExperienceMaker(
+        *(ActorAL(model, bf16=False, packing_samples=True), None, None, None, processor.tokenizer, 512, None),
+        strategy=ExperienceConfig(n_samples_per_prompt=4, micro_rollout_batch_size=4, progress=False),
+        reward_fn=length_and_sum,
+        processor=processor,
+    )
+    torch.manual_seed(0)
+    experiences = maker.make_experience_list(list(audio_rows(2)), max_new_tokens=8, eos_token_id=[*range(50, 110)])
+    buffer, expected = NaiveReplayBuffer(3), ReplayBuffer()
     for each in experiences:
-        buffer.append(each)
+        buffer.append(each), expected.append(each)
     buffer.normalize("advantages", ExperienceConfig())
     expected.normalize("advantages")
-    assert len(buffer) == 2 * GROUP and len(buffer.sample().sequences) == 3
+    assert len(buffer) == 2 * 4 and len(buffer.sample().sequences) == 3
     batches = list(DataLoader(buffer, batch_size=buffer.sample_batch_size, collate_fn=buffer.collate_fn))
     assert [len(batch.sequences) for batch in batches] == [3, 3, 2]
     for batch, again in zip(batches, expected.batches(batch_size=3, shuffle=False), strict=True):
@@ -298,130 +300,3 @@ def test_names_of_the_reference_interface():
     assert {*names, "Actor", "Critic"} <= set(dir(lightrft))
     assert all(getattr(lightrft, name).__name__ == name for name in ("Actor", "Critic"))
     assert not hasattr(lightrft, "Acting")
-
-
-# From prompts to an update
-
-FAMILIES = {
-    "qwen2_audio": (ActorAL, lambda: audio_rows(2), ["audio_values", "audio_attention_mask"]),
-    "qwen2_5_vl": (ActorVL, lambda: images_rows(2), ["pixel_values", "image_grid_thws"]),
-}
-GROUP, LONGEST = 4, 8
-LEARNING_RATE = 1.0  # large enough that the rounding of the weights barely affects their difference
-ENDS = list(range(50, 110))  # enough tokens that responses differ in length
-ROUTES = {
-    "packed": {"packing_samples": True, "max_tokens": 120},
-    "packed with a sample each": {"packing_samples": True, "batch_size": 1},
-    "padded": {"batch_size": 3},
-    "padded within a budget": {"max_tokens": 120},
-}
-
-
-@functools.cache
-def sampled(family: str) -> list[Experience]:
-    """Returns two groups, each an experience; the second group's prompt is longer and has other media."""
-    cls, rows, _ = FAMILIES[family]
-    model, processor = load(family)
-    maker = NaiveExperienceMaker(
-        cls(model, bf16=False, packing_samples=True),
-        critic=None,
-        reward_model=None,
-        initial_model=None,
-        tokenizer=processor.tokenizer,
-        prompt_max_len=512,
-        kl_controller=None,
-        strategy=ExperienceConfig(n_samples_per_prompt=GROUP, micro_rollout_batch_size=GROUP, progress=False),
-        reward_fn=length_and_sum,
-        processor=processor,
-    )
-    torch.manual_seed(0)
-    return maker.make_experience_list(list(rows()), max_new_tokens=LONGEST, eos_token_id=ENDS)
-
-
-def filled(family: str) -> ReplayBuffer:
-    buffer = ReplayBuffer()
-    for each in sampled(family):
-        buffer.append(each)
-    return buffer
-
-
-@functools.cache
-def trained(family: str) -> dict[str, torch.Tensor]:
-    """Returns the trainer's result on the same responses."""
-    responses: dict[tuple, list[list[int]]] = {}
-    for item in filled(family):
-        n_actions = len(item.action_mask)
-        prompt, response = item.sequences[:-n_actions].tolist(), item.sequences[-n_actions:].tolist()
-        responses.setdefault(tuple(prompt), []).append(response)
-
-    class Replaying(Wrapped):
-        def __call__(self, model, prompts, **options):
-            return [responses[tuple(prompt.input_ids.tolist())].pop(0) for prompt in prompts], None
-
-    result = run(
-        MultimodalGRPOTrainer,
-        family,
-        FAMILIES[family][1](),
-        sampler=Replaying,
-        num_generations=GROUP,
-        max_completion_length=LONGEST,
-        max_steps=1,
-        loss_type="dapo",
-        advantage_estimator="group_norm",
-        learning_rate=LEARNING_RATE,
-    )
-    assert not any(responses.values())
-    return result.update
-
-
-def policy_loss(actor, batch: Experience, n_tokens: int) -> torch.Tensor:
-    """Computes PPO's clipped loss, the batch's part of the sum over all actions; row by row if packed."""
-    if isinstance(batch.sequences, list):
-        logps = actor(
-            torch.cat(batch.sequences)[None],
-            num_actions=[len(mask) for mask in batch.action_mask],
-            packed_seq_lens=[len(ids) for ids in batch.sequences],
-            **media_of(batch),
-        )
-        columns = (torch.cat(c)[None] for c in (batch.action_log_probs, batch.advantages, batch.action_mask))
-    else:
-        width = batch.action_mask.size(1)
-        logps = actor(batch.sequences, width, batch.attention_mask, **media_of(batch))
-        columns = (batch.action_log_probs, batch.advantages, batch.action_mask)
-    old_logps, advantages, mask = columns
-    ratio = (logps - old_logps).exp()
-    assert_close(ratio[mask], torch.ones_like(ratio[mask]), rtol=0, atol=1e-4)
-    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return aggregate(loss, mask, "token-sum", n_tokens)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_parts_train_as_the_trainer(family, route):
-    options, buffer = ROUTES[route], filled(family)
-    lengths = [len(item.action_mask) for item in buffer]
-    assert len(set(lengths)) > 2 and max(lengths) <= LONGEST and all(item.advantages.all() for item in buffer)
-    n_tokens = sum(int(item.action_mask.sum()) for item in buffer)
-    actor = FAMILIES[family][0](load(family)[0], bf16=False, packing_samples=options.get("packing_samples", False))
-    optimizer = torch.optim.SGD(actor.parameters(), lr=LEARNING_RATE)
-    before = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
-    sizes = []
-    for batch in buffer.batches(**options):
-        policy_loss(actor, batch, n_tokens).backward()
-        sizes.append(len(batch.sequences))
-    optimizer.step()
-    update = {name: p.detach() - before[name] for name, p in actor.model.named_parameters()}
-    assert sum(sizes) == 2 * GROUP and len(sizes) > 1
-    assert norm(update) > 0
-    assert relative_difference(trained(family), update) < 1e-5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_buffer_holds_the_media_of_a_group_once(family):
-    buffer = filled(family)
-    for name in FAMILIES[family][2]:
-        storages = [getattr(item, name).untyped_storage() for item in buffer]
-        assert len({storage.data_ptr() for storage in storages}) == 2
-        first, second = getattr(buffer[0], name), getattr(buffer[-1], name)
-        assert [storage.nbytes() for storage in (storages[0], storages[-1])] == [first.nbytes, second.nbytes]
-        assert first.shape != second.shape or not torch.equal(first, second)

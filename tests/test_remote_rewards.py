@@ -15,15 +15,10 @@ import PIL.Image
 import pytest
 import soundfile
 import soxr
-import torch
 from helpers.chats import RATE, audio, image, video
 from helpers.files import image_file, video_file
-from helpers.reward_server import DRIPS, dripping
-from helpers.trainer_utils import load
 
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.lightrft import ActorVL
-from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.rewards import RemoteReward
 
 
@@ -328,36 +323,6 @@ def test_servers_may_ask_for_a_minute(serve, asked, waited, waits):
     assert waits == [waited]
 
 
-@pytest.mark.parametrize("start", DRIPS)
-def test_answers_that_drip_end_with_their_time(start):
-    """No single read takes long, but all reads together would."""
-    started = time.monotonic()
-    with dripping(start) as url, pytest.raises(RuntimeError, match="in time"):
-        RemoteReward(url, timeout=0.5, retries=0)([SECRET], ["a"])
-    assert time.monotonic() - started < 60
-
-
-def test_answers_that_break_off_are_asked_again():
-    """The first connection closes in the middle of the body, the second one answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        whole = b'{"rewards": [1]}'
-
-        def answer():
-            for body in (whole[:5], whole):
-                connection, _ = listener.accept()
-                with connection:
-                    while b"completions" not in connection.recv(2**16):
-                        pass
-                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(whole)}\r\nConnection: close\r\n\r\n"
-                    connection.sendall(head.encode() + body)
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
-        assert RemoteReward(url, backoff=0.001, timeout=60.0)(["?"], ["a"]) == [1]
-        thread.join(5)
-
-
 def test_redirects_do_not_get_the_payload(serve):
     other = serve()
     server = serve(lambda request: (307, {}))
@@ -428,83 +393,3 @@ def test_the_first_failure_stops_all(serve):
     with pytest.raises(RuntimeError, match="answered 400"):
         RemoteReward(server.url, batch_size=1, concurrency=1)(["?"] * 20, ["a"] * 20, labels=list(range(20)))
     assert len(server.requests) < 20
-
-
-# In the experience maker
-
-
-def make(*servers, rows=None, **arguments):
-    """Returns the experience of two responses to each row, which depend only on a seed."""
-    model, processor = load("qwen2_5_vl")
-    options = {"n_samples_per_prompt": 2, "micro_rollout_batch_size": 3, "label_column": "answer", "progress": False}
-    urls = [server.url for server in servers]
-    arguments |= {"remote_rm_url": urls if len(urls) > 1 else urls[0], "processor": processor}
-    actor, tokenizer = ActorVL(model, bf16=False), processor.tokenizer
-    maker = NaiveExperienceMaker(
-        actor, None, None, None, tokenizer, 512, None, ExperienceConfig(**options), **arguments
-    )
-    torch.manual_seed(0)
-    experiences = maker.make_experience_list(rows or ROWS, max_new_tokens=4)
-    return maker, experiences, torch.cat([each.info["reward"] for each in experiences])
-
-
-ROWS = [
-    {"prompt": [{"role": "user", "content": "What is it?"}], "image": PICTURES[0], "answer": "a cat"},
-    {"prompt": [{"role": "user", "content": "Why?"}], "answer": None},
-    {"prompt": user({"type": "image", "image": PICTURES[1]}, {"type": "text", "text": "Who?"}), "answer": "a dog"},
-]
-
-
-def test_experience_maker(serve):
-    server = serve()
-    maker, experiences, rewards = make(server, rows=[{**row, "labels": "not these"} for row in ROWS])
-    assert [len(request["completions"]) for request in server.requests] == [3, 3]
-    sent = {name: sum((request[name] for request in server.requests), []) for name in server.requests[0]}
-    assert set(sent) == {"prompts", "completions", "queries", "labels", "images"}
-    assert sent["labels"] == ["a cat"] * 2 + [None] * 2 + ["a dog"] * 2
-    assert sent["prompts"] == ["<image>What is it?"] * 2 + ["Why?"] * 2 + ["<image>Who?"] * 2
-    ids = [each.sequences[:, -each.action_mask.size(1) :] for each in experiences]
-    texts = [words for each in ids for words in maker.tokenizer.batch_decode(each, skip_special_tokens=True)]
-    assert sent["completions"] == texts
-    assert sent["queries"] == [prompt + words for prompt, words in zip(sent["prompts"], texts, strict=True)]
-    assert [len(each) for each in sent["images"]] == [1, 1, 0, 0, 1, 1]
-    for i, picture in ((0, PICTURES[0]), (1, PICTURES[0]), (4, PICTURES[1]), (5, PICTURES[1])):
-        assert np.array_equal(pixels(sent["images"][i][0]), np.asarray(picture))
-    assert rewards.tolist() == [len(words) for words in texts]
-
-
-def test_rewards_of_several_servers_add_up(serve):
-    lengths, answers = serve(), serve(lambda request: {"rewards": [len(x) if x else None for x in request["labels"]]})
-    _, _, total = make(lengths, answers)
-    _, _, first = make(lengths)
-    # A function that doesn't apply leaves the other
-    assert (total - first).tolist() == [5, 5, 0, 0, 5, 5]
-
-
-def test_unscorable_responses_and_errors_reach_the_caller(serve):
-    server = serve(lambda request: {"rewards": [float(len(x)) if x else None for x in request["labels"]]})
-    _, experiences, rewards = make(server)
-    assert rewards.isnan().tolist() == [False, False, True, True, False, False]
-    assert not any(each.advantages.any() for each in experiences)  # the other groups have equal rewards
-    server = serve(lambda request: (400, {"detail": "no"}))
-    with pytest.raises(RuntimeError, match=f"{server.url} answered 400"):
-        make(server)
-
-
-def test_reward_fn_and_recipe_combine_servers(serve):
-    servers = serve(lambda request: {"rewards": [1.0] * len(request["prompts"])}), serve()
-
-    def combine(model_reward_list, labels, label_map):
-        chosen = model_reward_list[label_map["length"]]
-        return [float(r) if label else 0.0 for r, label in zip(chosen, labels, strict=True)], {"all": chosen}
-
-    _, experiences, rewards = make(*servers, reward_fn=combine, reward_fn_label_map={"one": 0, "length": 1})
-    _, _, lengths = make(servers[1])
-    assert rewards.tolist() == [*lengths[:2], 0, 0, *lengths[4:]]
-    assert torch.cat([each.info["reward_metrics"]["all"] for each in experiences]).tolist() == lengths.tolist()
-    recipe = {"a cat": [("rule", "one", 3.0), ("rule", "length", 1.0)], "a dog": [("rule", "length", 2.0)]}
-    rows = [ROWS[0], ROWS[2]]
-    arguments = {"reward_recipe": recipe, "reward_fn_label_map": {"one": 0, "length": 1}}
-    _, _, rewards = make(*servers, rows=rows, **arguments)
-    _, _, lengths = make(servers[1], rows=rows)
-    assert rewards.tolist() == [lengths[0] + 3, lengths[1] + 3, 2 * lengths[2], 2 * lengths[3]]

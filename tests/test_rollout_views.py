@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from helpers.encoding import extended
 from helpers.marks import slow_but
 from helpers.samplers import Remembers
 from helpers.trainer_utils import (
@@ -102,12 +103,8 @@ def decoded(trainer, inputs):
 
 def own_logps(model, inputs, ids):
     """Log-probabilities of a completion by a plain forward."""
-    whole = {"input_ids": torch.cat([inputs["input_ids"][0], ids])[None]}
-    for name, value in inputs.items():
-        if value.shape == inputs["input_ids"].shape and name != "input_ids":
-            whole[name] = torch.nn.functional.pad(value, (0, len(ids)), value=float(name == "attention_mask"))
     with torch.no_grad():
-        logits = model(**{**inputs, **whole}).logits[0, -len(ids) - 1 : -1]
+        logits = model(**extended(inputs, ids)).logits[0, -len(ids) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 

@@ -12,6 +12,7 @@ from helpers.completions import G, random_completions
 from helpers.encoding import encode_chats
 from helpers.families import SPECIAL
 from helpers.marks import slow_but
+from helpers.synthetic import gradients
 from helpers.trainer_utils import InjectedOurs, image_rows, norm, relative_difference, run, text_rows
 from peft import LoraConfig
 
@@ -47,13 +48,6 @@ def build(name):
 
 def text_prompts(sizes):
     return [EncodedPrompt(60 + torch.arange(n), {}, {}, torch.arange(n)[None]) for n in sizes]
-
-
-def gradients(model, logps):
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-    model.zero_grad(set_to_none=True)
-    (logps * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def own_logps(model, prompts, ids, mask):

@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset
 from trl import DistillationTrainer
 
+from helpers.encoding import extended
 from helpers.families import encode
 from helpers.samplers import pseudo_random
 from helpers.tools import first_calls
@@ -62,13 +63,7 @@ def by_hand(student, teacher, processor, contents, completions, *, beta, read=No
         for model, each in ((student, content), (teacher, own)):
             with torch.set_grad_enabled(not log_probs):
                 inputs = encode(processor, [{"role": "user", "content": each}])
-                n_prompt = inputs["input_ids"].size(1)
-                for name, value in inputs.items():
-                    if value.shape[:2] == (1, n_prompt):  # a value per token
-                        more = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids))}.get(name)
-                        more = value.new_zeros(1, len(ids)) if more is None else more[None].to(value.dtype)
-                        inputs[name] = torch.cat([value, more], dim=1)
-                logits = model(**inputs).logits[0, -len(ids) - 1 : -1]
+                logits = model(**extended(inputs, torch.tensor(ids))).logits[0, -len(ids) - 1 : -1]
                 log_probs.append((logits / temperature).log_softmax(-1))
         entropy -= (log_probs[0].exp() * log_probs[0]).sum().item()
         if top_k is not None:

@@ -47,3 +47,13 @@ def assert_same_features(prompt, expected):
         if "second_per_grid" in key:  # frames in an array have no known rate
             continue
         assert got is None if not prompt.modalities and got is None else torch.equal(got, expected[key]), key
+
+
+def extended(inputs, ids: torch.Tensor, **fill) -> dict:
+    """Returns a prompt's inputs with a completion, whose values per token are 0, or those of `fill`."""
+    shape, fill = inputs["input_ids"].shape, {"attention_mask": 1, **fill}
+    per_token = {name: value for name, value in inputs.items() if value.shape == shape}
+    padded = {
+        name: torch.nn.functional.pad(v, (0, len(ids)), value=fill.get(name, 0)) for name, v in per_token.items()
+    }
+    return {**inputs, **padded, "input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}

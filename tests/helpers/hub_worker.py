@@ -28,8 +28,8 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, Trai
 from transformers.utils.hub import hf_api
 
 from helpers.files import video_file
-from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, load, make_trainer, text_rows, video_rows
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from helpers.trainer_utils import InjectedOurs, audio_rows, image_rows, load, make_trainer, text_rows
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.models import Critic
 from trl_multimodal_rft.models.critic import policy_alone
 
@@ -254,16 +254,6 @@ def refused(folder: Path) -> dict:
     return result
 
 
-def video(folder: Path) -> dict:
-    options = {"hub_model_id": "someone/video", "max_steps": 1, "hub_private_repo": True}
-    trainer = make_trainer(MultimodalRLOOTrainer, "qwen2_5_vl", video_rows(8), folder / "out", **options)
-    trainer.train()
-    trainer.push_to_hub()
-    with without_token():
-        denied = refusal(lambda: ModelCard.load("someone/video"))
-    return {**ask("someone/video"), "denied": denied}
-
-
 def mixed(folder: Path) -> dict:
     """Images and audio in one policy, whose tables of completions go to a separate dataset."""
     from helpers.media_logs_worker import dataset  # it imports what the other scenarios don't need
@@ -277,23 +267,6 @@ def mixed(folder: Path) -> dict:
     trainer.commit_scheduler.trigger().result()
     trainer.commit_scheduler.stop()
     return ask("someone/omni")
-
-
-def ppo_lora_audio(folder: Path) -> dict:
-    """The critic is a head on the policy, and the trainer saves the adapter during training."""
-    model, processor = load("qwen2_audio")
-    model.push_to_hub("someone/audio-base")
-    processor.push_to_hub("someone/audio-base")
-    objects = {"model": "someone/audio-base", "peft_config": LoraConfig(target_modules=["q_proj"])}
-    options = {**PUSHED, "hub_strategy": "every_save", "hub_model_id": "someone/ppo-adapter", "max_steps": 1}
-    options |= {"shared_trunk": True, "ema_decay": 0.5}
-    trainer = make_trainer(
-        MultimodalPPOTrainer, "qwen2_audio", audio_rows(8), folder / "out", objects=objects, **options
-    )
-    trainer.train()
-    during = sorted(HfApi().list_repo_files("someone/ppo-adapter"))
-    trainer.push_to_hub()
-    return {**ask("someone/ppo-adapter"), "during": during}
 
 
 def main(folder: Path, scenarios: list[str]) -> None:

@@ -5,6 +5,8 @@ import functools
 
 import torch
 
+from helpers.encoding import extended
+from helpers.families import encode
 from helpers.trainer_utils import Injected, Recording, RemembersPacking, image_rows, length_and_sum, moved
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.models import Critic
@@ -63,3 +65,13 @@ def critic_of(family, distance=0.03):
         for own, value in zip(critic.head.parameters(), head_weights(), strict=True):
             own.copy_(value)
     return critic
+
+
+def encoded(processor, row, completion):
+    """Returns the inputs of a plain forward pass, and the length of the prompt."""
+    blocks = [{"type": kind, kind: row[kind]} for kind in ("image", "audio", "video") if kind in row]
+    if "audio" in row:
+        blocks[0]["audio"] = row["audio"]["array"]
+    blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
+    inputs = dict(encode(processor, [{"role": "user", "content": blocks}]))
+    return extended(inputs, torch.tensor(completion).long()), inputs["input_ids"].size(1)

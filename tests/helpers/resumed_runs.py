@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,9 +126,19 @@ def logged(trainer, but: Collection[str] = ()) -> list[dict]:
     ]
 
 
+def equal(a, b) -> bool:
+    """Returns whether two nested states are equal bit for bit."""
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return (a == b).all().item() if a.shape == b.shape else False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
 def same_weights(a, b) -> bool:
-    a, b = a.model.state_dict(), b.model.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return equal(a.model.state_dict(), b.model.state_dict())
 
 
 # A generation batch has four prompts and trains in two epochs of two optimizer steps each. The dataset has five
