@@ -22,9 +22,11 @@ from helpers.marks import slow_but
 from helpers.resumed_runs import REUSED, same_weights
 from helpers.trainer_utils import image_rows, make_trainer
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.trainers import checkpoints
 from trl_multimodal_rft.trainers.checkpoint_files import replace_folder
 from trl_multimodal_rft.trainers.manifest import (
     measure_together,
@@ -311,6 +313,12 @@ def test_shards_are_refused_before_anything_loads(trainer_class, tmp_path):
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="was saved with FSDP's `SHARDED_STATE_DICT`, and this run is without FSDP"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_models_alone_are_saved_whole_beside_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "writes_shards", lambda accelerator: True)
+    make(tmp_path, save_only_model=True).train()
+    assert load_file(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
 
 
 class Touched(TrainerCallback):

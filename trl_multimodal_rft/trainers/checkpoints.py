@@ -331,8 +331,9 @@ class CheckpointMixin(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         self._refuse_broken_weights(f"the model isn't saved in {str(folder)!r}; what is saved there stays")
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
-        published = args.push_to_hub and args.hub_strategy != HubStrategy.END
-        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not published:
+        # Shards are no model for others, and come with the optimizer's
+        whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        if folder.parent.name == PARTIAL and writes_shards(self.accelerator) and not whole:
             save_without_weights(self.accelerator, self.model, self.processing_class, folder, args.should_save)
             return
         with gathering(self.accelerator):
