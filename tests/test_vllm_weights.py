@@ -16,10 +16,12 @@ from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_by_name import OMNI, whole_omni
 from torch import nn
+from trl.generation.vllm_client import VLLMClient
 
 from trl_multimodal_rft.generation import vllm, vllm_weights
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 from trl_multimodal_rft.generation.vllm_adapters import EngineAdapter
+from trl_multimodal_rft.generation.vllm_server import ServerGroup
 from trl_multimodal_rft.generation.vllm_weights import checkpoint_layer, checkpoint_weights, load_and_find_unread
 from trl_multimodal_rft.models.pretrained import load_model
 
@@ -217,6 +219,21 @@ def test_weights_are_converted_when_their_group_has_arrived():
     assert len(joined) == 4
     for last in joined.values():
         assert "v_proj" in last
+
+
+def test_a_transfer_that_fails_goes_on_gathering(monkeypatch):
+    """Other ranks gather each weight with the one that sends it, and would wait for it."""
+    gathered = []
+
+    def fail(client, metadata, named_params):
+        next(named_params)
+        raise RuntimeError("a server is gone")
+
+    monkeypatch.setattr(VLLMClient, "update_named_params", fail)
+    weights = ((str(i), gathered.append(i)) for i in range(4))
+    with pytest.raises(RuntimeError, match="a server is gone"):
+        ServerGroup.update_named_params(object.__new__(ServerGroup), [], weights)
+    assert gathered == [0, 1, 2, 3]
 
 
 def test_weights_that_no_one_reads():

@@ -71,7 +71,7 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
     return {
         **(drawn if config.do_sample else {"temperature": 0.0}),
         "max_tokens": config.max_new_tokens,
-        **ends_of_text(config.eos_token_id),
+        **({} if config.eos_token_id is None else ends_of_text(config.eos_token_id)),
         "logit_bias": dict.fromkeys(config.suppress_tokens or (), -100.0),
         "detokenize": False,
     }

@@ -167,6 +167,15 @@ class ServerGroup(ServerClient):
         pairs = zip(self.clients, bodies, strict=True)
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
+    def update_named_params(self, metadata: Any, named_params: Iterator) -> None:
+        """Sends weights. After an error, the other ranks gather the rest with this one, before they hear of it."""
+        try:
+            super().update_named_params(metadata, named_params)
+        except Exception:
+            for _ in named_params:
+                pass
+            raise
+
 
 def _resume(client: ServerClient, kind: Any, error: BaseException | None, trace: Any) -> None:
     """Ends a pause. Where an error ends it, that is the one to see."""
