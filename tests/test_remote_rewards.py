@@ -323,6 +323,27 @@ def test_servers_may_ask_for_a_minute(serve, asked, waited, waits):
     assert waits == [waited]
 
 
+def test_answers_that_break_off_are_asked_again():
+    """The first connection closes in the middle of the body, the second one answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        whole = b'{"rewards": [1]}'
+
+        def answer():
+            for body in (whole[:5], whole):
+                connection, _ = listener.accept()
+                with connection:
+                    while b"completions" not in connection.recv(2**16):
+                        pass
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(whole)}\r\nConnection: close\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/reward"
+        assert RemoteReward(url, backoff=0.001, timeout=60.0)(["?"], ["a"]) == [1]
+        thread.join(5)
+
+
 def test_redirects_do_not_get_the_payload(serve):
     other = serve()
     server = serve(lambda request: (307, {}))
