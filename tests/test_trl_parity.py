@@ -247,7 +247,7 @@ def test_sampling_equals_trl(trainers, options):
     theirs = run(trainers[0], FAMILY, dataset(), **options)
     ours = run(trainers[1], FAMILY, dataset(), keep_groups_together=False, **options)
     shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
-    assert shares and min(shares) >= 0.5
+    assert shares and min(shares) >= (0.5 if isinstance(ours.trainer, MultimodalGRPOTrainer) else 0.2)
     assert_equal(theirs, ours)
 
 

@@ -22,7 +22,8 @@ class Mixed(Remembers):
 
     def __call__(self, model, prompts, *, step, **options):
         if self.trainer.model.training and step < self.trainer.args.max_steps - 1:
-            return injected(self.trainer, len(prompts)), None
+            # Ends of text, of which there are many, are at no place but the last
+            return [[each + (each % 5 == 0) for each in ids] for ids in injected(self.trainer, len(prompts))], None
         return super().__call__(model, prompts, step=step, **options)
 
 
