@@ -193,7 +193,7 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
 def test_server_that_does_not_forget(server):
     group = ServerGroup([server], 1234, 1.0)
     group.clients[0].base_url += "/nowhere"
-    with pytest.raises(RuntimeError, match=rf"server at {server}/nowhere didn't answer /reset_encoder_cache \(404 "):
+    with pytest.raises(RuntimeError, match=rf"server at {server}/nowhere didn't answer /reset_encoder_cache \(404: "):
         group.reset_encoder_caches()
 
 
