@@ -101,18 +101,20 @@ def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
         assert not calls or {window for _, window, _ in calls} == {(7, 0), (-1, 0)}
 
 
-def test_windows_are_those_of_a_short_prompt():
+@pytest.mark.parametrize("name", ["cohere2_vision", "gemma3"])
+def test_windows_are_those_of_a_short_prompt(name):
     """A mask of the whole prompt would take 10 GiB at 100,000 tokens."""
-    model, _ = build("cohere2_vision")
-    (prompt,) = encode_chats(model, ALL_FAMILIES["cohere2_vision"].build()[1], [chat(text("up " * 300))])
+    model, _ = build(name)
+    (prompt,) = encode_chats(model, ALL_FAMILIES[name].build()[1], [chat(text("up " * 300))])
     squares = Squares()
     squares.size = len(prompt)
     with squares:
         found = masks.linear_masks(model, prompt, 5)
-    assert not prompt.token_fields and not squares.found
-    whole = masks._described_masks(model, len(prompt), 5, {})
+    assert not squares.found
+    fields = {each: torch.zeros(1, len(prompt) + 5, dtype=torch.long) for each in prompt.token_fields}
+    whole = masks._described_masks(model, len(prompt), 5, fields)
     windows = [{kind: mask and (mask.window, mask.prompt) for kind, mask in each.items()} for each in (found, whole)]
-    assert windows[0] == windows[1] == {"sliding_attention": (8, None), "full_attention": None}
+    assert windows[0] == windows[1] and windows[0]["sliding_attention"] == (8, None)
 
 
 class Scores(TorchFunctionMode):

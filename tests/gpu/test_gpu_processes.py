@@ -22,6 +22,14 @@ def one(tmp_path_factory):
     return Run("ddp", 1, SCENARIOS, tmp_path_factory.mktemp("one") / "run", "cuda").results()
 
 
+def test_ranks_exchange_groups_for_equal_work(tmp_path):
+    for rank in Run("ddp", 2, ["balanced"], tmp_path / "run", "cuda").results()["balanced"]:
+        assert rank["difference"] <= 1e-3
+        for kept, moved in zip(rank["kept"], rank["steps"], strict=True):
+            if "packing/rank_imbalance" in kept:
+                assert kept["packing/rank_imbalance"] > 1.2 > moved["packing/rank_imbalance"]
+
+
 @pytest.mark.parametrize("engine", PROCESSES)
 def test_trains_as_one_process(engine, one, tmp_path):
     if engine.startswith("zero"):

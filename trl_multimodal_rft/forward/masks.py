@@ -55,21 +55,22 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
         return cached
-    described = None
-    if not prompt.token_fields:
-        # Masks depend on distances alone, so that those of a short prompt tell the window
+    fill, described = family_of(model).token_field_fill, None
+
+    def fields(size: int, n_new: int) -> dict[str, torch.Tensor]:
+        given = prompt.token_fields.items()
+        after = {name: prompt.field_after(name, n_new, fill.get(name, 0)) for name, _ in given}
+        return {name: torch.cat([value[:size], after[name]])[None] for name, value in given}
+
+    if not any(value.any() for value in prompt.token_fields.values()):
+        # Of text, masks depend on distances alone, so that those of a short prompt tell the window
         config = model.config.get_text_config(decoder=True)
         windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
         if (size := 2 * max(windows) + 2) < len(prompt):
-            short = _described_masks(model, size, 1, {})
+            short = _described_masks(model, size, 1, fields(size, 1))
             described = short if _is_causal(short) else None
     if described is None:
-        fill = family_of(model).token_field_fill
-        fields = {
-            name: torch.cat([value, prompt.field_after(name, n_new, fill.get(name, 0))])[None]
-            for name, value in prompt.token_fields.items()
-        }
-        described = _described_masks(model, len(prompt), n_new, fields)
+        described = _described_masks(model, len(prompt), n_new, fields(len(prompt), n_new))
     prompt.mask_cache["linear"] = (n_new, described)
     return described
 
