@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import struct
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -320,6 +321,25 @@ def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_
     ahead.want([1])
     assert ahead.take(1)[0] == os.getpid()
     ahead.close()
+
+
+def test_processes_that_are_killed_within_an_answer_are_replaced(tmp_path):
+    """Their pool's thread waits for the rest of the answer."""
+
+    def read(row):
+        if row == 2 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.write(ahead._pool._result_queue._writer.fileno(), struct.pack("!i", 1000) + b"its begin")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+    ahead = PrefetchPool(read)
+    ahead.want(range(5))
+    thread = ahead._pool._executor_manager_thread
+    assert [ahead.take(row) for row in (2, 0, 1, 3, 4)] == [2, 0, 1, 3, 4]
+    ahead.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()  # which the interpreter would wait for at its end
 
 
 def test_workers_collect_nothing_of_their_parent():

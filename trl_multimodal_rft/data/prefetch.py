@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -20,6 +20,9 @@ from .columns import MediaError
 
 
 logger = logging.get_logger(__name__)
+
+# Between one look at whether workers live and the next, while a row is read
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class PrefetchPool:
@@ -36,6 +39,7 @@ class PrefetchPool:
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
         self._jobs: dict[int, Future] = {}
+        self._workers: list[multiprocessing.process.BaseProcess] = []
         self._can_fork = True
 
     def want(self, rows: Iterable[int]) -> None:
@@ -50,7 +54,7 @@ class PrefetchPool:
         """Returns a row that was read, and drops it here."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
-            found = job.result()
+            found = self._result(job)
         except BrokenProcessPool:
             found = self._isolate(row)
         return self._read(row) if found is None else pickle.loads(found)
@@ -62,12 +66,23 @@ class PrefetchPool:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
+    def _result(self, job: Future) -> bytes | None:
+        while not wait([job], timeout=_SECONDS_BETWEEN_LOOKS).done:
+            if self._pool is None or all(worker.is_alive() for worker in self._workers):
+                continue
+            # The pool's thread reads an answer that a killed worker has begun: it goes on at the end of the pipe
+            for worker in self._workers:
+                worker.kill()
+            self._pool._result_queue._writer.close()
+            raise BrokenProcessPool
+        return job.result()
+
     def _isolate(self, row: int) -> bytes | None:
         """Reads a row again, in isolation, after a worker died and all rows were lost: it may be the cause."""
         others = list(self._jobs)
         self.close()
         try:
-            return self._submit(row).result()
+            return self._result(self._submit(row))
         except BrokenProcessPool as error:
             self.close()
             raise MediaError(
@@ -101,6 +116,7 @@ class PrefetchPool:
             return self._pool.submit(_work, row)
         finally:
             gc.unfreeze()
+            self._workers = [*self._pool._processes.values()]
 
 
 _read: Callable[[int], Any]
