@@ -52,7 +52,7 @@ from trl_multimodal_rft.forward.attention import install_prefix_attention
 CASES = {"image": "qwen2_5_vl", "audio": "qwen2_audio", "long": "qwen2_5_vl", "long_audio": "qwen2_audio"}
 # Cases, group sizes, completion tokens, and which of them come first
 SIZES = {"tiny": (["image", "audio"], (2,), (8, 16), [("image", 8)])}
-USUAL_SIZES = [*CASES], (8, 16), (128, 1024), [target for target in TARGETS if target[0] in CASES]
+USUAL_SIZES = [*CASES], (8, 16), (128, 1024), [*TARGETS]
 LARGE = 8192  # rows of a matrix
 LINES = 5
 SAMPLING_SECONDS = 240

@@ -98,6 +98,7 @@ class Case:
     prompts: int
     group: int
     image_size: tuple[int, int] | None = None  # width and height in tokens
+    images: int = 1  # of each prompt
     varied: bool = False  # each image has half to one and a half times this width and height
     seconds: tuple[float, ...] = ()  # of each audio clip, at 25 tokens per second
     questions: tuple[str, ...] = ("What is in the image?", "Describe the image.", "How many things are there?")
@@ -107,6 +108,7 @@ CASES = {
     "image": Case(prompts=1, group=8, image_size=(28, 14)),
     "long": Case(prompts=1, group=8, image_size=(37, 36)),
     "varied": Case(prompts=2, group=8, image_size=(28, 14), varied=True),
+    "video": Case(prompts=1, group=8, image_size=(28, 14), images=40),  # 16,000 tokens; TRL takes frames alone
     "text": Case(
         prompts=4,
         group=2,
@@ -426,7 +428,7 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
     config = family.config(
         text_config={
             "vocab_size": preset.vocab_size or len(tokenizer),
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": 32768,
             **special,
             **preset.text,
         },
@@ -442,7 +444,7 @@ def build_model(preset: Preset, processor, device: str, seed: int, family: Famil
 
 
 def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5) -> Dataset:
-    """Builds `prompts` rows, each with a question and, unless the case is text-only, an image or audio of noise."""
+    """Builds `prompts` rows, each with a question and, unless the case is text-only, images or audio of noise."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(prompts):
@@ -451,7 +453,8 @@ def build_dataset(case: Case, prompts: int, seed: int, family: Family = QWEN2_5)
             scales = rng.uniform(0.5, 1.5, 2) if case.varied else (1, 1)
             tokens = (round(scale * size) for scale, size in zip(scales, case.image_size, strict=True))
             width, height = (2 * family.patch_size * each for each in tokens)
-            row["image"] = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            noise = rng.integers(0, 256, (case.images, height, width, 3), dtype=np.uint8)
+            row["images"] = [Image.fromarray(each) for each in noise]
         rows.append(row)
     dataset = Dataset.from_list(rows)
     if not case.seconds:

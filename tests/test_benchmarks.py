@@ -281,6 +281,9 @@ def test_project_runs_with_its_prompts_and_lengths():
         (case, tokens) for case in project.PROMPTS for tokens in project.COMPLETIONS
     ]
     assert all(row["update_ratio"] > 1 for row in rows)
+    for name, prompt in project.PROMPTS.items():  # which are measured, too
+        case = gpu_report.policy_update.CASES[name]
+        assert (case.images, *case.image_size) == (prompt.frames, prompt.width, prompt.height)
 
 
 SMALL_MASKS = ["--prompt-length", "400", "--completion-length", "200", "--group", "8", "--repetitions", "1"]

@@ -262,6 +262,8 @@ def test_placeholders_with_speculative_decoding(monkeypatch):
     made = speculating(monkeypatch, generation_kwargs={"logit_bias": {image: 2.0}})
     with pytest.raises(ValueError, match=f"`logit_bias` .here of token {image}. with `speculative_config`"):
         made.generate([])
+    with pytest.raises(ValueError, match="`min_p` with `speculative_config`"):  # of a server
+        speculating(monkeypatch, min_p=0.1).generate([])
 
 
 def test_acceptance_length(monkeypatch):
@@ -278,3 +280,10 @@ def test_acceptance_length(monkeypatch):
     assert made.acceptance_length() == 2.5
     counts |= {"drafts": 6, "accepted_tokens": 12}
     assert made.acceptance_length() == 4.0
+    # Of a server, in Prometheus' format, with two engines
+    made.mode, created = "server", 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09'
+    totals = {f"vllm:spec_decode_num_{name}_total": n + 1.0 for name, n in counts.items()}
+    lines = [f'{name}{{engine="{i}"}} {n}' for name, n in totals.items() for i in (0, 1)]
+    body = "\n".join(["# TYPE vllm:spec_decode_num_drafts_total counter", *lines, created, "vllm:other_total 1.0"])
+    made.vllm_client = SimpleNamespace(answer=lambda path, method: SimpleNamespace(body=body.encode()))
+    assert made.acceptance_length() == 1 + (26 - 12) / (14 - 6)

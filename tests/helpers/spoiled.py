@@ -106,7 +106,7 @@ KINDS = {
     "302": status(302, b"", outcome="ends"),
     "204": status(204, b"", outcome="ends"),
     "cut": Spoiled(lambda answer: "cut", "again", "(20 of 120 bytes)"),
-    "too large": Spoiled(lambda answer: (200, b" " * 2**21), "again", "more than 1,0"),
+    "too large": Spoiled(lambda answer: (200, b" " * 2**21 + json.dumps(answer).encode()), "again", "more than 1,0"),
     "never": Spoiled(lambda answer: "never", "ends", "(nothing whole in 0.3 s)"),
     "bytes by bytes": Spoiled(lambda answer: "drip", "ends", "(nothing whole in 0.3 s)"),
 }

@@ -73,7 +73,8 @@ class PrefetchPool:
             # The pool's thread reads an answer that a killed worker has begun: it goes on at the end of the pipe
             for worker in self._workers:
                 worker.kill()
-            self._pool._result_queue._writer.close()
+            queue: Any = self._pool._result_queue
+            queue._writer.close()
             raise BrokenProcessPool
         return job.result()
 

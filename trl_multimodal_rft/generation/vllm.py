@@ -2,9 +2,11 @@
 """Sampling with vLLM: TRL's engine, extended by media, adapters, and the names of weights in checkpoints."""
 
 import math
+import re
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -309,6 +311,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
         """A copy of options; without a bias of logits, which vLLM doesn't support with speculative decoding."""
         options = dict(options)
+        if self._speculates and options.get("min_p"):
+            raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of them.")
         bias = options.pop("logit_bias", None) if self._speculates else None
         if not bias:
             return options
@@ -324,11 +328,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         return {**options, "bad_words": [*options.get("bad_words", []), *words.values()]}
 
     def acceptance_length(self) -> float | None:
-        """Tokens per step of a colocated engine that speculates, since the last call; `None` where it tells none."""
-        if not self._speculates or self.mode == "server":
+        """Tokens per step of an engine that speculates, since the last call; `None` where it tells none."""
+        if not self._speculates:
             return None
         try:
-            counts = {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+            counts = self._counts()
         except AssertionError:  # the user has turned them off
             return None
         before = self._n_drafts, self._n_accepted
@@ -337,6 +341,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         )
         n_drafts = self._n_drafts - before[0]
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
+
+    def _counts(self) -> Mapping[str, float | None]:
+        """The engine's counters, or those of this rank's server."""
+        if self.mode != "server":
+            return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+        text = self.vllm_client.answer("/metrics", method="GET").body.decode()
+        counts: dict[str, float] = defaultdict(float)
+        for name, value in re.findall(r"^(vllm:\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE):
+            counts[name] += float(value)  # of several engines
+        return counts
 
     def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):

@@ -194,7 +194,7 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
 
 def acceptance(trainer: Any) -> dict[str, float]:
     """What the engine tells of its sampling."""
-    length = trainer.vllm_generation.acceptance_length() if _speculates(trainer.args) else None
+    length = trainer.vllm_generation.acceptance_length() if trainer.use_vllm else None
     return {} if length is None else {"sampling/acceptance_length": length}
 
 
