@@ -11,9 +11,15 @@ from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.synthetic import FAMILIES as SYNTHETIC
 from helpers.trainer_utils import image_rows, length_and_sum
 from peft import LoraConfig, get_peft_model
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import HeadRule, add_fused_head, head_rule
 from trl_multimodal_rft.forward.masks import sharing_obstacle
@@ -171,3 +177,27 @@ def test_a_copy_scores_by_its_own_weights():
     assert (plain - moved).abs().max() > 1e-2
     expected = moved[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that each rank gets of others."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.n_bytes += found.nbytes if "all_gather" in func.name() else 0
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shards_are_cast_before_they_are_joined(dtype):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        weight = DTensor.from_local(torch.ones(8, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with Gathered() as gathered:
+            joined = head._joined(weight, dtype)
+    finally:
+        dist.destroy_process_group()
+    assert joined.dtype == dtype and joined.shape == (16, 4) and gathered.n_bytes == joined.nbytes
+    assert torch.equal(joined[:8], torch.ones(8, 4, dtype=dtype))
