@@ -6,8 +6,6 @@ Slow steps run a plain model once per sample, without padding.
 """
 
 import copy
-import functools
-import json
 import logging
 import math
 import random
@@ -19,11 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import forked
 from helpers.chats import RATE
 from helpers.families import FAMILIES
 from helpers.ppo_runs import critic_of, encoded, head_weights, weights_of
-from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.resumed_runs import equal
 from helpers.trainer_utils import (
     audio_rows,
@@ -1582,82 +1578,3 @@ def test_model_card_names_media_and_columns(kind, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.pipeline_tag == f"{kind}-text-to-text" and kind in card.data.tags
     assert f"`{kind}`" in card.text and "`prompt`" in card.text
-
-
-# Processes
-
-
-class Processes:
-    """Results of each of several processes of `ppo_reference_worker.py`."""
-
-    def __init__(self, engine: str, n: int, folder: Path):
-        self.n, self.folder = n, folder
-        worker = Path(__file__).parent / "distributed" / "ppo_reference_worker.py"
-        # Without either, accelerate starts independent runs of one process each
-        switch = "ACCELERATE_USE_CPU" if engine == "ddp" else "ACCELERATE_USE_DEEPSPEED"
-        command, environment = python_command([worker, engine, folder], n), python_environment(**{switch: "true"})
-        outcome = forked.run(command, env=environment, capture_output=True, timeout=PATIENCE)
-        assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
-
-    def __getitem__(self, name: str) -> list[dict]:
-        results = []
-        for rank in range(self.n):
-            result = json.loads((self.folder / f"{name}-{rank}.json").read_text())
-            results.append({**result, "update": load_file(self.folder / f"{name}-{rank}.safetensors")})
-        return results
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    """Runs each kind once, on first use."""
-    return functools.cache(lambda engine, n: Processes(engine, n, tmp_path_factory.mktemp(f"{engine}-{n}")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_two_processes_train_as_one(engine, kind, processes):
-    (first, second), (alone,) = processes(engine, 2)[f"fit_{kind}"], processes("ddp", 1)[f"fit_{kind}"]
-    assert first["seed"] != second["seed"]  # they must sample differently
-    parts = [
-        {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
-        for part in ("model", "critic", "average")
-    ]
-    for part in parts:
-        assert norm(part) > 0.01
-        assert all(torch.equal(first["update"][name], second["update"][name]) for name in part)
-        assert relative_difference(part, {name: first["update"][name] for name in part}) <= 1e-5
-    assert len(alone["steps"]) == 2
-    # Extremes of micro-batches, which differ, and metrics that only one rank has
-    own = ("ratio/max", "clip_ratio/low_min", "clip_ratio/high_max", "step_time", "of_process")
-    for results in zip(first["steps"], second["steps"], alone["steps"], strict=True):
-        assert results[0].keys() - {"step_time"} == results[1].keys() - {"step_time"}
-        assert {"rollout/of_process_0", "rollout/of_process_1", "rollout/everywhere"} <= results[0].keys()
-        names = [name for name in results[2] if not any(part in name for part in own)]
-        assert {"policy_loss", "ptx_loss", "grad_norm", "kl_coef", "explained_variance", "rollout/reward_std"} <= set(
-            names
-        )
-        for name in names:
-            values = [result[name] for result in results]
-            assert values[0] == values[1] == pytest.approx(values[2], rel=1e-4, abs=1e-5), name
-    evaluated = [result["evaluated"] for result in (first, second, alone)]
-    assert evaluated[0] == evaluated[1] and evaluated[0]["num_samples"] == 5
-    for name in ("reward_mean", "reward_std", "response_length_mean", "everywhere_mean"):
-        assert evaluated[0][name] == pytest.approx(evaluated[2][name], rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_two_processes_go_on_from_a_checkpoint(engine, processes):
-    first, second = processes(engine, 2)["resumed"]
-    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
-    for rank in (first, second):
-        assert rank["otherwise"] == []
-        assert rank["logs"][0] == rank["logs"][1] and len(rank["logs"][0]) == 4
-        assert rank["evaluated"][0] == rank["evaluated"][1]
-
-
-@pytest.mark.slow
-def test_weights_in_parts_are_refused(processes):
-    for rank in processes("zero3", 2)["refused"]:
-        assert rank["message"].startswith("Experience is made and scored with whole weights")

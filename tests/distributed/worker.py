@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import distillation_scenarios
 import grpo_scenarios
+import lightrft_scenarios
 import mixed_scenarios
 import offload_scenarios
 import parts_scenarios
@@ -32,7 +33,9 @@ def main():
         enable_fsdp2_on_cpu()
     rank = start(timeout=timedelta(seconds=COLLECTIVE)).process_index
     scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
-    scenarios |= vars(parts_scenarios) | vars(offload_scenarios) | vars(distillation_scenarios)
+    scenarios |= (
+        vars(parts_scenarios) | vars(offload_scenarios) | vars(distillation_scenarios) | vars(lightrft_scenarios)
+    )
     for name in SCENARIOS:
         # Before a collective fails, and its rank ends the others, each shows where it is
         faulthandler.dump_traceback_later(COLLECTIVE - 60)

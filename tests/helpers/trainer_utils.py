@@ -276,11 +276,16 @@ def moved(family: str, distance: float = 0.02) -> dict:
     from the folder of the family.
     """
     model, processor = load(family)
+    return {"model": shifted(model, distance), "processing_class": processor}
+
+
+def shifted(model, distance: float = 0.02):
+    """Returns a model after a random step."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += distance * torch.randn(parameter.shape, generator=generator)
-    return {"model": model, "processing_class": processor}
+    return model
 
 
 # Runs

@@ -1,0 +1,73 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""PPO with the interface of the reference system in two processes."""
+
+import functools
+
+import pytest
+import torch
+from helpers.trainer_utils import norm, relative_difference
+from launcher import Run
+
+
+pytestmark = [pytest.mark.lightrft, pytest.mark.slow]
+
+FITS = ["fit_image", "fit_audio", "fit_mixed"]
+SCENARIOS = {("ddp", 1): FITS, ("zero3", 2): ["refused_shards"]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Runs the scenarios of an engine once, on first use."""
+
+    def results(engine: str, n: int) -> dict[str, list[dict]]:
+        scenarios = SCENARIOS.get((engine, n), [*FITS, "resumed_episode"])
+        return Run(engine, n, scenarios, tmp_path_factory.mktemp("runs") / engine).results()
+
+    return functools.cache(results)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "mixed"])
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_two_processes_train_as_one(engine, kind, results):
+    (first, second), (alone,) = results(engine, 2)[f"fit_{kind}"], results("ddp", 1)[f"fit_{kind}"]
+    assert first["seed"] != second["seed"]  # they must sample differently
+    parts = [
+        {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}
+        for part in ("model", "critic", "average")
+    ]
+    for part in parts:
+        assert norm(part) > 0.01
+        assert all(torch.equal(first["update"][name], second["update"][name]) for name in part)
+        assert relative_difference(part, {name: first["update"][name] for name in part}) <= 1e-5
+    assert len(alone["steps"]) == 2
+    # Extremes of micro-batches, which differ, and metrics that only one rank has
+    own = ("ratio/max", "clip_ratio/low_min", "clip_ratio/high_max", "step_time", "of_process")
+    for results in zip(first["steps"], second["steps"], alone["steps"], strict=True):
+        assert results[0].keys() - {"step_time"} == results[1].keys() - {"step_time"}
+        assert {"rollout/of_process_0", "rollout/of_process_1", "rollout/everywhere"} <= results[0].keys()
+        names = [name for name in results[2] if not any(part in name for part in own)]
+        assert {"policy_loss", "ptx_loss", "grad_norm", "kl_coef", "explained_variance", "rollout/reward_std"} <= set(
+            names
+        )
+        for name in names:
+            values = [result[name] for result in results]
+            assert values[0] == values[1] == pytest.approx(values[2], rel=1e-4, abs=1e-5), name
+    evaluated = [result["evaluated"] for result in (first, second, alone)]
+    assert evaluated[0] == evaluated[1] and evaluated[0]["num_samples"] == 5
+    for name in ("reward_mean", "reward_std", "response_length_mean", "everywhere_mean"):
+        assert evaluated[0][name] == pytest.approx(evaluated[2][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_two_processes_go_on_from_a_checkpoint(engine, results):
+    first, second = results(engine, 2)["resumed_episode"]
+    assert all(torch.equal(first["update"][name], second["update"][name]) for name in first["update"])
+    for rank in (first, second):
+        assert rank["otherwise"] == []
+        assert rank["logs"][0] == rank["logs"][1] and len(rank["logs"][0]) == 4
+        assert rank["evaluated"][0] == rank["evaluated"][1]
+
+
+def test_weights_in_parts_are_refused(results):
+    for rank in results("zero3", 2)["refused_shards"]:
+        assert rank["message"].startswith("Experience is made and scored with whole weights")
