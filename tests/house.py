@@ -23,6 +23,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 
@@ -137,6 +138,96 @@ def tests_changed_since(commit: str) -> list[str]:
     return sorted(str(known[name].relative_to(ROOT)) for name in affected if name.startswith("test_"))
 
 
+# Types
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    given = function.args
+    stars = [each for each in (given.vararg, given.kwarg) if each is not None]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *stars]
+
+
+def takes_a_trainer() -> list[str]:
+    """Returns the functions, besides the documented `evaluate_trainer`, that get a trainer."""
+    return [
+        f"{name.removeprefix('trl_multimodal_rft.')}.{node.name}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name != "evaluate_trainer"
+        if any(each.arg == "trainer" for each in parameters(node))
+    ]
+
+
+def untyped() -> int:
+    """Returns the number of parameters without annotation, of annotations that say nothing, and of such casts."""
+    n = 0
+    for path in modules().values():
+        tree = ast.parse(path.read_text())
+        nothing = {"Any", "object"}
+        nothing |= {
+            ast.unparse(each.targets[0])
+            for each in ast.walk(tree)
+            if isinstance(each, ast.Assign) and ast.unparse(each.value) in nothing
+        }
+        methods = [each for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body]
+
+        def says(annotation: ast.expr | None, nothing: set[str] = nothing) -> bool:
+            words = set() if annotation is None else set(ast.unparse(annotation).strip("'\"").split(" | "))
+            return bool(words - {"None"} - nothing)
+
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_static = any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)
+                own = parameters(node)[node in methods and not is_static :]
+                n += sum(not says(each.annotation) for each in own)
+                n += node.returns is not None and ast.unparse(node.returns) != "None" and not says(node.returns)
+            elif isinstance(node, ast.AnnAssign):
+                n += not says(node.annotation)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "cast":
+                n += not says(node.args[0])
+    return n
+
+
+def private_of_others() -> list[str]:
+    """Returns private attributes that one class has and that code outside of a method's own object reads."""
+    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+    methods = (
+        each
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+    )
+    attributes = {each.name for each in methods if isinstance(each, ast.FunctionDef)}
+    reads = [
+        (name, each) for name, tree in trees.items() for each in ast.walk(tree) if isinstance(each, ast.Attribute)
+    ]
+    attributes |= {
+        each.attr for _, each in reads if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
+    return sorted(
+        f"{name.removeprefix('trl_multimodal_rft.')}: {ast.unparse(each)}"
+        for name, each in reads
+        if each.attr in attributes and each.attr.startswith("_") and not each.attr.startswith("__")
+        if ast.unparse(each.value) not in ("self", "cls", "super()")
+    )
+
+
+def config_fields() -> list[str]:
+    """Returns the names of options that the configs have and TRL's don't."""
+    import trl_multimodal_rft
+
+    configs = [getattr(trl_multimodal_rft, f"Multimodal{name}Config") for name in TRAINERS]
+    upstream = {
+        field.name
+        for config in configs
+        for base in config.__mro__
+        if not is_own(base) and is_dataclass(base)
+        for field in fields(base)
+    }
+    return sorted({field.name for config in configs for field in fields(config)} - upstream)
+
+
 def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
@@ -190,6 +281,7 @@ def overridden_in_tests() -> list[str]:
 
 def measure() -> dict:
     sys.path.insert(0, str(Path(__file__).parent))
+    from trl_multimodal_rft.rollout.rollout import Rollout
     from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
 
     every = {name: overrides(trainer) for name, trainer in trainers().items()}
@@ -207,6 +299,11 @@ def measure() -> dict:
         "private methods overridden in tests": overridden_in_tests(),
         "import circles": [" <-> ".join(circle) for circle in import_circles()],
         "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
+        "functions that take a trainer": takes_a_trainer(),
+        "private names of other objects": private_of_others(),
+        "fields of a rollout": [field.name for field in fields(Rollout)],
+        "own config fields": config_fields(),
+        "untyped annotations": untyped(),
         "too long": too_long(),
         "lines of the package": sum(map(lines, PACKAGE.rglob("*.py"))),
         "logical lines of the package": sum(map(logical_lines, PACKAGE.rglob("*.py"))),

@@ -9,7 +9,7 @@ from helpers.encoding import extended
 from helpers.families import encode
 from helpers.samplers import pseudo_random
 from helpers.tools import first_calls
-from helpers.trainer_utils import Injected, RemembersPacking, load, run
+from helpers.trainer_utils import Injected, RemembersPacking, load, run, shifted
 from trl_multimodal_rft import MultimodalDistillationTrainer
 
 
@@ -34,12 +34,7 @@ class InjectedOurs(RemembersPacking, Injected, MultimodalDistillationTrainer):
 
 def teacher(family: str, distance: float = 0.05):
     """Returns a model of a family with other weights."""
-    model, _ = load(family)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += distance * torch.randn(parameter.shape, generator=generator)
-    return model
+    return shifted(load(family)[0], distance, seed=7)
 
 
 def distill(trainer_class, family: str, dataset, objects=None, **options):

@@ -279,9 +279,9 @@ def moved(family: str, distance: float = 0.02) -> dict:
     return {"model": shifted(model, distance), "processing_class": processor}
 
 
-def shifted(model, distance: float = 0.02):
+def shifted(model, distance: float = 0.02, seed: int = 0):
     """Returns a model after a random step."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += distance * torch.randn(parameter.shape, generator=generator)
