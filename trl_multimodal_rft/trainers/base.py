@@ -322,7 +322,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._log_metrics(metrics | acceptance(self))
+        self._log_metrics(metrics | acceptance(self.sampler))
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))

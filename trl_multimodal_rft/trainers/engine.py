@@ -195,9 +195,9 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
 
 
-def acceptance(trainer: Any) -> dict[str, float]:
+def acceptance(sampler: Sampler) -> dict[str, float]:
     """What the engine tells of its sampling."""
-    length = trainer.vllm_generation.acceptance_length() if trainer.use_vllm else None
+    length = sampler.engine.acceptance_length() if isinstance(sampler, VLLMSampler) else None
     return {} if length is None else {"sampling/acceptance_length": length}
 
 
