@@ -33,11 +33,10 @@ from ..policy import PolicyForward
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
-from ..rollout.balance import arranged, rank_metrics
+from ..rollout.balance import arranged, rank_metrics, sum_over_ranks
 from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
-from ..rollout.ranks import sum_over_ranks
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
@@ -284,7 +283,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.toolbox,
             encodes_text=self.rollout_func is None,
             group_size=self._group_size,
-            pad_token_id=self._tokenizer.pad_token_id,
+            pad_token_id=getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id,
             accelerator=self.accelerator,
         )
         self.environments = rollout.environments

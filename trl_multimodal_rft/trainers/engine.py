@@ -22,8 +22,8 @@ from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..rollout.balance import sum_over_ranks
 from ..rollout.in_flight import InFlight
-from ..rollout.ranks import sum_over_ranks
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .asynchronous import probe_engine
