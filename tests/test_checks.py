@@ -7,15 +7,26 @@ import pytest
 import torch
 from helpers.checks import G, subject
 from helpers.samplers import Wrapped
-from helpers.trainer_utils import audio_rows, image_rows, length_and_sum, norm, run, sound, text_rows, with_media
+from helpers.trainer_utils import (
+    audio_rows,
+    image_rows,
+    length_and_sum,
+    make_trainer,
+    norm,
+    run,
+    sound,
+    text_rows,
+    with_media,
+)
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.checks.engine_check import EngineCheck
 from trl_multimodal_rft.checks.media_contribution import media_contribution
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.policy import Fallbacks
+from trl_multimodal_rft.rollout.samplers import Sampler
 from trl_multimodal_rft.views import as_view
 
 
@@ -187,6 +198,23 @@ def test_log_probabilities_of_another_sampler_weigh_completions(trainer_class, m
     scaled = {name: value * factor for name, value in updates[0.0].items()}
     assert norm(scaled) > 1e-3
     assert norm({name: scaled[name] - updates[0.3][name] for name in scaled}) <= 1e-3 * norm(scaled)
+
+
+def test_a_sampler_as_an_argument(tmp_path):
+    """With log-probabilities far from the policy's, which are corrected, and which the self-check finds."""
+
+    class Fixed(Sampler):
+        def __call__(self, model, prompts, **options):
+            return [[60 + i, 61, 62] for i in range(len(prompts))], [[-9.0] * 3] * len(prompts)
+
+    with pytest.raises(ValueError, match="`sampler` is a type, and `use_vllm` is False; pass a `Sampler`"):
+        make_trainer(MultimodalPPOTrainer, "qwen2_audio", audio_rows(), tmp_path, objects={"sampler": Fixed})
+    for trainer_class in (MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer):
+        options = {"max_completion_length": 4, "max_steps": 1, "objects": {"sampler": Fixed()}}
+        logged = run(trainer_class, "qwen2_audio", audio_rows(), **options).history[0]
+        assert logged["completions/mean_length"] == 3 and logged["sampling/sampling_logp_difference/mean"] > 1
+        with pytest.raises(RuntimeError, match="the engine's log-probabilities are"):
+            run(trainer_class, "qwen2_audio", audio_rows(), self_check=True, **options)
 
 
 def test_the_self_check_measures_another_sampler():

@@ -7,6 +7,8 @@ import numpy as np
 class Wrapped:
     """Wraps a trainer's sampler, and calls it unless a subclass has completions."""
 
+    samples_policy = False
+
     def __init__(self, trainer):
         self.trainer, self.inner = trainer, trainer.sampler
         self.tokenizer = trainer._tokenizer

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -23,19 +23,27 @@ from ..policy import PolicyForward
 Samples = tuple[list[list[int]], list[list[float | None]] | None]
 
 
-class Sampler(Protocol):
-    """Samples a completion of each prompt. Tests pass their own."""
+class Sampler:
+    """
+    Samples a completion of each prompt. A subclass is passed to a trainer as `sampler`, in place of transformers and
+    vLLM; its log-probabilities, if it returns any, are checked and corrected like an engine's.
+    """
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of a prompt and its completion at most; `None` if only the model limits them."""
+    max_length: int | None = None  # tokens of a prompt and its completion at most; `None`: the model's limit
+    is_collective: bool = False  # whether all ranks must call it equally often
+    samples_policy: bool = False  # whether the policy itself samples, so that its scores are those of sampling
+    is_engine: bool = False  # whether it takes decoded media and computes positions itself, as vLLM does
+    dtype: torch.dtype | None = None  # in which it computes; `None`: the policy's
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether all ranks must call it equally often."""
+    def load_weights(self, step: int) -> None:
+        """Gets the policy's weights of an optimizer step, if it doesn't have them."""
 
     def invalidate_weights(self) -> None:
         """The policy's weights were changed by something else than a step, such as a checkpoint."""
+
+    def metrics(self) -> dict[str, float]:
+        """What it tells of the completions since the last call, by names in the log."""
+        return {}
 
     def __call__(
         self,
@@ -67,10 +75,11 @@ class Sampler(Protocol):
         Returns:
             `tuple`: Ids of each completion up to its end, and log-probabilities or `None`.
         """
+        raise NotImplementedError
 
 
 @dataclass
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """Samples with `generate`, each prompt prefilled once, or with continuous batching."""
 
     policy: PolicyForward
@@ -83,15 +92,12 @@ class TransformersSampler:
     profile: Callable[[str], AbstractContextManager]
     continuous_batching: Any = None  # its config
     dtype: torch.dtype | None = None  # of the model during continuous batching
-    max_length: int | None = None
+    samples_policy: ClassVar[bool] = True
 
     @property
     def is_collective(self) -> bool:
         """Where sharded weights are gathered, or forwards of isolated prompts counted."""
         return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
-
-    def invalidate_weights(self) -> None:
-        """Samples from the policy itself."""
 
     def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
         if self.continuous_batching is not None and config is None:
@@ -127,7 +133,7 @@ class TransformersSampler:
 
 
 @dataclass
-class VLLMSampler:
+class VLLMSampler(Sampler):
     """Samples with vLLM, which gets the weights of a step once."""
 
     engine: MultimodalVLLMGeneration
@@ -135,6 +141,12 @@ class VLLMSampler:
     # Entered around each call, to explain errors
     explain: Callable[[], AbstractContextManager] = nullcontext
     loaded_step: int = -1  # the step whose weights the engine has
+    is_engine: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the engine."""
+        return self.engine.dtype
 
     @property
     def max_length(self) -> int:
@@ -162,6 +174,11 @@ class VLLMSampler:
     def invalidate_weights(self) -> None:
         """The next call loads the weights."""
         self.loaded_step = -1
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens that speculative decoding samples at a time, where the engine tells them."""
+        length = self.engine.acceptance_length()
+        return {} if length is None else {"sampling/acceptance_length": length}
 
     def load_weights(self, step: int) -> None:
         """Gives the engine the weights of a step, if it doesn't have them."""

@@ -39,7 +39,6 @@ from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import arranged, rank_metrics, sum_over_ranks
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import VLLMSampler
 from ..rollout.score import (
     count_forwarded,
     engine_metrics,
@@ -54,7 +53,7 @@ from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, wit
 from .arguments import check_arguments
 from .asynchronous import row_encoder, take_first_turns
 from .checkpoints import CheckpointMixin
-from .engine import acceptance, check_settings, make_sampler
+from .engine import check_settings, make_sampler
 from .offload import HostMemory
 from .optimizer import choose_what_trains
 from .setup import (
@@ -117,7 +116,7 @@ class MultimodalTrainer(CheckpointMixin):
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
-        rollout_func = kwargs.pop("rollout_func", None)
+        rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
         if factory is None:  # environments read what columns they like
             given = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
             warn_of_unread(args, given, modalities(model, args))
@@ -177,7 +176,7 @@ class MultimodalTrainer(CheckpointMixin):
             args.ignored_media_columns or (),
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
-            for_engine=args.use_vllm,
+            for_engine=args.use_vllm if sampler is None else sampler.is_engine,
             feature_dtype=lambda: feature_dtype(self),
         )
         ahead = args.max_staleness > 0 and not self.tools  # further turns continue from decoded media
@@ -202,7 +201,7 @@ class MultimodalTrainer(CheckpointMixin):
             suppress_placeholders(self, placeholders)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
-        self.sampler: Any = make_sampler(self, placeholders, loaded.revision)  # a [`~rollout.samplers.Sampler`]
+        self.sampler = make_sampler(self, sampler, placeholders, loaded.revision)
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self)
         self._add_checkpoint_callbacks()
@@ -321,7 +320,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._log_metrics(metrics | acceptance(self.sampler))
+        self._log_metrics(metrics | self.sampler.metrics())
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
@@ -337,7 +336,7 @@ class MultimodalTrainer(CheckpointMixin):
         loop = self._tool_loop(tools, complete=sample)
         first = first_turns(rollout, ids, self.processing_class, self.toolbox)
         ids, logps, mask, counts = take_turns(rollout, ids, logps, first, loop)
-        if not self.use_vllm and counts["turns_taken"]:
+        if self.sampler.samples_policy and counts["turns_taken"]:
             why = branches.obstacle
             how = f"prefills the conversation again: {why}" if why else "continues from its cache"
             if how != self._continuation_mode:
@@ -345,7 +344,7 @@ class MultimodalTrainer(CheckpointMixin):
                 self._continuation_mode = how
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
         if self.model.training:
-            self.checks.on_tool_media(self.model, rollout.prompts, ids, self.use_vllm)
+            self.checks.on_tool_media(self.model, rollout.prompts, ids, self.sampler.is_engine)
         self._log_metrics(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
         return ids, logps, mask
 
@@ -375,8 +374,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
-        if isinstance(self.sampler, VLLMSampler):
-            self.sampler.load_weights(self.state.global_step)
+        self.sampler.load_weights(self.state.global_step)
         output = self.rollout_func(restore_media(rollout.messages), self)
         placeholders = all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
         return take_custom_rollout(rollout, output, placeholders)
@@ -521,8 +519,8 @@ class MultimodalTrainer(CheckpointMixin):
         return self._scores
 
     def _corrects(self, rollout: Rollout) -> bool:
-        takes = rollout.sampling_per_token_logps is not None and (self.use_vllm or self.rollout_func is None)
-        return takes and self.args.vllm_importance_sampling_correction
+        takes = self.rollout_func is None or not self.sampler.samples_policy
+        return takes and rollout.sampling_per_token_logps is not None and self.args.vllm_importance_sampling_correction
 
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
         self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._mode_metrics)

@@ -18,6 +18,7 @@ from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow
 from ..rollout.views import continued
 from .base import MultimodalTrainer
@@ -112,6 +113,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             PEFT configuration used to wrap the student.
         tools (`list[Callable]`, *optional*):
             Tools, as for [`MultimodalGRPOTrainer`].
+        sampler ([`~rollout.samplers.Sampler`], *optional*):
+            What samples completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -142,6 +145,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: "PeftConfig | None" = None,
         tools: list[Callable] | None = None,
+        sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalDistillationConfig, args, model)
         teacher = load_teacher(teacher_model, args)
@@ -169,6 +173,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             ref_model=None if teacher is None else teacher.eval(),
             peft_config=peft_config,
             tools=tools,
+            sampler=sampler,
         )
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too

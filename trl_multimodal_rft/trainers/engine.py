@@ -151,24 +151,24 @@ def check_settings(trainer: Any) -> RunSettings:
             generating=functools.partial(generating, trainer),
         )
 
-    samples = not trainer.use_vllm and getattr(trainer, "continuous_batching_config", None) is None
+    samples = trainer.sampler.samples_policy and getattr(trainer, "continuous_batching_config", None) is None
     return RunSettings(
         load_processor=load_processor,
         template_kwargs=trainer.prompts.template_kwargs,
         generation_config=trainer.generation_config,
         eos_token_ids=trainer.eos_token_ids,
         sample=sample if samples else None,
-        samples_rollouts=isinstance(trainer.sampler, TransformersSampler),
+        samples_rollouts=trainer.sampler.samples_policy,
         generating=functools.partial(generating, trainer),
         changes=sampling_changes(trainer.args),
         audio_overlong=trainer.args.audio_overlong,
-        engine_positions=trainer.use_vllm,
+        engine_positions=trainer.sampler.is_engine,
     )
 
 
 def check_engine(trainer: Any, rollout: Rollout) -> None:
     """Compares what sampled, if it isn't the policy itself, with the policy, where that is due."""
-    if isinstance(trainer.sampler, TransformersSampler) or not trainer.model.training:
+    if trainer.sampler.samples_policy or not trainer.model.training:
         return
     _check_logps(trainer, rollout)
     check = trainer.checks.self_check
@@ -178,10 +178,8 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
         step, has_tools = trainer.state.global_step, bool(trainer.tools)
-        if trainer.use_vllm:
-            dtype = trainer.vllm_generation.dtype
-        else:
-            dtype = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
+        own = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
+        dtype = trainer.sampler.dtype or own
         if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
             probe = probe_engine(
                 trainer.in_flight,
@@ -193,12 +191,6 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
             trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
-
-
-def acceptance(sampler: Sampler) -> dict[str, float]:
-    """What the engine tells of its sampling."""
-    length = sampler.engine.acceptance_length() if isinstance(sampler, VLLMSampler) else None
-    return {} if length is None else {"sampling/acceptance_length": length}
 
 
 def _check_logps(trainer: Any, rollout: Rollout) -> None:
@@ -233,10 +225,17 @@ def _check_ends(trainer: Any, rollout: Rollout) -> None:
         )
 
 
-def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> Sampler:
-    """vLLM or transformers, as the trainer's config says."""
+def make_sampler(trainer: Any, given: Sampler | None, placeholders: set[int], revision: str | None) -> Sampler:
+    """The one given, or vLLM or transformers, as the trainer's config says."""
     args, profile = trainer.args, functools.partial(profiling_context, trainer)
     trainer._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+    if given is not None:
+        if args.use_vllm or not isinstance(given, Sampler):
+            raise ValueError(
+                f"`sampler` is a {type(given).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
+                "`use_vllm`."
+            )
+        return given
     if not args.use_vllm:
         return TransformersSampler(
             trainer._policy,

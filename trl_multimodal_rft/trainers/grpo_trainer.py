@@ -27,6 +27,7 @@ from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, we
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
 from .engine import check_engine
@@ -107,6 +108,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             as tools do.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference of the KL divergence, where it isn't what the policy's name loads, or the policy has none.
+        sampler ([`~rollout.samplers.Sampler`], *optional*):
+            What samples completions, in place of transformers and of vLLM.
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -139,6 +142,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         ref_model: PreTrainedModel | None = None,
+        sampler: Sampler | None = None,
     ):
         args = resolve_config(self._config_class, args, model)
         if ref_model is not None and args.cast_lm_head_to_fp32:
@@ -159,6 +163,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
             ref_model=ref_model,
+            sampler=sampler,
         )
 
         if args.soft_overlong_cache is not None:
@@ -487,7 +492,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.args.kl_target is not None:
             self._kl_controller.load_state_dict(state["kl_controller"])
         self._reward_scale.load_state_dict(state["reward_scale"])
-        if state["batches"] == self._batches():
-            if self._groups is not None and state["groups"] is not None:
-                self._groups.load_state_dict(state["groups"])
+        if state["batches"] == self._batches() and self._groups is not None and state["groups"] is not None:
+            self._groups.load_state_dict(state["groups"])
         self._n_extra_prompts = state["n_extra_prompts"]

@@ -42,6 +42,7 @@ from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
@@ -123,6 +124,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         ptx_dataset ([`~datasets.Dataset`], *optional*):
             Dataset for the supervised loss with `ptx_coef`: `prompt` and `completion`, or `messages`, and media
             columns.
+        sampler ([`~rollout.samplers.Sampler`], *optional*):
+            What samples completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own or of another trainer.
@@ -171,6 +174,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         value_model: str | PreTrainedModel | Critic | None = None,
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,
+        sampler: Sampler | None = None,
     ):
         args = resolve_config(self._config_class, args, model)
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
@@ -195,6 +199,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             ref_model=ref_model,
+            sampler=sampler,
         )
         options: Any = args.gradient_checkpointing_kwargs or {}
         reentrant = options.get("use_reentrant") and args.gradient_checkpointing

@@ -18,6 +18,7 @@ from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighte
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .engine import check_engine
 from .offload import offloading
@@ -73,6 +74,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             Custom rollout, as for [`MultimodalGRPOTrainer`].
         environment_factory (`EnvironmentFactory` or `dict[str, EnvironmentFactory]`, *optional*):
             Environments, as for [`MultimodalGRPOTrainer`].
+        sampler ([`~rollout.samplers.Sampler`], *optional*):
+            What samples completions, as for [`MultimodalGRPOTrainer`].
 
     Raises:
         `TypeError`: If `args` is a config of TRL's own.
@@ -103,6 +106,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         tools: "list[Callable] | None" = None,
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        sampler: Sampler | None = None,
     ):
         args = resolve_config(MultimodalRLOOConfig, args, model)
         super().__init__(
@@ -120,6 +124,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             tools=tools,
             rollout_func=rollout_func,
             environment_factory=environment_factory,
+            sampler=sampler,
         )
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
