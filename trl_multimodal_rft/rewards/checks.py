@@ -18,6 +18,8 @@ from ..data.rules import MediaRules
 
 
 _LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
+# A text, or messages, of which the last one is the answer
+Completion = str | list[dict[str, Any]]
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
