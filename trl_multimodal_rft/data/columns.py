@@ -280,7 +280,13 @@ def rows_to_messages(
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
     prompts = [row[name] for name, row in zip(names, rows, strict=True)]
     for name, number, prompt in zip(names, numbers, prompts, strict=True):
-        _check_prompt(prompt, name, number)
+        check_decoded(prompt, name, number)
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
+            found = (
+                "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
+            )
+            remedy = "give a text or a list of messages, or remove the row"
+            raise MediaError(f"row {number}, column '{name}': is {found}; {remedy}")
     media = [
         _column_media({key: value for key, value in row.items() if key not in ignored}, number, prefix)
         for number, row in zip(numbers, rows, strict=True)
@@ -481,15 +487,6 @@ def check_decoded(text: Any, column: str, row: int) -> None:
         return
 
 
-def _check_prompt(prompt: Any, column: str, row: int) -> None:
-    check_decoded(prompt, column, row)
-    is_text = isinstance(prompt, str)
-    if not is_text and not (isinstance(prompt, list) and prompt):
-        found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
-        remedy = "give a text or a list of messages, or remove the row"
-        raise MediaError(f"row {row}, column '{column}': is {found}; {remedy}")
-
-
 def _place(
     messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, row: int, tags: list[str]
 ) -> list[dict[str, Any]]:
@@ -653,7 +650,6 @@ def _check_options(ref: MediaRef) -> None:
 
 
 def _source_keys(kind: str | None) -> tuple[str, ...]:
-    """Keys of a block that may hold its medium."""
     if kind is None:
         return ()
     return kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "base64", "data"

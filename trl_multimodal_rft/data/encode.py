@@ -60,7 +60,12 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     """
     with decoding(ref):
         file: Any = _source_file(ref)
-        suffix = _viewable_suffix(ref, file)
+        suffix = None
+        if file is not None and not {"video_start", "video_end"} & ref.options.keys():
+            with open_file(ref, file) as stream:
+                head = stream.read(_HEAD)
+            starts = _VIEWABLE[ref.kind].items()
+            suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
         if suffix is None:
             suffix, encode = _ENCODERS[ref.kind]
             file = encode(ref)
@@ -82,15 +87,6 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
     if isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
         return fetch_file(ref, source)
     return None
-
-
-def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
-    """Extension of a file that browsers show, `None` for others and if the block selects a span."""
-    if file is None or {"video_start", "video_end"} & ref.options.keys():
-        return None
-    with open_file(ref, file) as stream:
-        head = stream.read(_HEAD)
-    return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
 
 
 def png(image: PIL.Image.Image | np.ndarray) -> bytes:

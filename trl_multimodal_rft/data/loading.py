@@ -498,32 +498,27 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
         raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
 
 
-def _of_array(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
+def _of_array(ref: MediaRef, given: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Samples of shape (N, channels), float32."""
-    samples = _scaled(ref, samples)
+    samples = _as_numpy(given)
+    kind = samples.dtype.kind
+    if samples.ndim not in (1, 2) or not (kind == "f" or kind in "iu" and samples.itemsize <= 4):
+        raise ref.error(
+            f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 "
+            "bits, of shape (samples,) or (channels, samples)"
+        )
+    if kind != "f":
+        loudest = np.abs(samples.astype(np.int64)).max(initial=0)
+        if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
+            raise ref.error(
+                f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
+                "others as floats in -1 to 1"
+            )
+        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (kind == "u")
+    samples = samples.astype(np.float32)
     if samples.ndim == 1 or samples.size == 0:
         return samples.reshape(-1, 1)
     return samples.T if samples.shape[0] <= samples.shape[1] else samples
-
-
-def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    samples = _as_numpy(samples)
-    if samples.ndim in (1, 2):
-        if samples.dtype.kind == "f":
-            return samples.astype(np.float32)
-        if samples.dtype.kind in "iu" and samples.itemsize <= 4:
-            full = 2.0 ** (8 * samples.itemsize - 1)
-            loudest = np.abs(samples.astype(np.int64)).max(initial=0)
-            if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
-                raise ref.error(
-                    f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
-                    "others as floats in -1 to 1"
-                )
-            return (samples / full - (samples.dtype.kind == "u")).astype(np.float32)
-    raise ref.error(
-        f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, "
-        "of shape (samples,) or (channels, samples)"
-    )
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets import Dataset, IterableDataset, LargeList, List, Value
+from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
@@ -95,8 +95,9 @@ def check_columns(
     if "solution" not in columns and other_layout(sample) == "verl":
         raise ValueError(f"{name} {_VERL}")
     for kind in MODALITIES:
-        lists = _lists_media(features.get(kind)) or any(_holds_several(kind, row.get(kind)) for row in rows)
-        if kind not in ignored and lists:
+        feature = features.get(kind)
+        lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
+        if kind not in ignored and (lists or any(_holds_several(kind, row.get(kind)) for row in rows)):
             raise MediaError(f"{name}: column '{kind}' holds a list; rename the column to '{kind}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
@@ -206,7 +207,11 @@ def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[di
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
-    return features, rows, _has_media_features(features, filled, reads, ignored)
+    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
+        return features, rows, True
+    keys = {"bytes", "path", "url", "base64"}
+    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
+    return features, rows, any(key in keys or block_kind(key) is not None for key in leaves)
 
 
 def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
@@ -244,25 +249,9 @@ def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str
         yield place, None, "bytes"
 
 
-def _lists_media(feature: Any) -> bool:
-    """Whether a feature is a list of media. Frames of a video aren't."""
-    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-    return type(inner).__name__ in ("Audio", "Video")
-
-
 def _holds_text(feature: Any) -> bool:
     leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
-
-
-def _has_media_features(
-    features: dict, filled: Collection[str], reads: Collection[str], ignored: Collection[str]
-) -> bool:
-    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
-        return True
-    keys = {"bytes", "path", "url", "base64"}
-    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
-    return any(key in keys or block_kind(key) is not None for key in leaves)
 
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:

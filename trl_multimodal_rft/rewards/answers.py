@@ -15,7 +15,7 @@ from typing import Any
 
 from ..data.choices import listed_letters, read_letter
 from . import expressions
-from .checks import Completion, RowError
+from .checks import Completion, RowError, given_column
 
 
 # One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
@@ -98,11 +98,7 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    if solution is None:
-        raise ValueError(
-            "accuracy_reward compares with the dataset column `solution`, which is missing: add the column, or rename "
-            f"the one with the reference answers. Columns received: {sorted(kwargs)}."
-        )
+    solution = given_column(solution, "solution", "accuracy_reward", kwargs)
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
@@ -302,7 +298,10 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
-    return in_latex and _equal_without_units(answer, reference)
+    # Of the same number, one unit may be missing
+    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
+    units = {unit, right_unit} - {""}
+    return in_latex and len(units) == 1 and _equal(value, right)
 
 
 def _same_choice(answer: str, reference: str) -> bool:
@@ -317,14 +316,6 @@ def _same_choice(answer: str, reference: str) -> bool:
     if named[0] != right[0] or listed_letters(named_text) - {right[0]}:
         return False
     return not named_text or not right_text or _equal(named_text, right_text)
-
-
-def _equal_without_units(answer: str, reference: str) -> bool:
-    """Whether both are the same number, with the same unit or one of them without."""
-    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
-    if not (unit or right_unit) or unit and right_unit and unit != right_unit:
-        return False
-    return _equal(value, right)
 
 
 def _value_and_unit(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .answers import completion_text, extract_answer, normalize_answer
-from .checks import Completion
+from .checks import Completion, given_column
 from .regions import (
     Box,
     Scale,
@@ -389,13 +389,9 @@ def _compared(
     columns: dict[str, Any],
 ) -> list[float | None]:
     """Rewards of answers by their references: `reward(answer, references, place)`."""
-    if solution is None:
-        raise ValueError(
-            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
-            f"with the references. Columns received: {sorted(columns)}."
-        )
+    given = given_column(solution, "solution", name, columns)
     rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
         references = referenced(each, place, name, read, form)
         answer = extract_answer(completion_text(completion))
         rewards.append(reward(answer, references, place) if references else None)

@@ -163,9 +163,10 @@ class JudgeReward(Server):
     ) -> list[float | None]:
         """Asks for the scores of completions, as shares of `max_score`."""
         payloads = self._payloads(prompts, completions, solution, media_rules, columns)
-        texts = {place: json.dumps(each, sort_keys=True) for place, each in payloads.items() if each is not None}
+        asked = {place: each for place, each in payloads.items() if each is not None}
+        texts = {place: json.dumps(each, sort_keys=True) for place, each in asked.items()}
         keys = {place: hashlib.sha256(text.encode()).hexdigest() for place, text in texts.items()}
-        new = {key: payloads[place] for place, key in keys.items() if key not in self._replies}
+        new = {key: asked[place] for place, key in keys.items() if key not in self._replies}
         if new:
             self._ask_each(self._ask, new.items(), self._key())
         scores = {place: self._score(self._replies[key]) for place, key in keys.items()}

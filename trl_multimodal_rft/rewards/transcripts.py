@@ -7,7 +7,7 @@ from typing import Any
 
 from ..data.loading import require_module
 from .answers import completion_text, extract_answer, normal_form, references_of
-from .checks import Completion, RowError
+from .checks import Completion, RowError, given_column
 
 
 def ocr_reward(
@@ -111,13 +111,9 @@ def _best(
     columns: dict[str, Any],
 ) -> list[float | None]:
     """The reward of each answer with the nearest of its references."""
-    if solution is None:
-        raise ValueError(
-            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
-            f"with the transcripts. Columns received: {sorted(columns)}."
-        )
+    given = given_column(solution, "solution", name, columns)
     rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
         references = [normalize(extract_answer(reference)) for reference in references_of(each, place, name)]
         if "" in references:
             raise RowError(place, f"column 'solution': {name} got {each!r:.60}, which has no words; remove the row.")
