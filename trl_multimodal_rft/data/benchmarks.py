@@ -229,7 +229,6 @@ def _read(
 
 
 def _place(answer: str, choices: list[str], index: int) -> int:
-    """The place of an answer among its choices."""
     if answer not in choices:
         raise ValueError(
             f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; correct "

@@ -376,7 +376,6 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
 
 
 def iter_refs(value: Any) -> Iterator[MediaRef]:
-    """Finds the media in messages."""
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):
@@ -424,7 +423,6 @@ def _absent(value: Any) -> bool:
 
 
 def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str, list[MediaRef]]:
-    """The media in the columns of a row, by kind."""
     media = {kind: [] for kind in MODALITIES}
     replaced = {kind for name, kind in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None}
     for name, kind in MEDIA_COLUMNS.items():
@@ -555,7 +553,6 @@ def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) 
 
 
 def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, Any]:
-    """Copies a message and its blocks."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
         is_sharegpt = isinstance(message, dict) and "from" in message
@@ -628,7 +625,6 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number, which a formatted dataset returns as an array or a tensor."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -39,15 +39,12 @@ _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
 
 @dataclass(frozen=True)
 class EncodedMedium:
-    """An encoded medium."""
-
     kind: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # its extension, such as `"wav"`
     rules: MediaRules = DEFAULT_RULES  # limits for decoding it
 
     def ref(self) -> MediaRef:
-        """Returns a reference to the medium for decoders."""
         return MediaRef(self.kind, self.data, {}, self.kind, 0, self.rules)
 
 
@@ -90,7 +87,6 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
 
 
 def png(image: PIL.Image.Image | np.ndarray) -> bytes:
-    """Encodes an image."""
     buffer = io.BytesIO()
     (PIL.Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, "PNG")
     return buffer.getvalue()

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
+from .nested import Rows
+
 
 # Evenly spaced rows that are compared
 _ROWS = 64
@@ -17,7 +19,7 @@ _ROWS = 64
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
+def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
     """Identifies a dataset independently of its folder and history, on which Datasets' fingerprint depends."""
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
@@ -34,7 +36,6 @@ def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describes the differences of two fingerprints."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     found = []
     if "rows" in both and before["rows"] != now["rows"]:

@@ -376,7 +376,6 @@ def load_video_r1(
 
 
 def _charades_sta(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file in one of the layouts of Charades-STA."""
     text, rows = file.read_text(encoding="utf-8"), []
     if text.lstrip().startswith("{"):
         for video, said in json.loads(text).items():

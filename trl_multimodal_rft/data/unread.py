@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
+from datasets import Audio, Dataset, LargeList, List, Value, Video
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
-from .nested import feature_leaves
+from .nested import Rows, feature_leaves
 
 
 # Evenly spaced rows that are inspected
@@ -74,7 +74,7 @@ class _Unread:
 
 
 def check_columns(
-    dataset: Dataset | IterableDataset | Sequence[dict[str, Any]],
+    dataset: Rows,
     name: str,
     ignored: Collection[str] = (),
     *,
@@ -122,7 +122,6 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
-    """Checks that a row has a prompt."""
     number = getattr(row, "number", place)
     if "prompt" not in row:
         raise ValueError(f"row {number} {_no_prompt(row, row)}")
@@ -141,7 +140,6 @@ def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> No
 
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
-    """The layout of another tool that a row is in."""
     needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, columns in _LAYOUTS.items():
         column, keys = needed.get(layout, ("", set()))
@@ -175,21 +173,20 @@ def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
-    """Checks `ignored_media_columns`."""
     if isinstance(columns, str):
         raise ValueError(f"`ignored_media_columns` must be a list of names, got {columns!r}; write [{columns!r}].")
     if "prompt" in (columns or ()):
         raise ValueError("`ignored_media_columns` names 'prompt', which is always read; leave it out.")
 
 
-def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]]) -> bool:
+def columns_known(dataset: Rows) -> bool:
     """Whether the columns are known before rows are read: not with a transform, nor for a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
+def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
     """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
     if not columns_known(dataset):
         return {}, [], False

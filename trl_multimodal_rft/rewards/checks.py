@@ -160,7 +160,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
     """
     if is_async_callable(reward_func):
 
-        async def wrapper(prompts, completions, **columns):
+        async def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else await reward_func(**arguments)
@@ -168,7 +168,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
 
     else:
 
-        def wrapper(prompts, completions, **columns):
+        def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else reward_func(**arguments)

@@ -38,7 +38,6 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    """Loads reward functions by name."""
     reward_funcs = [_load(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))

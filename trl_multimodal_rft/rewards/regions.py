@@ -56,17 +56,14 @@ class Box(NamedTuple):
 
     @property
     def area(self) -> float:
-        """Its area."""
         return (self.right - self.left) * (self.bottom - self.top)
 
     @property
     def center(self) -> tuple[float, float]:
-        """Its center."""
         return (self.left + self.right) / 2, (self.top + self.bottom) / 2
 
 
 def box_iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
     shared = max(width, 0.0) * max(height, 0.0)
