@@ -32,9 +32,6 @@ def choice_reward(
         choices (`list[list[str]]`):
             Choices of each completion. `None` where the reward does not apply.
 
-    Returns:
-        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a solution or choices.
-
     Example:
     ```python
     >>> choices = ["Man", "Woman", "Child"]

@@ -110,9 +110,6 @@ def point_in_box_reward(
         solution (`list`):
             Box of each completion, or a list of boxes, any of which is right.
 
-    Returns:
-        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a reference.
-
     Example:
     ```python
     >>> point_in_box_reward(["I click (30, 40).", "(0, 0)"], solution=[[20, 20, 50, 50]] * 2)
@@ -140,16 +137,13 @@ def temporal_iou_reward(
     [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
 
     The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s → 7s`, `[3.5, 7]`, `00:03 and 00:07`,
-    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union. For the
-    other arguments and the errors, see [`accuracy_reward`].
+    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union. The
+    reward is 0.0 without one. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
             Reference of each completion, in seconds: `[start, end]`, a list of such spans, all of which belong to the
             answer, or a text as above.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a span, `None` without a reference.
 
     Example:
     ```python
@@ -192,7 +186,8 @@ def detection_reward(
       box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their
       mean IoU, minus half of the shares of boxes and of references without a match.
 
-    For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
+    Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see
+    [`accuracy_reward`].
 
     Args:
         solution (`list`):
@@ -202,9 +197,6 @@ def detection_reward(
             `"visual_rft"` or `"perception_r1"`.
         iou_threshold (`float`, *optional*, defaults to `0.5`):
             IoU that a match exceeds.
-
-    Returns:
-        `list[float | None]`: A reward for each completion, 0.0 without a box, `None` without a reference.
 
     Example:
     ```python
@@ -280,16 +272,13 @@ def counting_reward(
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another one, or a list of points or
     boxes, whose number counts. Where the reference is a list of points, too, the reward is the smaller number of
     points divided by the larger one, times 1 minus the mean distance between points in shares of the image's diagonal,
-    for the matching with the smallest distances. For the scales, see [`box_iou_reward`]. For the
+    for the matching with the smallest distances. Without a number, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the
     other arguments and the errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
             Reference of each completion: a number, a list of numbers, any of which is right, or a list of points or
             boxes.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
 
     Example:
     ```python
@@ -332,15 +321,12 @@ def regression_reward(
     [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another one. Where the reference is
-    0, only 0 is right. For the other arguments and the errors, see
+    0, only 0 is right. Without a number, the reward is 0.0. For the other arguments and the errors, see
     [`accuracy_reward`].
 
     Args:
         solution (`list`):
             Reference of each completion, a number or a text with one; or a list, the nearest of which counts.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
 
     Example:
     ```python

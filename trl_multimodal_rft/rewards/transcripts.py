@@ -27,9 +27,6 @@ def ocr_reward(
             Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
             reward does not apply.
 
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
-
     Example:
     ```python
     >>> ocr_reward(["<answer>EXIT</answer>", "EXIT 4"], solution=["EXIT", "EXIT 42"])
