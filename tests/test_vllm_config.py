@@ -139,6 +139,9 @@ class Failing(Started):
     def sync_weights(self):
         pass
 
+    def acceptance_length(self):
+        pass
+
     def generate(self, prompts, **kwargs):
         self.n_calls += 1
         if self.n_calls == 3:

@@ -17,7 +17,7 @@ from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.lightrft import ActorAL, ActorVL, PPOTrainerAL, PPOTrainerVL
 
 
-def mixed_rows(n):
+def every_other_image(n):
     """Removes every other row's image, so that ranks have different media."""
     rows = enumerate(image_rows(n))
     return [row if i % 2 else {name: value for name, value in row.items() if name != "image"} for i, row in rows]
@@ -26,7 +26,7 @@ def mixed_rows(n):
 KINDS = {
     "image": ("qwen2_5_vl", PPOTrainerVL, ActorVL, image_rows),
     "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
-    "mixed": ("qwen2_5_vl", PPOTrainerVL, ActorVL, mixed_rows),
+    "mixed": ("qwen2_5_vl", PPOTrainerVL, ActorVL, every_other_image),
 }
 N_PROMPTS = 4  # per rollout, over all ranks
 GROUP = 4

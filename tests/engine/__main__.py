@@ -9,6 +9,7 @@ its output comes last.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -46,7 +47,8 @@ def main(options: list[str]) -> str:
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
         for done in as_completed([pool.submit(run, file) for file in files]):
             file, code, output, seconds[file] = done.result()
-            print(output if code else f"{file}: {output.splitlines()[-1]}, {seconds[file]:.0f} CPU s", flush=True)
+            counts = [line for line in output.splitlines() if re.search(r"\d (passed|skipped|deselected)", line)]
+            print(output if code else f"{file}: {' '.join(counts[-1:])}, {seconds[file]:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 pool.shutdown(wait=False, cancel_futures=True)
                 return f"{file} failed"

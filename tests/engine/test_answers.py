@@ -22,7 +22,6 @@ from weights import trainer_of
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm_requests
 from trl_multimodal_rft.rollout.in_flight import request_keys
-from trl_multimodal_rft.trainers.asynchronous import rollout_of
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ class Asked:
         self.engine = self.trainer.vllm_generation
         self.engine._placeholders = {PLACEHOLDER}
         rows = [row for row in self.trainer.train_dataset for _ in range(4)]
-        self.prompts = rollout_of(self.trainer, self.trainer._stream.without_prompts(rows)).prompts
+        self.prompts = self.trainer._rollout_of(self.trainer._stream.without_prompts(rows)).prompts
 
     def __call__(self) -> list:
         if self.k == 0:

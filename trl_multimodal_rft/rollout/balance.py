@@ -140,3 +140,23 @@ def packed_group(group: Rollout) -> torch.Tensor:
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(group.with_copied_prompts(on_device=False).to("cpu"))
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+# Rows of all ranks, and of this one
+
+
+def gather_rows(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Rows of all ranks, padded on the right."""
+    return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
+
+
+def local_rows(accelerator: Accelerator, values: torch.Tensor, n: int) -> torch.Tensor:
+    """This rank's `n` rows of those of all ranks."""
+    start = accelerator.process_index * n
+    return values[start : start + n]
+
+
+def sum_over_ranks(accelerator: Accelerator, numbers: list[float]) -> list[float]:
+    """The sum of each number over the ranks."""
+    table = torch.tensor([numbers], device=accelerator.device)
+    return accelerator.gather(table).sum(0).tolist()

@@ -2,69 +2,51 @@
 """Asynchronous rollouts: when a trainer asks servers for completions, and what it does with their answers."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from ..data.rows import Row
 from ..encoding.prompts import EncodedPrompt
-from ..generation.transformers import Branches
+from ..generation.vllm_prompts import EnginePrompts
 from ..generation.vllm_requests import ServerSample
 from ..generation.vllm_server import on_all_ranks, server_features
-from ..rollout.collect import collect, complete
-from ..rollout.in_flight import Key, request_keys
+from ..rollout.collect import complete
+from ..rollout.in_flight import InFlight, Key, request_keys
+from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Samples
-from ..rollout.stream import EncodedRow
 from ..rollout.turns import without_tools
-from .views import sample_with_views, take_views, under_views
+from .views import take_views, under_views
 
 
 # Completions of each rank that the engine is checked by, and their tokens at most
 _PROBES, _PROBE_LENGTH = 4, 16
 
 
-def row_encoder(trainer: Any) -> Any:
+def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> Callable[..., EncodedPrompt | None]:
     """Encodes a row, and renders its media for servers that are asked ahead, in the process that reads it."""
-    if trainer.args.max_staleness == 0 or trainer.tools:  # which continue from decoded media
-        return trainer.prompts.encode_row
 
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
-        encoded = trainer.prompts.encode_row(row, prompt)
+        encoded = prompts.encode_row(row, prompt)
         if encoded is not None:
-            encoded.decoded = server_features(trainer.vllm_generation.prompts.take(encoded, None, row.number))
+            encoded.decoded = server_features(engine().take(encoded, None, row.number))
         return encoded
 
     return encode
 
 
-def rollout_of(trainer: Any, rows: Sequence[EncodedRow]) -> Rollout:
-    """A rollout of rows, one per completion, with their environments and encoded prompts."""
-    rollout = collect(
-        rows,
-        trainer.prompts,
-        trainer.toolbox,
-        encodes_text=trainer.rollout_func is None,
-        group_size=trainer._group_size,
-        pad_token_id=trainer._tokenizer.pad_token_id,
-        accelerator=trainer.accelerator,
-    )
-    trainer.environments = rollout.environments
-    return rollout
-
-
-def sample_first_turns(trainer: Any, rollout: Rollout, branches: Branches | None) -> Samples:
+def take_first_turns(trainer: Any, rollout: Rollout, place: int) -> Samples:
     """
-    Samples a rollout. If it is one that was asked for ahead, takes the answers, after the servers got the weights and
-    the requests for a batch that these allow to sample. All ranks must call this.
+    The answers for a rollout that was asked for ahead, after the servers got the weights and the requests for a batch
+    that these allow to sample. All ranks must call this.
     """
-    flight, place, n = trainer.in_flight, rollout.place, len(rollout)
-    if flight is None or place is None:
-        return sample_with_views(trainer, rollout, branches)
+    flight, n = trainer.in_flight, len(rollout)
     sampler, trainer.vllm_generation.place = trainer.sampler, place
     with sampler.explain():
         sampler.load_weights(trainer.state.global_step)
@@ -101,7 +83,7 @@ def _ask(trainer: Any, place: int) -> None:
     flight, engine, accelerator = trainer.in_flight, trainer.vllm_generation, trainer.accelerator
     batch, step = trainer._stream.batch(place)
     rows = list(batch)
-    rollout = rollout_of(trainer, rows)
+    rollout = trainer._rollout_of(rows)
     rollout.group_ids = rollout.group_ids.cpu()  # which threads read
     for row, prompt in zip(rows, rollout.prompts, strict=True):
         row.prompt = prompt  # of text, too
@@ -146,26 +128,20 @@ def _early_rewards(trainer: Any, parts: dict[Key, Rollout]) -> dict[Key, Callabl
     return {key: partial(reward, part) for key, part in parts.items()}
 
 
-def probe_engine(trainer: Any, n: int) -> Rollout:
+def probe_engine(
+    flight: InFlight, accelerator: Accelerator, n: int, *, ends: Collection[int], pad_token_id: int
+) -> Rollout:
     """
     A few tokens after at most `n` of the last batch's prompts, sampled by the weights that the engine has. All ranks
     must call this.
     """
-    flight, accelerator, size = trainer.in_flight, trainer.accelerator, min(n, _PROBES)
+    size = min(n, _PROBES)
     prompts, requests = zip(*islice(cycle(flight.probes), size), strict=True)
     asked = [each._replace(count=1, most=min(each.most, _PROBE_LENGTH)) for each in requests]
     found = on_all_ranks(accelerator, lambda: flight.sample(asked))
     ids, logps = ([*each] for each in zip(*found, strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
-    rollout = Rollout([*prompts], group_ids, trainer._tokenizer.pad_token_id)
-    complete(
-        rollout,
-        ids,
-        logps,
-        None,
-        ends=trainer.eos_token_ids,
-        pad_to_multiple_of=None,
-        mask_truncated=False,
-        accelerator=accelerator,
-    )
+    rollout = Rollout([*prompts], group_ids, pad_token_id)
+    options = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
+    complete(rollout, ids, logps, None, ends=ends, **options)
     return rollout

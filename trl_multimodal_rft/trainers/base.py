@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,8 +33,8 @@ from ..policy import PolicyForward
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
-from ..rollout.balance import arranged, rank_metrics
-from ..rollout.collect import complete, take_custom_rollout
+from ..rollout.balance import arranged, rank_metrics, sum_over_ranks
+from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import checked_functions, reward_rollout
@@ -53,9 +52,9 @@ from ..rollout.score import (
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
 from .arguments import check_arguments
-from .asynchronous import rollout_of, row_encoder, sample_first_turns
+from .asynchronous import row_encoder, take_first_turns
 from .checkpoints import CheckpointMixin
-from .engine import acceptance, check_settings, make_sampler, naming_checkpoint
+from .engine import acceptance, check_settings, make_sampler
 from .offload import HostMemory
 from .optimizer import choose_what_trains
 from .setup import (
@@ -80,7 +79,7 @@ from .setup import (
     warn_of_unused_recommendations,
     with_media_reader,
 )
-from .views import bonus_of_contrast
+from .views import bonus_of_contrast, sample_with_views
 
 
 logger = get_logger(__name__)
@@ -181,10 +180,12 @@ class MultimodalTrainer(CheckpointMixin):
             for_engine=args.use_vllm,
             feature_dtype=lambda: feature_dtype(self),
         )
+        ahead = args.max_staleness > 0 and not self.tools  # which continue from decoded media
+        encode = row_encoder(self.prompts, lambda: self.vllm_generation.prompts) if ahead else self.prompts.encode_row
         self._stream = RowStream(
             args,
             self.accelerator,
-            encode=None if self.toolbox or rollout_func is not None else row_encoder(self),
+            encode=None if self.toolbox or rollout_func is not None else encode,
             messages=self.prompts.messages,
             encode_teachers=self.prompts.encode_teachers if args.is_distillation else None,
             columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
@@ -258,7 +259,7 @@ class MultimodalTrainer(CheckpointMixin):
         """Rows, environments and encoded prompts."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         check_first_rows(self, [row.stored for row in rows])
-        rollout = rollout_of(self, rows)
+        rollout = self._rollout_of(rows)
         rollout.place = getattr(inputs, "place", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
@@ -274,13 +275,29 @@ class MultimodalTrainer(CheckpointMixin):
             self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
         return rollout
 
+    def _rollout_of(self, rows: Sequence[EncodedRow]) -> Rollout:
+        """A rollout of rows, one per completion, with their environments and encoded prompts."""
+        rollout = collect(
+            rows,
+            self.prompts,
+            self.toolbox,
+            encodes_text=self.rollout_func is None,
+            group_size=self._group_size,
+            pad_token_id=getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id,
+            accelerator=self.accelerator,
+        )
+        self.environments = rollout.environments
+        return rollout
+
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
         branches: Any = Branches() if self.tools else None
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
+        elif self.in_flight is None or rollout.place is None:
+            (ids, logps), tool_mask = sample_with_views(self, rollout, branches), None
         else:
-            (ids, logps), tool_mask = sample_first_turns(self, rollout, branches), None
+            (ids, logps), tool_mask = take_first_turns(self, rollout, rollout.place), None
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
         else:
@@ -304,7 +321,7 @@ class MultimodalTrainer(CheckpointMixin):
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._log_metrics(metrics | acceptance(self))
+        self._log_metrics(metrics | acceptance(self.sampler))
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
@@ -314,8 +331,7 @@ class MultimodalTrainer(CheckpointMixin):
 
         def sample(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]):
             branches.asked = asked
-            step = self.state.global_step
-            return self.sampler(self.model_wrapped, prompts, step=step, room=room, branches=branches)
+            return self.sampler(self.model_wrapped, prompts, step=self.state.global_step, room=room, branches=branches)
 
         tools = [self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
         loop = self._tool_loop(tools, complete=sample)
@@ -330,7 +346,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
         if self.model.training:
             self.checks.on_tool_media(self.model, rollout.prompts, ids, self.use_vllm)
-        self._log_metrics(turn_metrics(counts, len(ids), self._sum_over_ranks))
+        self._log_metrics(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
         return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
@@ -396,19 +412,6 @@ class MultimodalTrainer(CheckpointMixin):
         rollout.rewards_per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
         rollout.bonus = bonus_of_contrast(self, rollout)
 
-    def _gather_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of all ranks, padded on the right."""
-        return self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
-
-    def _local(self, values: torch.Tensor, n: int) -> torch.Tensor:
-        """This rank's `n` rows of those of all ranks."""
-        start = self.accelerator.process_index * n
-        return values[start : start + n]
-
-    def _sum_over_ranks(self, numbers: list[float]) -> list[float]:
-        table = torch.tensor([numbers], device=self.accelerator.device)
-        return self.accelerator.gather(table).sum(0).tolist()
-
     # Checkpoints
 
     def _rollout_state(self) -> dict[str, Any]:
@@ -435,7 +438,6 @@ class MultimodalTrainer(CheckpointMixin):
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
                 rollout.without_gradient = without_gradient(rollout)
-            model = self._unwrapped(self.model)
             if self.rollout_func is not None or not self.args.keep_groups_together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             else:
@@ -445,8 +447,8 @@ class MultimodalTrainer(CheckpointMixin):
                 self._log_metrics(metrics)
             self._buffered_inputs = rollout.micro_batches(steps)
             self._log_metrics(rank_metrics(self._buffered_inputs, self.accelerator))
-            counts = count_forwarded(self._policy, model, self._buffered_inputs)
-            forwarded, repeated, n_skipped, n = self._sum_over_ranks(counts)
+            counts = count_forwarded(self._policy, self._unwrapped(self.model), self._buffered_inputs)
+            forwarded, repeated, n_skipped, n = sum_over_ranks(self.accelerator, counts)
             self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
             self._mode_metrics["packing/skipped_frac"].append(n_skipped / n)
             self._on_rollout(self._buffered_inputs)
@@ -533,9 +535,6 @@ class MultimodalTrainer(CheckpointMixin):
             )
         scores = self._score(model, self._micro_batch)
         return scores.logps, scores.entropies, scores.aux_loss
-
-    def _engine_context(self) -> AbstractContextManager:
-        return naming_checkpoint(self.args.output_dir, self.state.global_step) if self.is_in_train else nullcontext()
 
 
 def _has_own_loss(trainer_class: type[MultimodalTrainer]) -> bool:

@@ -4,7 +4,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
+from ..rollout.balance import sum_over_ranks
 from ..rollout.in_flight import InFlight
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
@@ -186,15 +187,17 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
         else:
             dtype = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
         if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
-            probe = probe_engine(trainer, len(rollout))
+            ends, pad_token_id = trainer.eos_token_ids, trainer._tokenizer.pad_token_id
+            given = trainer.in_flight, trainer.accelerator, len(rollout)
+            probe = probe_engine(*given, ends=ends, pad_token_id=pad_token_id)
             trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
 
 
-def acceptance(trainer: Any) -> dict[str, float]:
+def acceptance(sampler: Sampler) -> dict[str, float]:
     """What the engine tells of its sampling."""
-    length = trainer.vllm_generation.acceptance_length() if trainer.use_vllm else None
+    length = sampler.engine.acceptance_length() if isinstance(sampler, VLLMSampler) else None
     return {} if length is None else {"sampling/acceptance_length": length}
 
 
@@ -208,7 +211,7 @@ def _check_logps(trainer: Any, rollout: Rollout) -> None:
         return
     if rollout.from_view is not None:  # which are left out by us
         mask = mask & ~rollout.from_view[:, None]
-    n_missing, n = trainer._sum_over_ranks([float((sampled.isnan() & mask).sum()), float(mask.sum())])
+    n_missing, n = sum_over_ranks(trainer.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
     trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_looked = not checks.has_looked, True
@@ -274,7 +277,12 @@ def make_sampler(trainer: Any, placeholders: set[int], revision: str | None) -> 
             changes_weights=engine.adapter_alone is None,
             settings=engine.sampling,
         )
-    return VLLMSampler(trainer.vllm_generation, profile, trainer._engine_context)
+
+    def explained() -> AbstractContextManager[Any]:
+        step = trainer.state.global_step
+        return naming_checkpoint(args.output_dir, step) if trainer.is_in_train else nullcontext()
+
+    return VLLMSampler(trainer.vllm_generation, profile, explained)
 
 
 @contextmanager

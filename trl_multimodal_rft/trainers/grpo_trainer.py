@@ -2,6 +2,7 @@
 
 """GRPO and its relatives: other advantages, losses and KL terms, token filtering, resampling and replay."""
 
+import functools
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
+from ..rollout.balance import gather_rows, local_rows
 from ..rollout.groups import group_exchange
 from ..rollout.rollout import Rollout
 from ..rollout.token_filter import TokenFilter
@@ -173,7 +175,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         # What the coefficients of KL divergence and entropy adapt to at the end of the optimizer step
         self._kl_window = Window()
         self._entropy_window = Window()
-        self._token_filter: Any = TokenFilter(args, self._gather_rows, self.accelerator.process_index)
+        gather = functools.partial(gather_rows, self.accelerator)
+        self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
         self._head_rule = dependency_head(self)
@@ -258,9 +261,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, self._group_size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
-        rollout.live = self._local(live, n)
+        rollout.live = local_rows(self.accelerator, live, n)
         measure_groups(self, rollout, rewards, group_ids, live)
-        local = self._local(advantages, n)
+        local = local_rows(self.accelerator, advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
         log_rollout(self, rollout, rewards, zero_std, advantages)
         if args.kl_in_reward:
@@ -291,9 +294,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rewards=rewards,
             rewards_per_func=rollout.rewards_per_func,
             group_ids=group_ids,
-            mask=self._gather_rows(rollout.loss_mask),
-            old_logps=self._gather_rows(rollout.old_per_token_logps) if need_logps else None,
-            ref_logps=self._gather_rows(ref_logps) if need_logps and ref_logps is not None else None,
+            mask=gather_rows(self.accelerator, rollout.loss_mask),
+            old_logps=gather_rows(self.accelerator, rollout.old_per_token_logps) if need_logps else None,
+            ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
             norm_level=args.norm_level,

@@ -13,6 +13,7 @@ from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.views import advantage_weights, relevance_weights, view_term
 from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
+from ..rollout.balance import local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.score import score_dependency
 from ..rollout.views import view_prompts
@@ -73,7 +74,7 @@ def weigh_by_dependency(trainer: Any, rollout: Rollout) -> None:
         everyone = trainer.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
         weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, args.dependency_advantage_min)
         trainer._mode_metrics["view/weight_max"].append(weights.max().item())
-        local = trainer._local(weights, len(rollout))
+        local = local_rows(trainer.accelerator, weights, len(rollout))
         rollout.advantages = rollout.advantages * (local if rollout.advantages.dim() == 1 else local[:, None])
     weights = None
     if args.dependency_temperature is not None:

@@ -40,6 +40,7 @@ from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.parts import freeze_backbone
 from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
+from ..rollout.balance import gather_rows, local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.score import score_values
 from .arguments import check_arguments
@@ -271,14 +272,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return super()._estimate_advantages(rollout, rewards, group_ids)
         args, mask = self.args, rollout.loss_mask
         values, bootstrap = self._score_values(rollout)
-        local = self._local(rewards, len(rollout))
+        local = local_rows(self.accelerator, rewards, len(rollout))
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
         advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
         rollout.old_values, rollout.returns, rollout.scorable = values, returns, (~local.isnan()).long()
 
-        mask = self._gather_rows(mask * rollout.scorable[:, None])
-        advantages, returns, values = (self._gather_rows(each) for each in (advantages, returns, values))
+        mask = gather_rows(self.accelerator, mask * rollout.scorable[:, None])
+        advantages, returns, values = (gather_rows(self.accelerator, each) for each in (advantages, returns, values))
         metrics, valid = self._mode_metrics, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
             std, mean = torch.std_mean(numbers[valid], correction=0)

@@ -15,6 +15,7 @@ from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
 from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighted_sum
+from ..rollout.balance import local_rows, sum_over_ranks
 from ..rollout.groups import group_exchange
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
@@ -164,15 +165,15 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
         group_ids = self.accelerator.gather(rollout.group_ids)
         live = has_signal(shaped, group_ids)
-        rollout.live = self._local(live, n)
+        rollout.live = local_rows(self.accelerator, live, n)
         measure_groups(self, rollout, rewards, group_ids, live)
         if self.beta != 0:
             kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
-            total, count = self._sum_over_ranks([kl.sum().item(), mask.sum().item()])
+            total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
             self._mode_metrics["kl"].append(total / max(count, 1.0))
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
-        rollout.advantages = self._local(advantages, n)
+        rollout.advantages = local_rows(self.accelerator, advantages, n)
         log_rollout(self, rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
 
     # Update

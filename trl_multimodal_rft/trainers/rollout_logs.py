@@ -14,6 +14,7 @@ from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import waiting_display
 from ..rollout.advantages import out_of_range
+from ..rollout.balance import local_rows
 from ..rollout.collect import template_tools
 from ..rollout.reward import reward_metrics
 from ..rollout.rollout import Rollout
@@ -65,7 +66,9 @@ def measure_groups(
     name, names = args.dynamic_sampling_reward, trainer.reward_func_names
     if args.dynamic_sampling_range is not None:
         bounded = rewards if name is None else per_func[:, reward_index(name, names)]
-        rollout.out_of_range = trainer._local(out_of_range(bounded, group_ids, args.dynamic_sampling_range), n)
+        rollout.out_of_range = local_rows(
+            trainer.accelerator, out_of_range(bounded, group_ids, args.dynamic_sampling_range), n
+        )
     if trainer.model.training:
         trainer.rewards_hint.measure(rewards, live, trainer.state.global_step)
     if sampler is not None and trainer.model.training:

@@ -12,6 +12,7 @@ from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
+from ...rollout.balance import gather_rows
 from .experience import Experience
 from .experience_config import ExperienceConfig
 
@@ -145,9 +146,7 @@ class RolloutAdvantages:
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         """Rows of all ranks, padded on the right."""
         accelerator = self.strategy.accelerator
-        if accelerator is None:
-            return values
-        return accelerator.gather(accelerator.pad_across_processes(values.contiguous(), dim=1))
+        return values if accelerator is None else gather_rows(accelerator, values)
 
     def _local(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's rows of those of all ranks."""
