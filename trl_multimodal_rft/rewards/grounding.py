@@ -186,8 +186,8 @@ def detection_reward(
       box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their
       mean IoU, minus half of the shares of boxes and of references without a match.
 
-    Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors, see
-    [`accuracy_reward`].
+    Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
+    see [`accuracy_reward`].
 
     Args:
         solution (`list`):
@@ -272,8 +272,8 @@ def counting_reward(
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another one, or a list of points or
     boxes, whose number counts. Where the reference is a list of points, too, the reward is the smaller number of
     points divided by the larger one, times 1 minus the mean distance between points in shares of the image's diagonal,
-    for the matching with the smallest distances. Without a number, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the
-    other arguments and the errors, see [`accuracy_reward`].
+    for the matching with the smallest distances. Without a number, the reward is 0.0. For the scales, see
+    [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
         solution (`list`):
