@@ -108,7 +108,7 @@ CASES = {
     "image": Case(prompts=1, group=8, image_size=(28, 14)),
     "long": Case(prompts=1, group=8, image_size=(37, 36)),
     "varied": Case(prompts=2, group=8, image_size=(28, 14), varied=True),
-    "video": Case(prompts=1, group=8, image_size=(28, 14), images=40),  # 16,000 tokens; TRL takes frames alone
+    "video": Case(prompts=1, group=8, image_size=(28, 14), images=40),  # as frames, as TRL takes no videos
     "text": Case(
         prompts=4,
         group=2,

@@ -24,7 +24,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 
@@ -141,6 +141,12 @@ def tests_changed_since(commit: str) -> list[str]:
 # Types
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Returns the syntax trees of the package's modules, by their names within it."""
+    return {name.removeprefix(f"{PACKAGE.name}."): ast.parse(path.read_text()) for name, path in modules().items()}
+
+
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
     given = function.args
     stars = [each for each in (given.vararg, given.kwarg) if each is not None]
@@ -150,9 +156,9 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg
 def takes_a_trainer() -> list[str]:
     """Returns the functions, besides the documented `evaluate_trainer`, that get a trainer."""
     return [
-        f"{name.removeprefix('trl_multimodal_rft.')}.{node.name}"
-        for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{name}.{node.name}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name != "evaluate_trainer"
         if any(each.arg == "trainer" for each in parameters(node))
     ]
@@ -161,8 +167,7 @@ def takes_a_trainer() -> list[str]:
 def untyped() -> int:
     """Returns the number of parameters without annotation, of annotations that say nothing, and of such casts."""
     n = 0
-    for path in modules().values():
-        tree = ast.parse(path.read_text())
+    for tree in trees().values():
         nothing = {"Any", "object"}
         nothing |= {
             ast.unparse(each.targets[0])
@@ -190,23 +195,22 @@ def untyped() -> int:
 
 def private_of_others() -> list[str]:
     """Returns private attributes that one class has and that code outside of a method's own object reads."""
-    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
     methods = (
         each
-        for tree in trees.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for each in node.body
     )
     attributes = {each.name for each in methods if isinstance(each, ast.FunctionDef)}
     reads = [
-        (name, each) for name, tree in trees.items() for each in ast.walk(tree) if isinstance(each, ast.Attribute)
+        (name, each) for name, tree in trees().items() for each in ast.walk(tree) if isinstance(each, ast.Attribute)
     ]
     attributes |= {
         each.attr for _, each in reads if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
     }
     return sorted(
-        f"{name.removeprefix('trl_multimodal_rft.')}: {ast.unparse(each)}"
+        f"{name}: {ast.unparse(each)}"
         for name, each in reads
         if each.attr in attributes and each.attr.startswith("_") and not each.attr.startswith("__")
         if ast.unparse(each.value) not in ("self", "cls", "super()")

@@ -280,19 +280,6 @@ def test_text():
     assert_close(everything[0, batch.lengths[0] - 1 - 3 : batch.lengths[0] - 1], expected[0])
 
 
-def test_padding_after_short_responses():
-    """In rows as `generate` returns them, prompts end together and responses start together."""
-    model, _, prompts = bare("qwen2_5_vl")
-    batch = make_batch(prompts, [5, 2, 3, 1, 4])
-    rows = [nn.functional.pad(r, (0, 5 - len(r))) for r in batch.responses]
-    ids = left_padded([torch.cat([p.input_ids, r]) for p, r in zip(prompts, rows, strict=True)])
-    filled = [torch.arange(5) < len(r) for r in batch.responses]
-    mask = left_padded([torch.cat([torch.ones_like(p.input_ids), f]) for p, f in zip(prompts, filled, strict=True)])
-    logps = make("qwen2_5_vl")(ids, 5, mask, **batch.media)
-    for row, values in zip(logps, bare_logps(model, batch), strict=True):
-        assert_close(row[: len(values)], values)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "paligemma"])
 def test_actions_that_are_prompt(name):
     """In rows that end together, rows with fewer actions hold prompt tokens in their columns."""
@@ -331,17 +318,6 @@ def test_number_of_actions():
     for n in (length, length + 3, -1):
         with pytest.raises(ValueError, match=rf"`num_actions` \({n}\) must be between 0 and {length - 1}"):
             batch.score(actor, n)
-
-
-def test_temperature():
-    model, _, prompts = bare("gemma3")
-    for temperature in (0.5, 1.0, 2.0):
-        actor, batch = make_both("gemma3", temperature=temperature)
-        logps, output = batch.score(actor, return_output=True)
-        assert_close(logps, torch.stack(bare_logps(model, batch, temperature)), 2e-5)
-        assert_close(batch.score(actor), logps, 2e-5)
-        # The output contains the model's logits
-        assert_close(output.logits[0, -2], bare_logits(model, prompts[0], batch.responses[0])[-1])
 
 
 @torch.no_grad()
@@ -571,23 +547,21 @@ def test_the_mask_of_audio_travels():
         short.score(actor, audio_values=None)
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "audioflamingo3", "voxtral"])
-def test_the_mask_by_default(name):
-    # Voxtral's window of 30 s is always full
-    batch = make_batch(bare(name)[2][:1]) if name == "voxtral" else one_clip(name, 1.0)
-    logps = make(name)(batch.sequences, N, audio_values=batch.media["audio_values"])
-    assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
-
-
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "granite_speech", "phi4_multimodal"])
-def test_the_mask_by_default_of_other_features(name):
-    """The first two have their frames first, and the others need no mask."""
-    batch, actor = one_clip(name, 0.7), make(name)
-    media = {key: value for key, value in batch.media.items() if key != "audio_attention_mask"}
-    logps = actor(batch.sequences, N, **media)
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        *[(name, 1.0) for name in ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "audioflamingo3")],
+        ("voxtral", 30.0),  # whose window is always full
+        *[(name, 0.7) for name in ("gemma3n", "gemma4")],  # which have their frames first
+        *[(name, 0.7) for name in ("granite_speech", "phi4_multimodal")],  # which need no mask
+    ],
+)
+def test_the_mask_by_default(name, seconds):
+    batch, actor = one_clip(name, seconds), make(name)
+    logps = batch.score(actor, audio_attention_mask=None)
     if name.startswith("gemma"):
-        mask = torch.ones_like(batch.media["audio_attention_mask"])
-        assert_close(logps, batch.score(actor, audio_attention_mask=mask))
+        ones = torch.ones_like(batch.media["audio_attention_mask"])
+        assert_close(logps, batch.score(actor, audio_attention_mask=ones))
     else:
         assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
@@ -929,7 +903,7 @@ def trainable(actor):
     return [name for name, parameter in actor.model.named_parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen3_omni_moe"])
 def test_lora(name):
     cls = actor_class(name)
     for source in sources(name):
@@ -982,31 +956,13 @@ def test_lora_on_an_adapter():
     assert_close(batch.score(actor), expected)
 
 
-# Encoders of all families, which `test_freeze.py` tells from other parts. Families without one raise on freezing
+# Encoders, which `test_freeze.py` tells from other parts in all families
 
 FREEZE = {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}
 
 
 def towers_of(name) -> dict[str, str]:
     return {kind: find_tower(bare(name)[0], kind) for kind in FREEZE if kind in FAMILIES[name].modalities}
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
-@pytest.mark.parametrize("name", every_family())
-def test_frozen_towers(name, lora_rank):
-    """Nothing in a frozen encoder trains or gets an adapter, although its layers have the names of the decoder's."""
-    towers = towers_of(name)
-    for flags in [set(towers)] if len(towers) == 1 else ({"image"}, {"audio"}, {"image", "audio"}):
-        actor = make(name, lora_rank=lora_rank, **{FREEZE[modality]: True for modality in flags})
-        for modality, tower in towers.items():
-            module = actor.base_model.get_submodule(tower)
-            frozen = not any(parameter.requires_grad for parameter in module.parameters())
-            assert frozen == (modality in flags)
-        decoder_name = next(n for n, m in actor.base_model.named_modules() if m is actor.base_model.get_decoder())
-        assert any(f"{decoder_name}." in n for n in trainable(actor))
-    for modality in {"image", "audio"} - set(towers):
-        with pytest.raises(ValueError, match=f"has no {modality} encoder to freeze; drop the argument"):
-            make(name, lora_rank=lora_rank, **{FREEZE[modality]: True})
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "llava"])
@@ -1020,12 +976,6 @@ def test_names_of_layers_in_towers_and_decoder_coincide(name):
     for source in sources(name):
         actor = actor_class(name)(source, bf16=False, lora_rank=2, target_modules=[common], **{FREEZE[modality]: True})
         assert set(adapted(actor)) == {layer for layer in frozen if layer.endswith(f".{common}")} != set()
-
-
-def test_freezing_a_language_model():
-    for flag in FREEZE.values():
-        with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
-            text_actor(**{flag: True})
 
 
 def test_models_of_a_path(asked, tmp_path):
@@ -1177,6 +1127,16 @@ def test_print_trainable_parameters():
     assert counted(make("qwen2_5_vl")) == [total, total]
     assert counted(make("qwen2_5_vl", bf16=True)) == [total, total]
     assert counted(make("qwen2_5_vl", freeze_vision_tower=True)) == [total - tower, total]
+    # Both encoders
+    names, both = tuple(towers_of("qwen2_5_omni").values()), dict.fromkeys(FREEZE.values(), True)
+    towers = [bare("qwen2_5_omni")[0].get_submodule(name) for name in names]
+    trained, total_omni = counted(make("qwen2_5_omni", **both))
+    assert total_omni - trained == sum(p.numel() for tower in towers for p in tower.parameters())
+    layers = adapted(make("qwen2_5_omni", lora_rank=2, **both))
+    assert len(names) == 2 and layers and not any(layer.startswith(names) for layer in layers)
+    for flag in FREEZE.values():
+        with pytest.raises(ValueError, match="has no (image|audio) encoder to freeze"):
+            text_actor(**{flag: True})
     actor = make("qwen2_5_vl", lora_rank=4, target_modules=["q_proj"])
     # Two layers of 64 to 64
     assert counted(actor) == [2 * 4 * 128, total + 2 * 4 * 128]

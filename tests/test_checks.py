@@ -53,6 +53,18 @@ def listener():
     return subject("qwen2_audio", audio_rows(2))
 
 
+def test_a_bias_of_logits_is_part_of_the_distribution(listener):
+    prompts, ids, mask = completions_of(listener)
+    completions, bias = (prompts, torch.full_like(ids, 60), mask), 2.0
+    with torch.no_grad():
+        plain, biased = (
+            listener.policy.score(listener.model, *completions, packed=False, logit_bias=each).logps
+            for each in (None, {60: bias})
+        )
+    expected = plain + bias - torch.log1p(plain.exp() * math.expm1(bias))
+    torch.testing.assert_close(biased[mask.bool()], expected[mask.bool()])
+
+
 def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     check, completions = engine_check(listener), completions_of(listener)
     mask, sampled = completions[2], sampled_by(listener, completions)

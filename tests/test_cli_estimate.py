@@ -370,7 +370,7 @@ def test_suggested_config_fits_and_is_read(folder, small_tile, tmp_path, capsys)
         assert json.loads(capsys.readouterr().out)["fits"]
     plenty, little = found
     assert "use_peft" not in plenty and plenty["per_device_train_batch_size"] == 4 and plenty["dtype"] == "float32"
-    assert little["use_peft"] and little["dtype"] == "bfloat16"
+    assert little["use_peft"] and little["dtype"] == "bfloat16" and little["lora_alpha"] == 2 * little["lora_r"]
     for keys in found:
         completions = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"]
         assert completions == 64 and keys["steps_per_generation"] * keys["per_device_train_batch_size"] % 4 == 0

@@ -326,6 +326,15 @@ def test_running_statistics_of_a_frozen_tower_stay(tmp_path):
         assert before and frozen == all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+def test_adapters_of_encoders_keep_their_dropout(tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.3)
+    model, processor = load("qwen2_audio")
+    objects = {"model": get_peft_model(model, adapter), "processing_class": processor}
+    trainer = make_trainer(InjectedOurs, "", audio_rows(), tmp_path, objects=objects, disable_dropout=None)
+    layers = [layer for name, layer in trainer.model.named_modules() if name.endswith("lora_dropout.default")]
+    assert len(layers) > 2 and {layer.p for layer in layers} == {0.3}
+
+
 # Learning rates
 
 RATES = {"vision_tower": 0.002, "*.merger": 0.05, "lm_head": 0.03}

@@ -14,9 +14,10 @@ from accelerate import Accelerator
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.parts import micro_batch_order
-from trl_multimodal_rft.rollout.balance import balanced, packed_group
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
+from trl_multimodal_rft.rollout.ranks import balanced, packed_group
 from trl_multimodal_rft.rollout.rollout import Rollout, join_rollouts
+from trl_multimodal_rft.rollout.score import without_gradient
 
 
 def group(number: int, step: int = 0, size: int = 2, live: bool = True) -> Rollout:
@@ -74,6 +75,14 @@ def test_every_field_of_tokens_is_padded_and_cut():
         assert value.shape == (4, *last.shape[1:])
         assert torch.equal(value[:2, :3], first[:, :3]) and torch.equal(value[2:], last)
         assert value[:2, 3:].unique().tolist() == [1 if name == "tool_mask" else 0]
+
+
+def test_completions_without_gradient_have_no_advantage_on_any_token_that_counts():
+    own = replace(group(0, size=3), completion_mask=torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]]))
+    own.advantages = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
+    assert without_gradient(own) == [False, True, True]
+    own.advantages = torch.tensor([1.0, 0.0, -1.0])
+    assert without_gradient(own) == [False, True, False]
 
 
 def test_what_is_kept_is_a_copy():

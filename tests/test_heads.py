@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.collectives import Gathered
 from helpers.encoding import encode_chats, extended
 from helpers.families import FAMILIES, SPECIAL, encode
 from helpers.synthetic import FAMILIES as SYNTHETIC
@@ -15,7 +16,6 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOConfig, MultimodalGRPOTrainer
@@ -177,17 +177,6 @@ def test_a_copy_scores_by_its_own_weights():
     assert (plain - moved).abs().max() > 1e-2
     expected = moved[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
-
-
-class Gathered(TorchDispatchMode):
-    """Counts the bytes that each rank gets of others."""
-
-    n_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.n_bytes += found.nbytes if "all_gather" in func.name() else 0
-        return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -25,6 +25,7 @@ from peft import LoraConfig
 from torch.testing import assert_close
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer
+from trl_multimodal_rft.algorithms.views import relevance_weights
 from trl_multimodal_rft.views import as_view
 
 
@@ -311,6 +312,14 @@ def test_mapo():
         spread.append((expected.max() - expected.min()).item())
     assert max(spread) > 0.01
     assert logged(result, "view/dependency")[0] > 0
+
+
+def test_the_bound_of_mapos_weights():
+    n = 12
+    differences = torch.tensor([math.log(89), *[0.0] * (n - 1)])[None]  # shares of 0.89 and 0.01
+    weights = relevance_weights(differences, torch.ones(1, n), temperature=1 / math.log(n))
+    bounded = torch.tensor([5.0, *[0.12] * (n - 1)])[None]
+    assert_close(weights, bounded * n / bounded.sum())
 
 
 # Refusals

@@ -10,7 +10,7 @@ from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES
 
 from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.encoding.join import join_media
+from trl_multimodal_rft.encoding.join import continued_field, join_media
 from trl_multimodal_rft.encoding.prompts import placeholder_token_ids
 from trl_multimodal_rft.families import family_of, modality_of
 from trl_multimodal_rft.forward.layout import split_samples
@@ -78,6 +78,11 @@ def test_token_fields_are_the_processors(name):
 def test_token_fields_of_families_with_rules_of_their_own():
     model, prompts = encoded("paligemma")
     assert not token_fields(model, prompts[0].input_ids)["token_type_ids"].any()
+    processor = FAMILIES["paligemma"].build()[1]
+    picture = image(56, 56)["image"]
+    answered = processor(text="cap", suffix="a cat", images=picture, return_tensors="pt")["token_type_ids"]
+    alone = processor(text="cap", images=picture, return_tensors="pt", return_token_type_ids=True)["token_type_ids"]
+    assert torch.equal(continued_field(model, "token_type_ids", alone, answered.shape[1] - alone.shape[1]), answered)
     model, prompts = encoded("glm4v")
     images, videos = prompts[0], prompts[3]
     found = token_fields(model, images.input_ids)["mm_token_type_ids"]

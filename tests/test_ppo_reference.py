@@ -316,21 +316,6 @@ def test_actions_that_do_not_count_are_seen_all_the_same(kind, packed, tmp_path)
     assert_step(ppo, rows, items, kind, weights, make_experience_batch(items, packed), columns)
 
 
-def test_experience_as_it_was_made(tmp_path):
-    """Prompts have padding on the left, responses on the right."""
-    ppo = make(tmp_path, config=ONE)
-    torch.manual_seed(0)
-    rows = list(image_rows(2))
-    (experience,) = ppo.experience_maker.make_experience_list(rows, **ppo.generate_kwargs)
-    assert not experience.attention_mask[:, 0].all() and not experience.attention_mask[:, -1].all()
-    items = remove_padding_in_sequences(split_experience_batch(experience))
-    weights = [torch.ones(len(item.action_mask)) * (index % 2) for index, item in enumerate(items)]
-    mask = (torch.arange(8) % 2)[:, None].expand(experience.action_mask.shape)
-    status = assert_step(ppo, rows, items, "image", weights, experience, mask)
-    # The policy is still the one that sampled
-    assert status["ratio/max"] == pytest.approx(1, abs=1e-4) and status["value_clip_ratio"] == 0
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_ppo_train(together, tmp_path):
     """
@@ -834,6 +819,7 @@ def test_no_divergence_without_coefficient_or_reference(tmp_path):
         ppo = make(tmp_path, **arguments)
         _, _, (each,) = rewarded(ppo, image_rows(2))
         assert each.base_action_log_probs is None and ppo.trainer.ref_model is None
+        assert not each.kl.any()
         with pytest.raises(ValueError, match="`kl_target` needs an `initial_model` to diverge from"):
             make(tmp_path, kl_target=0.1, **arguments)
 
@@ -1512,23 +1498,6 @@ def test_every_family(name, tmp_path):
 
 
 # The corresponding options of the experience maker
-
-
-@pytest.mark.parametrize("has_references", [True, False])
-def test_references_are_labels_where_there_are_none(has_references, tmp_path):
-    given = []
-
-    def reward(completions, refs, labels):
-        given.append((refs, labels))
-        return [0.0] * len(completions)
-
-    rows = answered(image_rows(2), "image")
-    if not has_references:
-        rows = [{name: value for name, value in row.items() if name != "references"} for row in rows]
-    rewarded(make(tmp_path, reward_fn=reward), rows)
-    labels = ["even"] * 4 + ["odd"] * 4
-    expected = ["answer 0"] * 4 + ["answer 1"] * 4 if has_references else labels
-    assert given == [(expected, labels)]
 
 
 class LastToken(nn.Module):

@@ -3,16 +3,13 @@
 
 import gc
 import io
-import multiprocessing
-import os
 from dataclasses import replace
 
 import PIL.Image
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from helpers.processes import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -781,40 +778,27 @@ def test_normalization_happens_once():
     assert buffer.sample(1) == buffer.take(1) == []
 
 
-def process_of_two(rank: int, port: int, results) -> None:
+def normalize_on_two_ranks():
+    """The first time, one rank has nothing to normalize."""
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
+    rank = accelerator.process_index
     buffer = filled(*[ragged([4, 10, 6])][rank:])
     buffer.normalize(accelerator=accelerator)
     buffer.clear()
     buffer.append(ragged([[4, 10], [12]][rank]))
     buffer.normalize(accelerator=accelerator)
-    results.put((rank, [own.advantages.tolist() for own in buffer]))
-    torch.distributed.destroy_process_group()
+    own = [[1, 2], [2, 4, 6, 8, 10]], [[1, 2, 3, 4, 5, 6]]
+    everything = torch.tensor([x for rank in own for row in rank for x in row], dtype=torch.float64)
+    for item, row in zip(buffer, own[rank], strict=True):
+        expected = (torch.tensor(row) - everything.mean()) / everything.std(correction=0)
+        assert_close(item.advantages.double(), expected, rtol=0, atol=1e-6)
 
 
 def test_normalization_over_processes():
-    """The first time, one rank has nothing to normalize."""
-    context = multiprocessing.get_context("fork")
-    port = free_port()
-    results = context.Queue()
-    processes = [context.Process(target=process_of_two, args=(rank, port, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    values = dict(results.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(300)
-        assert process.exitcode == 0
-    own = [[1, 2], [2, 4, 6, 8, 10]], [[1, 2, 3, 4, 5, 6]]
-    everything = torch.tensor([x for rank in own for row in rank for x in row], dtype=torch.float64)
-    for rank in range(2):
-        for row, normalized in zip(own[rank], values[rank], strict=True):
-            expected = (torch.tensor(row) - everything.mean()) / everything.std(correction=0)
-            assert_close(torch.tensor(normalized).double(), expected.double(), rtol=0, atol=1e-6)
+    debug_launcher(normalize_on_two_ranks)
 
 
 def test_without_offload_samples_stay_where_they_are():

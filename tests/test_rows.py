@@ -323,13 +323,13 @@ def test_processes_that_are_killed_are_replaced_and_what_cannot_be_sent_is_read_
     ahead.close()
 
 
-def test_processes_that_are_killed_within_an_answer_are_replaced(tmp_path):
-    """Their pool's thread waits for the rest of the answer."""
+def test_processes_that_are_killed_while_they_send_a_row_are_replaced(tmp_path):
+    """Their pool's thread waits for the rest."""
 
     def read(row):
         if row == 2 and not (tmp_path / "killed").exists():
             (tmp_path / "killed").touch()
-            os.write(ahead._pool._result_queue._writer.fileno(), struct.pack("!i", 1000) + b"its begin")
+            os.write(ahead._pool._result_queue._writer.fileno(), struct.pack("!i", 1000) + b"its start")
             os.kill(os.getpid(), signal.SIGKILL)
         return row
 

@@ -256,11 +256,19 @@ def test_script_trains(script, tmp_path):
     if script is ppo:
         rows = [{**row, "prompt": "What?", "completion": "A bird."} for row in rows]
         Dataset.from_list(rows).to_parquet(tmp_path / "answers" / "train.parquet")
-        how |= {"ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1, "shared_trunk": True}
+        how |= {"ptx_dataset_name": str(tmp_path / "answers"), "ptx_coef": 0.1}
+        named = recipe(tmp_path, **given, **how, value_model_name_or_path=str(tmp_path / "critic"))
+        with pytest.raises(OSError, match="critic"):
+            script.main(*parse(script.ARGUMENTS, ["--config", named]))
+        how["shared_trunk"] = True
+    if script is rloo:
+        how |= {"use_peft": True, "lora_target_modules": "all-linear"}
     script.main(*parse(script.ARGUMENTS, ["--config", recipe(tmp_path, **given, **how)]))
     trained = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "trained").state_dict()
     before = load("qwen2_audio")[0].state_dict()
-    assert any(not trained[name].equal(before[name]) for name in before)
+    adapters = [weight for name, weight in trained.items() if "lora_B" in name]
+    assert any(weight.any() for weight in adapters) == bool(adapters) == (script is rloo)
+    assert adapters or any(not trained[name].equal(before[name]) for name in before)
     assert "Listen." in (tmp_path / "trained" / "README.md").read_text()
 
 

@@ -455,6 +455,7 @@ SFT = {
     "text": {},
     "text of another column": {"dataset": lambda: texts(column="words"), "dataset_text_field": "words"},
     "text that is cut": {"max_length": 8},
+    "text whose beginning is cut": {"max_length": 8, "truncation_mode": "keep_end"},
     "formatting function": {
         "dataset": lambda: standard().rename_column("prompt", "asked"),
         "objects": lambda: {"formatting_func": lambda row: f"Q: {row['asked']} A: {row['solution']}"},
@@ -466,7 +467,7 @@ SFT = {
     },
     "tokenized, with masks": {"dataset": lambda: tokenized(assistant_masks=second_half)},
     "tokenized completions": {
-        "dataset": lambda: tokenized(completion_mask=second_half),
+        "dataset": lambda: tokenized(completion_mask=second_half, assistant_masks=lambda ids: [1, 0] * len(ids)),
         "completion_only_loss": True,
     },
     "tokenized by a transform": {
@@ -517,6 +518,7 @@ def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
 
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", SFT)
 def test_supervised_script_does_what_it_does_with_trl(name, tmp_path):
     theirs = run_sft(SFTTrainer, SFTConfig, tmp_path / "trl", SFT[name])

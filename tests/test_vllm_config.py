@@ -288,5 +288,7 @@ def test_acceptance_length(monkeypatch):
     totals = {f"vllm:spec_decode_num_{name}_total": n + 1.0 for name, n in counts.items()}
     lines = [f'{name}{{engine="{i}"}} {n}' for name, n in totals.items() for i in (0, 1)]
     body = "\n".join(["# TYPE vllm:spec_decode_num_drafts_total counter", *lines, created, "vllm:other_total 1.0"])
-    made.vllm_client = SimpleNamespace(answer=lambda path, method: SimpleNamespace(body=body.encode()))
+    made.vllm_client = SimpleNamespace(answer=lambda path, **limits: SimpleNamespace(body=body.encode()))
     assert made.acceptance_length() == 1 + (26 - 12) / (14 - 6)
+    body = "<html>vllm:spec_decode_num_drafts_total many</html>"
+    assert made.acceptance_length() is None

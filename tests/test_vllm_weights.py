@@ -211,10 +211,19 @@ def test_names_are_looked_up_after_the_first_sync(family, groups, monkeypatch):
 
 
 def test_weights_are_converted_when_their_group_has_arrived():
-    """So that only one group at a time is held."""
+    """So that only one group at a time is held, also where a next weight takes the memory of the last."""
     model, given = load("kimi_k25"), []
-    parameters = ((given.append(name), (name, weight))[1] for name, weight in model.named_parameters())
-    made = {name: given[-1] for name, _ in checkpoint_weights(model, parameters)}
+    memory = torch.empty(max(weight.numel() for weight in model.parameters()))
+
+    def gathered():
+        for name, weight in model.named_parameters():
+            given.append(name)
+            yield name, memory[: weight.numel()].view(weight.shape).copy_(weight.detach())
+
+    made, expected = {}, synced(model)
+    for name, weight in checkpoint_weights(model, gathered()):
+        made[name] = given[-1]
+        assert torch.equal(weight, expected[name]), name
     joined = {name: last for name, last in made.items() if "wqkv" in name}
     assert len(joined) == 4
     for last in joined.values():

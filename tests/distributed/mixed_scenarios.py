@@ -14,7 +14,7 @@ from training import GROUP, injected, row, start, train
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.forward import processes
-from trl_multimodal_rft.rollout import balance
+from trl_multimodal_rft.rollout import ranks
 
 
 class Mixed(Remembers):
@@ -212,7 +212,7 @@ def scenario(name, folder):
 
 
 def accumulated(options, folder):
-    with mock.patch.object(balance, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
+    with mock.patch.object(ranks, "micro_batch_order", lambda prompts, *args: range(len(prompts))):
         return mixed(folder, "qwen2_5_vl", ACCUMULATED, gradient_accumulation_steps=2, beta=0.1, **options)
 
 

@@ -15,10 +15,10 @@ from accelerate import ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers.chats import RATE, audio, image
+from helpers.collectives import Gathered
 from helpers.families import FAMILIES, SPECIAL
 from helpers.samplers import Remembers, Wrapped
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -226,18 +226,6 @@ def averages(trainer):
     """Returns copies of the averages of the policy's parameters."""
     average = getattr(trainer, "ema", None)
     return {} if average is None else {f"average of {name}": whole(value) for name, value in average._average.items()}
-
-
-class Gathered(TorchDispatchMode):
-    """Counts the bytes that FSDP2 gathers."""
-
-    n_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if "all_gather_into_tensor" in func.name():
-            self.n_bytes += found.nbytes
-        return found
 
 
 def synced(trainer):

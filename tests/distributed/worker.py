@@ -26,20 +26,29 @@ from safetensors.torch import save_file
 from training import ENGINE, FOLDER, ON_CPU, SCENARIOS, start
 
 
+MODULES = [
+    grpo_scenarios,
+    ppo_scenarios,
+    mixed_scenarios,
+    sft_scenarios,
+    parts_scenarios,
+    offload_scenarios,
+    distillation_scenarios,
+    lightrft_scenarios,
+]
+
+
 def main():
     gc.freeze()  # Each run collects garbage and would otherwise scan all imported objects
     torch.set_num_threads(1)
     if ENGINE in ("fsdp2", "hsdp") and ON_CPU:
         enable_fsdp2_on_cpu()
     rank = start(timeout=timedelta(seconds=COLLECTIVE)).process_index
-    scenarios = vars(grpo_scenarios) | vars(ppo_scenarios) | vars(mixed_scenarios) | vars(sft_scenarios)
-    scenarios |= (
-        vars(parts_scenarios) | vars(offload_scenarios) | vars(distillation_scenarios) | vars(lightrft_scenarios)
-    )
     for name in SCENARIOS:
         # Before a collective fails, and its rank ends the others, each shows where it is
         faulthandler.dump_traceback_later(COLLECTIVE - 60)
-        result = scenarios[name](FOLDER / name)
+        (scenario,) = {getattr(each, name) for each in MODULES if hasattr(each, name)}  # none hides another
+        result = scenario(FOLDER / name)
         save_file(result.pop("update", {}), FOLDER / f"{name}-{rank}.safetensors")
         (FOLDER / f"{name}-{rank}.json").write_text(json.dumps(result))
     PartialState().destroy_process_group()

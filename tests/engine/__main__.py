@@ -47,8 +47,8 @@ def main(options: list[str]) -> str:
     with ThreadPoolExecutor(AT_ONCE) as pool, forked.serving(IMPORTED):
         for done in as_completed([pool.submit(run, file) for file in files]):
             file, code, output, seconds[file] = done.result()
-            counts = [line for line in output.splitlines() if re.search(r"\d (passed|skipped|deselected)", line)]
-            print(output if code else f"{file}: {' '.join(counts[-1:])}, {seconds[file]:.0f} CPU s", flush=True)
+            counts = re.findall(r"^.*\d (?:passed|skipped|deselected).*$", output, re.MULTILINE)  # among other output
+            print(output if code else f"{file}: {counts[-1]}, {seconds[file]:.0f} CPU s", flush=True)
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 pool.shutdown(wait=False, cancel_futures=True)
                 return f"{file} failed"

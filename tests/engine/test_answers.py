@@ -21,6 +21,7 @@ from weights import trainer_of
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm_requests
+from trl_multimodal_rft.generation.vllm_server import ServerClient
 from trl_multimodal_rft.rollout.in_flight import request_keys
 
 
@@ -205,6 +206,19 @@ def test_a_server_that_is_away_at_a_sync_is_waited_for(ask, proxy, spoil):
             proxy.drops[path] = 2
     ask.engine.sync_weights()
     assert ask.k == 0 or not any(proxy.drops.values())
+
+
+def test_a_server_that_speculates(omni, tmp_path, proxy, spoil, monkeypatch):
+    """What vLLM refuses then is an error at the start. A run goes on without the metrics of a server that has none."""
+    info = ServerClient.get_server_info
+    speculative = {"speculative_config": {"method": "ngram"}}
+    monkeypatch.setattr(ServerClient, "get_server_info", lambda self: {**info(self), **speculative})
+    with pytest.raises(ValueError, match="doesn't support `min_p` with `speculative_config`"):
+        make(omni, tmp_path, [proxy], Recorded, min_p=0.1)
+    trainer = make(omni, tmp_path, [proxy], Recorded, max_staleness=0, **SEEDED)
+    trainer.train()
+    assert proxy.asked["/metrics"] == 3
+    assert not any("sampling/acceptance_length" in entry for entry in trainer.state.log_history)
 
 
 def test_time_out_at_the_start(omni, tmp_path, proxy, spoil):

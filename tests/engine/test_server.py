@@ -106,6 +106,7 @@ def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     trainer.train()
     assert max(trainer.differences) < 1e-5 and len(trainer.differences) == 4
     assert ("view/reward" in trainer.state.log_history[0]) == bool(options)
+    assert trainer.vllm_generation._counters()["vllm:generation_tokens"] > 0
 
 
 def test_tools_show_media(server, omni, tmp_path):

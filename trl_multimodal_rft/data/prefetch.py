@@ -21,8 +21,8 @@ from .columns import MediaError
 
 logger = logging.get_logger(__name__)
 
-# Between one look at whether workers live and the next, while a row is read
-_SECONDS_BETWEEN_LOOKS = 1.0
+# How often, while a row is read, the workers are polled for one that was killed
+_POLL_SECONDS = 1.0
 
 
 class PrefetchPool:
@@ -67,10 +67,11 @@ class PrefetchPool:
             self._pool = None
 
     def _result(self, job: Future) -> bytes | None:
-        while not wait([job], timeout=_SECONDS_BETWEEN_LOOKS).done:
+        """The result of a job. Raises a `BrokenProcessPool` if a worker was killed."""
+        while not wait([job], timeout=_POLL_SECONDS).done:
             if self._pool is None or all(worker.is_alive() for worker in self._workers):
                 continue
-            # The pool's thread reads an answer that a killed worker has begun: it goes on at the end of the pipe
+            # If it was killed while it sent a row, the pool's thread waits for the rest, until the pipe is closed
             for worker in self._workers:
                 worker.kill()
             queue: Any = self._pool._result_queue

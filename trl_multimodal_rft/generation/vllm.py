@@ -40,6 +40,10 @@ from .vllm_weights import checkpoint_weights, gathered_weights, load_and_find_un
 
 logger = get_logger(__name__)
 
+# A counter of a server, in Prometheus' text format
+_COUNTER = re.compile(r"^(vllm:\w+)_total(?:{.*})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.MULTILINE)
+_METRICS_SECONDS = 10.0
+
 if engine_obstacle() is None:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -309,7 +313,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         }
 
     def _bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
-        """A copy of options; without a bias of logits, which vLLM doesn't support with speculative decoding."""
+        """
+        A copy of options, with speculative decoding without those that vLLM doesn't support with it: a bias of logits
+        becomes `bad_words`. Raises a `ValueError` for others.
+        """
         options = dict(options)
         if self._speculates and options.get("min_p"):
             raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of them.")
@@ -329,11 +336,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def acceptance_length(self) -> float | None:
         """Tokens per step of an engine that speculates, since the last call; `None` where it tells none."""
-        if not self._speculates:
-            return None
-        try:
-            counts = self._counts()
-        except AssertionError:  # the user has turned them off
+        if not self._speculates or not (counts := self._counters()):
             return None
         before = self._n_drafts, self._n_accepted
         self._n_drafts, self._n_accepted = (
@@ -342,15 +345,20 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         n_drafts = self._n_drafts - before[0]
         return 1 + (self._n_accepted - before[1]) / n_drafts if n_drafts > 0 else None
 
-    def _counts(self) -> Mapping[str, float | None]:
-        """The engine's counters, or those of this rank's server."""
-        if self.mode != "server":
-            return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
-        text = self.vllm_client.answer("/metrics", method="GET").body.decode()
-        counts: dict[str, float] = defaultdict(float)
-        for name, value in re.findall(r"^(vllm:\w+)_total(?:{.*})? (\S+)$", text, re.MULTILINE):
-            counts[name] += float(value)  # of several engines
-        return counts
+    def _counters(self) -> Mapping[str, float | None]:
+        """vLLM's counters, those of this rank's server in `server` mode; empty where it tells none."""
+        counters: dict[str, float] = defaultdict(float)
+        try:
+            if self.mode != "server":
+                return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+            answer = self.vllm_client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
+        except AssertionError:  # the user has turned them off
+            return counters
+        except RuntimeError:  # of a server, which a log isn't worth ending the run for
+            return counters
+        for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
+            counters[name] += float(value)  # over the server's engines
+        return counters
 
     def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):

@@ -11,6 +11,7 @@ from datasets import IterableDataset
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
+from .ranks import sum_over_ranks
 from .rollout import Rollout, join_rollouts
 
 
@@ -115,8 +116,7 @@ class GroupExchange:
         equal = sum(not group.live.all() for group in drawn)
         below, above = (sum(_side(group) == side for group in drawn if group.live.all()) for side in (-1, 1))
         counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
-        counts = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device)).sum(0).tolist()
-        n_drawn, n_live, n_used, n_replayed, age, *dropped = counts
+        n_drawn, n_live, n_used, n_replayed, age, *dropped = sum_over_ranks(self.accelerator, counts)
         metrics = {"sampling/kept_frac": n_live / n_drawn}
         if self.is_bounded:
             for name, n in zip(("equal", "below", "above"), dropped, strict=True):

@@ -43,8 +43,8 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
 
 def take_first_turns(trainer: Any, rollout: Rollout, place: int) -> Samples:
     """
-    The answers for a rollout that was asked for ahead, after the servers got the weights and the requests for a batch
-    that these allow to sample. All ranks must call this.
+    Samples of the batch at a `place` of the run, which were requested ahead of need. Before, the servers get the
+    weights, and the requests for the batches that these may sample. All ranks must call this.
     """
     flight, n = trainer.in_flight, len(rollout)
     sampler, trainer.vllm_generation.place = trainer.sampler, place
@@ -142,6 +142,14 @@ def probe_engine(
     ids, logps = ([*each] for each in zip(*found, strict=True))
     group_ids = torch.zeros(size, dtype=torch.long, device=accelerator.device)
     rollout = Rollout([*prompts], group_ids, pad_token_id)
-    options = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
-    complete(rollout, ids, logps, None, ends=ends, **options)
+    complete(
+        rollout,
+        ids,
+        logps,
+        None,
+        ends=ends,
+        pad_to_multiple_of=None,
+        mask_truncated=False,
+        accelerator=accelerator,
+    )
     return rollout

@@ -33,10 +33,10 @@ from ..policy import PolicyForward
 from ..reporting.model_card import conversation_of
 from ..rewards.checks import distinct_names, missing_instructions
 from ..rewards.named import as_reward_funcs
-from ..rollout.balance import arranged, rank_metrics, sum_over_ranks
 from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
+from ..rollout.ranks import arranged, rank_metrics, sum_over_ranks
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import VLLMSampler
@@ -180,7 +180,7 @@ class MultimodalTrainer(CheckpointMixin):
             for_engine=args.use_vllm,
             feature_dtype=lambda: feature_dtype(self),
         )
-        ahead = args.max_staleness > 0 and not self.tools  # which continue from decoded media
+        ahead = args.max_staleness > 0 and not self.tools  # further turns continue from decoded media
         encode = row_encoder(self.prompts, lambda: self.vllm_generation.prompts) if ahead else self.prompts.encode_row
         self._stream = RowStream(
             args,

@@ -22,8 +22,8 @@ from ..generation.vllm import MultimodalVLLMGeneration, ends_of_text
 from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
-from ..rollout.balance import sum_over_ranks
 from ..rollout.in_flight import InFlight
+from ..rollout.ranks import sum_over_ranks
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .asynchronous import probe_engine
@@ -40,10 +40,6 @@ def logit_bias(args: Any, placeholders: set[int]) -> dict[int, float]:
     """What the engine adds to logits: a sampled placeholder would stand for media that don't exist."""
     given = (args.generation_kwargs or {}).get("logit_bias", {})
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in given.items()}
-
-
-def _speculates(args: Any) -> bool:
-    return args.use_vllm and bool((args.vllm_engine_kwargs or {}).get("speculative_config"))
 
 
 def make_engine(
@@ -81,7 +77,7 @@ def make_engine(
     engine_kwargs: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "revision": revision}
     if args.vllm_mode != "server":
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
-        if _speculates(args):
+        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
             engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
     return MultimodalVLLMGeneration(
         model=model,
@@ -187,9 +183,13 @@ def check_engine(trainer: Any, rollout: Rollout) -> None:
         else:
             dtype = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
         if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
-            ends, pad_token_id = trainer.eos_token_ids, trainer._tokenizer.pad_token_id
-            given = trainer.in_flight, trainer.accelerator, len(rollout)
-            probe = probe_engine(*given, ends=ends, pad_token_id=pad_token_id)
+            probe = probe_engine(
+                trainer.in_flight,
+                trainer.accelerator,
+                len(rollout),
+                ends=trainer.eos_token_ids,
+                pad_token_id=trainer._tokenizer.pad_token_id,
+            )
             trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
         if rollout.versions is None or has_tools:  # whose later turns aren't
             trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)

@@ -24,8 +24,8 @@ from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
-from ..rollout.balance import gather_rows, local_rows
 from ..rollout.groups import group_exchange
+from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer

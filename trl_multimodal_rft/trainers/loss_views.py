@@ -13,7 +13,7 @@ from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.views import advantage_weights, relevance_weights, view_term
 from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
-from ..rollout.balance import local_rows
+from ..rollout.ranks import local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.score import score_dependency
 from ..rollout.views import view_prompts

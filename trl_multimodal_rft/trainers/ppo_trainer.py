@@ -40,7 +40,7 @@ from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.parts import freeze_backbone
 from ..models.towers import freeze_as_built
 from ..reporting.model_card import in_code
-from ..rollout.balance import gather_rows, local_rows
+from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.score import score_values
 from .arguments import check_arguments

@@ -15,8 +15,8 @@ from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
 from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighted_sum
-from ..rollout.balance import local_rows, sum_over_ranks
 from ..rollout.groups import group_exchange
+from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.rollout import Rollout
 from .base import MultimodalTrainer
 from .engine import check_engine

@@ -14,8 +14,8 @@ from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import waiting_display
 from ..rollout.advantages import out_of_range
-from ..rollout.balance import local_rows
 from ..rollout.collect import template_tools
+from ..rollout.ranks import local_rows
 from ..rollout.reward import reward_metrics
 from ..rollout.rollout import Rollout
 from ..views import View

@@ -82,11 +82,14 @@ def refuse_missing_shards(checkpoint: Path) -> None:
 def other_layout(accelerator: Accelerator, checkpoint: str | Path) -> str | None:
     """
     Why a run can't resume from a checkpoint: FSDP reads weights and optimizer only as FSDP wrote them, in shards or
-    whole, and nothing else reads those.
+    whole, and nothing else reads those, nor the optimizer that DeepSpeed wrote.
     """
     if Path(checkpoint, "latest").exists() and getattr(accelerator.state, "deepspeed_plugin", None) is None:
-        remedy = "Resume with the `--accelerate_config` of that run, such as `zero2`"
-        return f"{checkpoint} was saved with DeepSpeed, and this run would begin with a new optimizer. {remedy}."
+        return (
+            f"{checkpoint} was saved with DeepSpeed, and this run is without, so that it would begin with a new "
+            "optimizer. Resume with the `--accelerate_config` of that run, such as `zero2`, or train the weights of "
+            f"{checkpoint} anew."
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     own = "" if plugin is None else plugin.state_dict_type.name
     files = {"SHARDED_STATE_DICT": SHARDS, "FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin"}

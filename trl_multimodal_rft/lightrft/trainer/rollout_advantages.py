@@ -12,7 +12,7 @@ from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
-from ...rollout.balance import gather_rows
+from ...rollout.ranks import gather_rows
 from .experience import Experience
 from .experience_config import ExperienceConfig
 

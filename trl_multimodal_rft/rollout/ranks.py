@@ -1,5 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Balance of ranks before the update: whole groups move, so that no rank waits for one with longer rows."""
+"""
+What ranks exchange: rows and sums, and before the update whole groups, so that no rank waits for one with longer rows.
+"""
 
 import io
 import pickle
@@ -156,7 +158,6 @@ def local_rows(accelerator: Accelerator, values: torch.Tensor, n: int) -> torch.
     return values[start : start + n]
 
 
-def sum_over_ranks(accelerator: Accelerator, numbers: list[float]) -> list[float]:
+def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:
     """The sum of each number over the ranks."""
-    table = torch.tensor([numbers], device=accelerator.device)
-    return accelerator.gather(table).sum(0).tolist()
+    return accelerator.gather(torch.tensor([numbers], device=accelerator.device)).sum(0).tolist()
