@@ -352,9 +352,30 @@ def _flv(stream: BinaryIO, size: int) -> str | None:
 
 
 def _gif(stream: BinaryIO, size: int) -> str | None:
-    """An empty part ends its last block, before the mark of the end and what others put behind it."""
-    stream.seek(max(size - _ID3V1, 0))
-    return None if b"\0;" in stream.read() else "its last block is missing"
+    """Blocks, each a list of parts that ends with an empty one, up to the last block."""
+    stream.seek(10, 1)
+    _skip_colors(stream, stream.read(3)[:1])
+    within = False
+    for _ in range(_MOST_PARTS):
+        part = stream.read(1)
+        if not part:
+            return "its last block is missing"
+        if within:
+            stream.seek(part[0], 1)
+            within = part != b"\0"
+            continue
+        if part == b";":
+            return None
+        if part == b",":
+            _skip_colors(stream, stream.read(9)[8:])
+        stream.seek(1, 1)
+        within = True
+    return None
+
+
+def _skip_colors(stream: BinaryIO, flags: bytes) -> None:
+    if flags and flags[0] & 128:
+        stream.seek(3 * 2 ** (1 + (flags[0] & 7)), 1)
 
 
 _CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
