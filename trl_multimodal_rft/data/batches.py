@@ -76,7 +76,6 @@ class BatchShape:
         return keys[self.rank * self.size : (self.rank + 1) * self.size]
 
     def too_few_rows(self, n_rows: int) -> ValueError:
-        """The error for a dataset that doesn't fill a batch."""
         options = "`per_device_train_batch_size`"
         options += "" if self.completions == 1 else ", `gradient_accumulation_steps` or `steps_per_generation`"
         return ValueError(
@@ -155,7 +154,6 @@ class EpochBatches:
         return [key for after in places for key in self.keys(after)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the order of an epoch."""
         self.epoch = epoch
 
     @property
@@ -190,7 +188,6 @@ class StreamBatches:
         raise TypeError("A stream has no length.")
 
     def rows(self) -> Iterator[Row]:
-        """The rows of an epoch."""
         for number, row in zip(count(*self._numbers), self._dataset, strict=False):
             if number not in self.left_out:
                 yield Row(number, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
@@ -206,12 +203,10 @@ class StreamBatches:
             raise shape.too_few_rows(len(first))
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the order of an epoch."""
         self._dataset.set_epoch(epoch)
 
     @property
     def batch_sampler(self):
-        """As [`EpochBatches.batch_sampler`]."""
         return self
 
 

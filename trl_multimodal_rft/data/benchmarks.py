@@ -82,12 +82,7 @@ def load_mmau(
     def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str | None]:
         given, answer = required(row, index, "choices"), row.get("answer") or None
         choices = without_letters(given)
-        if answer is not None and answer not in given:
-            raise ValueError(
-                f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(given)}; "
-                "correct either of them."
-            )
-        right = None if answer is None else choices[given.index(answer)]
+        right = None if answer is None else choices[_place(answer, given, index)]
         return required(row, index, "question", "instruction"), choices, right
 
     return _assemble(rows, audio, ask, template, ("id", "task", "category", "sub-category", "difficulty", "dataset"))
@@ -186,12 +181,7 @@ def load_audiomcq(
 
     def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str]:
         choices, answer = required(row, index, "choices"), required(row, index, "answer")
-        if answer not in choices:
-            raise ValueError(
-                f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; "
-                "correct it."
-            )
-        return required(row, index, "question"), choices, answer
+        return required(row, index, "question"), choices, choices[_place(answer, choices, index)]
 
     names = ("id", "source_dataset", "question_type", "audio-contribution")
     dataset = _assemble(rows, audio, ask, template, names)
@@ -220,30 +210,31 @@ def _read(
         if name is not None:
             return list(dataset.remove_columns(name)), dataset.select_columns([name]).rename_columns({name: "audio"})
         rows = list(dataset)
-    paths = [required(row, index, *_PATHS) for index, row in enumerate(rows)]
-    found = _find_files(paths, Path(path) if file is None else file.parent, audio_dir, skip_missing)
+    folder, found = Path(path) if file is None else file.parent, {}
+    for index, row in enumerate(rows):
+        name = required(row, index, *_PATHS)
+        audio = folder / name if audio_dir is None else Path(audio_dir, Path(name).name)
+        if audio.is_file():
+            found[index] = str(audio.absolute())
+        elif not skip_missing:
+            raise FileNotFoundError(
+                f"row {index}: the audio file {audio} doesn't exist; pass the folder of the files as `audio_dir`, or "
+                "skip such rows with `skip_missing=True`."
+            )
+    if len(found) < len(rows):
+        logger.warning(f"{len(rows) - len(found)} of {len(rows)} rows are skipped, whose audio files don't exist.")
+    if not found:
+        raise FileNotFoundError(f"None of the {len(rows)} audio files exists; pass their folder as `audio_dir`.")
     return [rows[index] for index in found], Dataset.from_dict({"audio": list(found.values())})
 
 
-def _find_files(
-    paths: Sequence[str], folder: Path, audio_dir: str | Path | None, skip_missing: bool
-) -> dict[int, str]:
-    """Paths of the existing files, by row."""
-    found = {}
-    for index, path in enumerate(paths):
-        file = folder / path if audio_dir is None else Path(audio_dir, Path(path).name)
-        if file.is_file():
-            found[index] = str(file.absolute())
-        elif not skip_missing:
-            raise FileNotFoundError(
-                f"row {index}: the audio file {file} doesn't exist; pass the folder of the files as `audio_dir`, or "
-                "skip such rows with `skip_missing=True`."
-            )
-    if len(found) < len(paths):
-        logger.warning(f"{len(paths) - len(found)} of {len(paths)} rows are skipped, whose audio files don't exist.")
-    if not found:
-        raise FileNotFoundError(f"None of the {len(paths)} audio files exists; pass their folder as `audio_dir`.")
-    return found
+def _place(answer: str, choices: list[str], index: int) -> int:
+    if answer not in choices:
+        raise ValueError(
+            f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; correct "
+            "either of them."
+        )
+    return choices.index(answer)
 
 
 def _assemble(

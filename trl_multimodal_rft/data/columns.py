@@ -280,7 +280,13 @@ def rows_to_messages(
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
     prompts = [row[name] for name, row in zip(names, rows, strict=True)]
     for name, number, prompt in zip(names, numbers, prompts, strict=True):
-        _check_prompt(prompt, name, number)
+        check_decoded(prompt, name, number)
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
+            found = (
+                "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
+            )
+            remedy = "give a text or a list of messages, or remove the row"
+            raise MediaError(f"row {number}, column '{name}': is {found}; {remedy}")
     media = [
         _column_media({key: value for key, value in row.items() if key not in ignored}, number, prefix)
         for number, row in zip(numbers, rows, strict=True)
@@ -370,7 +376,6 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
 
 
 def iter_refs(value: Any) -> Iterator[MediaRef]:
-    """Finds the media in messages."""
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):
@@ -418,7 +423,6 @@ def _absent(value: Any) -> bool:
 
 
 def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str, list[MediaRef]]:
-    """The media in the columns of a row, by kind."""
     media = {kind: [] for kind in MODALITIES}
     replaced = {kind for name, kind in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None}
     for name, kind in MEDIA_COLUMNS.items():
@@ -479,15 +483,6 @@ def check_decoded(text: Any, column: str, row: int) -> None:
                 f"`dataset.map(lambda row: {{'{column}': {name}(row['{column}'])}})`"
             )
         return
-
-
-def _check_prompt(prompt: Any, column: str, row: int) -> None:
-    check_decoded(prompt, column, row)
-    is_text = isinstance(prompt, str)
-    if not is_text and not (isinstance(prompt, list) and prompt):
-        found = "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
-        remedy = "give a text or a list of messages, or remove the row"
-        raise MediaError(f"row {row}, column '{column}': is {found}; {remedy}")
 
 
 def _place(
@@ -558,7 +553,6 @@ def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) 
 
 
 def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, Any]:
-    """Copies a message and its blocks."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
         is_sharegpt = isinstance(message, dict) and "from" in message
@@ -631,7 +625,6 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number, which a formatted dataset returns as an array or a tensor."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -653,7 +646,6 @@ def _check_options(ref: MediaRef) -> None:
 
 
 def _source_keys(kind: str | None) -> tuple[str, ...]:
-    """Keys of a block that may hold its medium."""
     if kind is None:
         return ()
     return kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "base64", "data"

@@ -172,7 +172,6 @@ def is_chained(stream: BinaryIO) -> bool:
 
 
 def _short(begin: int, length: int, size: int) -> str | None:
-    """What is missing of a part of this length."""
     return None if begin + length <= size else f"{max(size - begin, 0)} of {length} bytes"
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, block_kind
-from .nested import feature_leaves
+from .nested import Rows, feature_leaves
 
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -21,7 +21,7 @@ class _Unknown(Exception):
     """A column whose type doesn't show how many media it holds."""
 
 
-def most_media(dataset: Any, ignored: Collection[str] = ()) -> dict[str, int] | None:
+def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """The most media of each kind that a prompt of a dataset has, in its columns and its messages."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None

@@ -108,7 +108,6 @@ class DifficultySampler:
         return known.double().mean().item(), self.rates[known].mean().item() if known.any() else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
         return {"rates": self.rates, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,15 +39,12 @@ _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
 
 @dataclass(frozen=True)
 class EncodedMedium:
-    """An encoded medium."""
-
     kind: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # its extension, such as `"wav"`
     rules: MediaRules = DEFAULT_RULES  # limits for decoding it
 
     def ref(self) -> MediaRef:
-        """Returns a reference to the medium for decoders."""
         return MediaRef(self.kind, self.data, {}, self.kind, 0, self.rules)
 
 
@@ -60,7 +57,12 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     """
     with decoding(ref):
         file: Any = _source_file(ref)
-        suffix = _viewable_suffix(ref, file)
+        suffix = None
+        if file is not None and not {"video_start", "video_end"} & ref.options.keys():
+            with open_file(ref, file) as stream:
+                head = stream.read(_HEAD)
+            starts = _VIEWABLE[ref.kind].items()
+            suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
         if suffix is None:
             suffix, encode = _ENCODERS[ref.kind]
             file = encode(ref)
@@ -84,17 +86,7 @@ def _source_file(ref: MediaRef) -> str | bytes | None:
     return None
 
 
-def _viewable_suffix(ref: MediaRef, file: str | bytes | None) -> str | None:
-    """Extension of a file that browsers show, `None` for others and if the block selects a span."""
-    if file is None or {"video_start", "video_end"} & ref.options.keys():
-        return None
-    with open_file(ref, file) as stream:
-        head = stream.read(_HEAD)
-    return next((suffix for suffix, start in _VIEWABLE[ref.kind].items() if re.match(start, head, re.DOTALL)), None)
-
-
 def png(image: PIL.Image.Image | np.ndarray) -> bytes:
-    """Encodes an image."""
     buffer = io.BytesIO()
     (PIL.Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, "PNG")
     return buffer.getvalue()

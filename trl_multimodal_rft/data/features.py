@@ -5,7 +5,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, SupportsIndex
 
 from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
 
@@ -116,7 +117,7 @@ class Decoded:
     def __class__(self):
         return type(_medium(self))
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str):
         return getattr(_medium(self), name)
 
     def __setattr__(self, name, value):
@@ -131,16 +132,16 @@ class Decoded:
     def __enter__(self):
         return _medium(self).__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: BaseException | type[BaseException] | TracebackType | None):
         return _medium(self).__exit__(*error)
 
     def __copy__(self):
         return self
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict):
         return self
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex):
         return _medium(self).__reduce_ex__(protocol)
 
 

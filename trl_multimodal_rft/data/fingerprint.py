@@ -4,10 +4,13 @@
 import os
 import zlib
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
+
+from .nested import Rows
 
 
 # Evenly spaced rows that are compared
@@ -16,7 +19,7 @@ _ROWS = 64
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
+def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str, Any]:
     """Identifies a dataset independently of its folder and history, on which Datasets' fingerprint depends."""
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
@@ -25,12 +28,14 @@ def fingerprint(dataset: Any, media_dir: str | None = None) -> dict[str, Any]:
     columns = sorted(dataset.column_names)
     numbers = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
     table: Any = dataset.with_format("arrow")[numbers] if numbers else None
-    sums = {str(number): _checksum(table.slice(i, 1), columns, media_dir or "") for i, number in enumerate(numbers)}
+    sums = {}
+    for i, number in enumerate(numbers):
+        parts = (part for column in columns for part in _parts(table.slice(i, 1)[column], media_dir or ""))
+        sums[str(number)] = reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
     return {"rows": len(dataset), "columns": columns, "checksums": sums}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describes the differences of two fingerprints."""
     both = {name for name in before.keys() & now.keys() if None not in (before[name], now[name])}
     found = []
     if "rows" in both and before["rows"] != now["rows"]:
@@ -44,14 +49,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             found.append(f"of the {len(sums[1])} rows compared, {len(changed)} or their files differ (rows {names})")
     return found
-
-
-def _checksum(row: pa.Table, columns: list[str], media_dir: str) -> int:
-    checksum = 0
-    for column in columns:
-        for part in _parts(row[column], media_dir):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
 
 
 def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
@@ -74,12 +71,7 @@ def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
         for value in values.to_pylist():
             if isinstance(value, bytes):
                 yield from (repr(len(value)).encode(), value)
-            else:
-                yield repr(_of_file(value, media_dir)).encode()
-
-
-def _of_file(value: Any, media_dir: str) -> Any:
-    """Replaces the path of a file by its name and size."""
-    if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
-        return os.path.basename(path), os.path.getsize(path)
-    return value
+                continue
+            if isinstance(value, str) and os.path.isfile(path := os.path.join(media_dir, value)):
+                value = os.path.basename(path), os.path.getsize(path)
+            yield repr(value).encode()

@@ -35,8 +35,6 @@ _LONGEST_WAIT = 60.0  # seconds between attempts, even if a server asks for more
 
 @dataclass
 class Answer:
-    """The response of a server."""
-
     status: int
     body: bytes  # the whole body
     is_html: bool  # by its content type or its start
@@ -64,7 +62,7 @@ def ask(
     max_bytes: int,
     backoff: float = 0.5,
     seconds_each: float | None = None,
-    json: Any = None,
+    json: dict[str, Any] | None = None,
     session: requests.Session | None = None,
     may_visit: Callable[[str], None] | None = None,
     is_usable: Callable[[Answer], bool] = lambda answer: True,
@@ -110,7 +108,7 @@ def host_of(url: str) -> str | None:
         raise ValueError(str(error)) from None
 
 
-def within(until: float, function: Callable[[], Any]) -> Any:
+def within(until: float, function: Callable[[], T]) -> T:
     """
     Calls a function in a thread, which is abandoned after this time, such as a read from a server that sends so slowly
     that no single read times out.
@@ -140,7 +138,17 @@ def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
     return opened[-1]
 
 
-def _attempt(method, url, until, to_connect, max_bytes, json, session, may_visit, opened) -> tuple[Answer, float]:
+def _attempt(
+    method: str,
+    url: str,
+    until: float,
+    to_connect: float,
+    max_bytes: int,
+    json: dict[str, Any] | None,
+    session: requests.Session,
+    may_visit: Callable[[str], None] | None,
+    opened: list[Any],
+) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
             may_visit(url)
@@ -150,8 +158,8 @@ def _attempt(method, url, until, to_connect, max_bytes, json, session, may_visit
         # A server that a row names gets no password from ~/.netrc
         auth = None if may_visit is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
-        settings = session.merge_environment_settings(request.url, {}, True, None, None)
-        adapter = session.get_adapter(request.url)
+        settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}
+        adapter: Any = session.get_adapter(request.url or url)
         if may_visit is not None:
             tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
             pool = adapter.get_connection_with_tls_context(request, **tls)

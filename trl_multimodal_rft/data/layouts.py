@@ -126,11 +126,6 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `solution`, media columns and the other
         columns.
-
-    Example:
-    ```python
-    dataset = load_verl("geo3k/train.parquet")
-    ```
     """
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
@@ -150,20 +145,11 @@ def load_deepeyes(
     the `question` in `extra_info`. Its prompts describe DeepEyes' own tool in their text, so they are replaced: the
     chat template describes the tools of a run. The Parquet files of a folder may have different columns.
 
-    See [`load_conversations`] for the other arguments and the errors.
-
-    Args:
-        template (`str`, *optional*):
-            Prompt, with `{problem}`.
+    See [`load_conversations`] for the other arguments and the errors, and see [`load_easyr1`] for the template.
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages with placeholders), `images`, `solution`, `question`,
         `data_source` and `env_name` (what the source calls the tools of this row, `None` without tools).
-
-    Example:
-    ```python
-    dataset = load_deepeyes("DeepEyes-Datasets-47k")
-    ```
     """
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
@@ -186,15 +172,7 @@ def load_mm_eureka(path: str | Path, split: str = "train", *, media_dir: str | P
     kept. The layout is that of https://github.com/ModalMinds/MM-EUREKA/tree/qwen, whose dataset on the Hub,
     https://huggingface.co/datasets/FanqingM/MMK12, is read by [`load_easyr1`] with `prompt_key="question"`.
 
-    See [`load_conversations`] for the arguments and errors.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows as those of [`load_verl`].
-
-    Example:
-    ```python
-    dataset = load_mm_eureka("data/k12.jsonl")
-    ```
+    See [`load_conversations`] for the arguments and errors. The rows are those of [`load_verl`].
     """
 
     def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -260,13 +238,13 @@ def load_charades_sta(
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         sentence = required(row, number, "sentence").strip().lower().removesuffix(".")
         prompt = place([{"role": "user", "content": template.format(problem=sentence)}])
-        if total_pixels is not None:
-            for block in prompt[0]["content"]:
-                block["total_pixels"] = total_pixels if block["type"] == "video" else None
         kept = {name: row[name] for name in ("video_id", "duration")}
-        return {"prompt": prompt, "solution": row["span"], **kept}
+        return {"prompt": _with_options(prompt, row, number), "solution": row["span"], **kept}
 
-    return _convert(path, split, media_dir, convert, None, read=_charades_sta)
+    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
+        return {**row, "videos": [{"video": f"{row['video_id']}.mp4", "total_pixels": total_pixels}]}
+
+    return _convert(path, split, media_dir, convert, None, with_media, _charades_sta)
 
 
 def load_easyr1(
@@ -284,7 +262,8 @@ def load_easyr1(
     A row has `problem`, in which `<image>` and `<video>` mark the places of media, `answer`, and `images` or `videos`,
     lists of files. Other columns are kept.
 
-    See [`load_conversations`] for the other arguments and the errors. Files may also be Parquet.
+    See [`load_conversations`] for the other arguments and the errors. Files may also be Parquet. The rows are those of
+    [`load_verl`].
 
     Args:
         prompt_key (`str`, *optional*, defaults to `"problem"`):
@@ -293,14 +272,6 @@ def load_easyr1(
             Column of the answer.
         template (`str`, *optional*):
             Prompt, with `{problem}`.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows as those of [`load_verl`].
-
-    Example:
-    ```python
-    dataset = load_easyr1("hiyouga/geometry3k", split="train")
-    ```
     """
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
@@ -384,7 +355,9 @@ def load_video_r1(
                 f"row {number}, column 'data_type': {kind!r} with the path {shortened(repr(path))} is neither 'image' "
                 "nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
             )
-        return {**row, **{f"{each}s": [file] for each, file in paths.items()}}
+        options = {"nframes": nframes, "max_pixels": max_pixels}
+        used = {each: {name: options[name] for name in options if name in OPTIONS[each]} for each in paths}
+        return {**row, **{f"{each}s": [{each: file, **used[each]}] for each, file in paths.items()}}
 
     def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
         options = row.get("options") or []
@@ -392,12 +365,7 @@ def load_video_r1(
         chat, solution = [{"role": "user", "content": asked}], required(row, number, "solution")
         if task == "sft":
             chat.append({"role": "assistant", "content": f"{required(row, number, 'process')}\n{solution}"})
-        placed = place(chat)
-        for block in placed[0]["content"]:
-            if nframes is not None:
-                block["nframes"] = nframes if block["type"] == "video" else None
-            if max_pixels is not None:
-                block["max_pixels"] = max_pixels if block["type"] in ("image", "video") else None
+        placed = _with_options(place(chat), row, number)
         kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
             return {"messages": placed, **kept}
@@ -408,7 +376,6 @@ def load_video_r1(
 
 
 def _charades_sta(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file in one of the layouts of Charades-STA."""
     text, rows = file.read_text(encoding="utf-8"), []
     if text.lstrip().startswith("{"):
         for video, said in json.loads(text).items():
@@ -425,7 +392,7 @@ def _charades_sta(file: Path) -> list[dict[str, Any]]:
     if empty := sum(start >= end for _, (start, end), *_ in spans):
         logger.warning(f"{empty} of {len(rows)} rows are skipped, whose spans end before they start.")
     return [
-        {"video_id": video, "video": f"{video}.mp4", "span": span, "sentence": sentence, "duration": length}
+        {"video_id": video, "span": span, "sentence": sentence, "duration": length}
         for video, span, sentence, length in spans
         if span[0] < span[1]
     ]
@@ -560,26 +527,19 @@ def _ground_truth(row: dict[str, Any], number: int) -> Any:
 
 
 def _with_options(prompt: list[dict[str, Any]], row: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """A placed prompt whose blocks have the options that the row keeps with its media."""
-    options = {kind: iter(_media_options(row, kind, number)) for kind in MODALITIES}
-    for block in (block for message in prompt for block in message["content"]):
-        block.update(next(options.get(block["type"], iter(())), {}))
+    """A placed prompt whose blocks have the options that the row keeps with its media, as verl and MM-EUREKA do."""
+    for kind in MODALITIES:
+        blocks = (block for message in prompt for block in message["content"] if block["type"] == kind)
+        for i, (block, item) in enumerate(zip(blocks, row.get(f"{kind}s") or (), strict=False)):
+            others = item if isinstance(item, dict) else {}
+            options = {k: v for k, v in others.items() if v is not None and k not in ("type", "bytes", "path", kind)}
+            if unknown := options.keys() - OPTIONS[kind]:
+                raise ValueError(
+                    f"row {number}, column '{kind}s[{i}]': {sorted(unknown)} are no options of a block of {kind}; "
+                    f"remove them, or write some of {OPTIONS[kind]}."
+                )
+            block.update(options)
     return prompt
-
-
-def _media_options(row: dict[str, Any], kind: str, number: int) -> list[dict[str, Any]]:
-    """The options of the media of a kind, which verl and MM-EUREKA keep with the media."""
-    found = []
-    for i, item in enumerate(row.get(f"{kind}s") or ()):
-        others = item.items() if isinstance(item, dict) else ()
-        found.append({k: v for k, v in others if v is not None and k not in ("type", "bytes", "path", kind)})
-        unknown = found[-1].keys() - OPTIONS[kind]
-        if unknown:
-            raise ValueError(
-                f"row {number}, column '{kind}s[{i}]': {sorted(unknown)} are no options of a block of {kind}; remove "
-                f"them, or write some of {OPTIONS[kind]}."
-            )
-    return found
 
 
 def _conversation(

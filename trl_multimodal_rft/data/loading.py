@@ -48,6 +48,8 @@ _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_e
 
 # Samples and their rate in Hz, `None` if unknown
 _Pieces = Generator[tuple[np.ndarray, float | None], None, None]
+# Reads frames of a video by their indices, in chunks of shape (N, H, W, 3)
+_Frames = Callable[[list[int]], Iterator[np.ndarray]]
 
 
 def load_image(ref: MediaRef) -> PIL.Image.Image:
@@ -316,12 +318,10 @@ def require_module(module: str, extra: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """The command that installs an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """The bytes, path or URL of an encoded medium."""
     source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
     if not isinstance(source, dict):
         return source
@@ -498,32 +498,27 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
         raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
 
 
-def _of_array(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
+def _of_array(ref: MediaRef, given: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Samples of shape (N, channels), float32."""
-    samples = _scaled(ref, samples)
+    samples = _as_numpy(given)
+    kind = samples.dtype.kind
+    if samples.ndim not in (1, 2) or not (kind == "f" or kind in "iu" and samples.itemsize <= 4):
+        raise ref.error(
+            f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 "
+            "bits, of shape (samples,) or (channels, samples)"
+        )
+    if kind != "f":
+        loudest = np.abs(samples.astype(np.int64)).max(initial=0)
+        if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
+            raise ref.error(
+                f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
+                "others as floats in -1 to 1"
+            )
+        samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (kind == "u")
+    samples = samples.astype(np.float32)
     if samples.ndim == 1 or samples.size == 0:
         return samples.reshape(-1, 1)
     return samples.T if samples.shape[0] <= samples.shape[1] else samples
-
-
-def _scaled(ref: MediaRef, samples: np.ndarray | torch.Tensor | list) -> np.ndarray:
-    samples = _as_numpy(samples)
-    if samples.ndim in (1, 2):
-        if samples.dtype.kind == "f":
-            return samples.astype(np.float32)
-        if samples.dtype.kind in "iu" and samples.itemsize <= 4:
-            full = 2.0 ** (8 * samples.itemsize - 1)
-            loudest = np.abs(samples.astype(np.int64)).max(initial=0)
-            if samples.itemsize == 4 and 0 < loudest <= _LOUDEST_24_BITS:
-                raise ref.error(
-                    f"{samples.dtype} samples up to {loudest} use no more than 24 of 32 bits; give 16 bits as int16, "
-                    "others as floats in -1 to 1"
-                )
-            return (samples / full - (samples.dtype.kind == "u")).astype(np.float32)
-    raise ref.error(
-        f"{samples.dtype} samples of shape {samples.shape}; give floats in -1 to 1, or integers of 8, 16 or 32 bits, "
-        "of shape (samples,) or (channels, samples)"
-    )
 
 
 def sample_indices(ref: MediaRef, metadata: VideoMetadata) -> np.ndarray:
@@ -561,8 +556,8 @@ def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
 
 
 @contextmanager
-def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, Callable[[list[int]], Iterator[np.ndarray]]]]:
-    """The metadata of a video, and a function that reads frames of it in chunks of shape (N, H, W, 3)."""
+def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
+    """The metadata of a video, and a function that reads frames of it."""
     source = encoded_source(ref)
     if holds_frames(ref):
         yield _listed_frames(ref, source)
@@ -589,11 +584,10 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 def holds_frames(ref: MediaRef) -> bool:
-    """Whether a video is a list or an array of frames."""
     return isinstance(encoded_source(ref), (np.ndarray, torch.Tensor, list))
 
 
-def _listed_frames(ref: MediaRef, source: Any):
+def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> tuple[VideoMetadata, _Frames]:
     fps = ref.options.get("sample_fps", ref.options.get("fps"))
     if fps is not None and not fps > 0:
         raise ref.error(f"'fps' is {fps}; set the frames per second, or leave it out")
@@ -605,7 +599,7 @@ def _listed_frames(ref: MediaRef, source: Any):
     most = count if ref.rules.max_frames is None else ref.rules.max_frames
     metadata.frames_indices = evenly_spaced(count, most)
 
-    def read(indices):
+    def read(indices: list[int]) -> Iterator[np.ndarray]:
         for i in indices:
             image = replace(ref, kind="image", source=source[i], options={}, column=f"{ref.column}[{i}]")
             yield np.array(load_image(image))[None]
@@ -613,13 +607,13 @@ def _listed_frames(ref: MediaRef, source: Any):
     return metadata, read
 
 
-def _torchcodec_frames(ref: MediaRef, decoder: Any):
+def _torchcodec_frames(ref: MediaRef, decoder: Any) -> tuple[VideoMetadata, _Frames]:
     header = decoder.metadata
     metadata = VideoMetadata(
         header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
     )
 
-    def read(indices):
+    def read(indices: list[int]) -> Iterator[np.ndarray]:
         at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
         for i in range(0, len(indices), at_once):
             batch = decoder.get_frames_at(indices[i : i + at_once])

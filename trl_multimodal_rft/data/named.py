@@ -17,7 +17,6 @@ from ..paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Loads a dataset."""
     path = local_path(name)
     where = ", which is no local file or folder," if path is None and "://" not in name else ""
     with reading(f"the dataset {name!r}{where}"):
@@ -71,7 +70,6 @@ def load_arguments(name: str, split: str) -> dict[str, Any]:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` wrote a folder."""
     return any((path / each).is_file() for each in ("dataset_dict.json", "state.json"))
 
 

@@ -2,10 +2,13 @@
 """Walks through nested features and values."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from datasets import Audio, Image, LargeList, List, Value, Video
+from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
+
+
+Rows = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
 
 
 def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -20,7 +23,6 @@ def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_media_feature(feature: Any) -> bool:
-    """Whether a feature stores a medium."""
     return isinstance(feature, (Audio, Image, Video))
 
 

@@ -24,8 +24,6 @@ class Row(dict):
 
 
 class DatasetRows:
-    """The rows of a dataset by number."""
-
     def __init__(self, dataset: Dataset):
         self.dataset = undecoded(dataset)
 
@@ -49,7 +47,6 @@ class EndlessRows:
         self._order = lru_cache(maxsize=2)(self._order)
 
     def at(self, start: int, n: int) -> list[Row]:
-        """Rows at positions of the endless order."""
         return self.rows.__getitems__(self.numbers(start, n))
 
     def numbers(self, start: int, n: int) -> list[int]:

@@ -107,6 +107,5 @@ RULE_NAMES = tuple(each.name for each in fields(MediaRules))
 
 
 def budgets_of(config: Any) -> dict[str, Any]:
-    """The budgets that a config sets."""
     given = {name: getattr(config, name) for name in BUDGET_NAMES}
     return {name: value for name, value in given.items() if value is not None}

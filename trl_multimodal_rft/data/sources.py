@@ -59,7 +59,11 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     elif protocol in ("http", "https"):
         file = _download(ref, link)
     else:
-        _check_store(ref, protocol, link)
+        _check_protocol(ref, protocol)
+        if "::" in link:
+            raise ref.error(f"'{protocol}' can't be chained; only archives can: {', '.join(_ARCHIVES)}")
+        if protocol in _WITH_HOSTS:
+            _check_domain(ref, link)
         file = None
     if file is not None and not archives:
         return file
@@ -93,7 +97,6 @@ class Bounded:
         self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0
 
     def read(self, size: int | None = -1) -> bytes:
-        """Reads bytes."""
         if time.monotonic() > self.until:
             seconds = self._ref.rules.media_timeout
             raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
@@ -235,14 +238,6 @@ def _check_file(ref: MediaRef, path: str, size: int) -> None:
         raise ref.error(f"'{path}' is in none of `allowed_media_folders`; add its folder if you trust the data")
     if size > ref.rules.max_media_bytes:
         raise _too_large(ref)
-
-
-def _check_store(ref: MediaRef, protocol: str, url: str) -> None:
-    _check_protocol(ref, protocol)
-    if "::" in url:
-        raise ref.error(f"'{protocol}' can't be chained; only archives can: {', '.join(_ARCHIVES)}")
-    if protocol in _WITH_HOSTS:
-        _check_domain(ref, url)
 
 
 def _check_domain(ref: MediaRef, url: str) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets import Dataset, IterableDataset, LargeList, List, Value
+from datasets import Audio, Dataset, LargeList, List, Value, Video
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
-from .nested import feature_leaves
+from .nested import Rows, feature_leaves
 
 
 # Evenly spaced rows that are inspected
@@ -74,7 +74,7 @@ class _Unread:
 
 
 def check_columns(
-    dataset: Dataset | IterableDataset | Sequence[dict[str, Any]],
+    dataset: Rows,
     name: str,
     ignored: Collection[str] = (),
     *,
@@ -95,8 +95,9 @@ def check_columns(
     if "solution" not in columns and other_layout(sample) == "verl":
         raise ValueError(f"{name} {_VERL}")
     for kind in MODALITIES:
-        lists = _lists_media(features.get(kind)) or any(_holds_several(kind, row.get(kind)) for row in rows)
-        if kind not in ignored and lists:
+        feature = features.get(kind)
+        lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
+        if kind not in ignored and (lists or any(_holds_several(kind, row.get(kind)) for row in rows)):
             raise MediaError(f"{name}: column '{kind}' holds a list; rename the column to '{kind}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
@@ -121,7 +122,6 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
-    """Checks that a row has a prompt."""
     number = getattr(row, "number", place)
     if "prompt" not in row:
         raise ValueError(f"row {number} {_no_prompt(row, row)}")
@@ -140,7 +140,6 @@ def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> No
 
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
-    """The layout of another tool that a row is in."""
     needed = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}
     for layout, columns in _LAYOUTS.items():
         column, keys = needed.get(layout, ("", set()))
@@ -174,21 +173,20 @@ def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
-    """Checks `ignored_media_columns`."""
     if isinstance(columns, str):
         raise ValueError(f"`ignored_media_columns` must be a list of names, got {columns!r}; write [{columns!r}].")
     if "prompt" in (columns or ()):
         raise ValueError("`ignored_media_columns` names 'prompt', which is always read; leave it out.")
 
 
-def columns_known(dataset: Dataset | IterableDataset | Sequence[dict[str, Any]]) -> bool:
+def columns_known(dataset: Rows) -> bool:
     """Whether the columns are known before rows are read: not with a transform, nor for a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 
-def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
+def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
     """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
     if not columns_known(dataset):
         return {}, [], False
@@ -206,7 +204,11 @@ def _look(dataset, reads: Collection[str], ignored: Collection[str]) -> tuple[di
         texts = [c for c, each in features.items() if _holds_text(each) and not [*_in_feature(each, c)]]
         values = dataset.select_columns(texts).with_format(None)[indices] if texts else {}
         rows = [dict(zip(texts, row, strict=True)) for row in zip(*(values[c] for c in texts), strict=True)]
-    return features, rows, _has_media_features(features, filled, reads, ignored)
+    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
+        return features, rows, True
+    keys = {"bytes", "path", "url", "base64"}
+    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
+    return features, rows, any(key in keys or block_kind(key) is not None for key in leaves)
 
 
 def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
@@ -244,25 +246,9 @@ def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str
         yield place, None, "bytes"
 
 
-def _lists_media(feature: Any) -> bool:
-    """Whether a feature is a list of media. Frames of a video aren't."""
-    inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-    return type(inner).__name__ in ("Audio", "Video")
-
-
 def _holds_text(feature: Any) -> bool:
     leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
-
-
-def _has_media_features(
-    features: dict, filled: Collection[str], reads: Collection[str], ignored: Collection[str]
-) -> bool:
-    if any(column not in ignored and [*feature_leaves(features[column])] for column in filled):
-        return True
-    keys = {"bytes", "path", "url", "base64"}
-    leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
-    return any(key in keys or block_kind(key) is not None for key in leaves)
 
 
 def _has_media(row: dict[str, Any], reads: Collection[str], ignored: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ Both read only the completions, since prompts of this recipe contain the tags, t
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..data.choices import listed_letters, read_letter
 from . import expressions
-from .checks import RowError
+from .checks import Completion, RowError, given_column
 
 
 # One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
@@ -60,7 +61,9 @@ _MIXED = re.compile(r"([-+]?)\s*(?:([0-9]+) )?([0-9]+/0*[1-9][0-9]*)")
 _CONSTANTS = ("e", "π")
 
 
-def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def accuracy_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
 
@@ -86,7 +89,8 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
         `list[float | None]`: 1.0 or 0.0 for each completion, `None` where its reference is `None` or an empty list.
 
     Raises:
-        ValueError: If `solution` is missing or has another length than the completions, or if one is a dictionary.
+        ValueError: If `solution` is missing or has another length than the completions, or if a reference has another
+            form. The message names the row.
 
     Example:
     ```python
@@ -94,11 +98,7 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     [1.0, 0.0]
     ```
     """
-    if solution is None:
-        raise ValueError(
-            "accuracy_reward compares with the dataset column `solution`, which is missing: add the column, or rename "
-            f"the one with the reference answers. Columns received: {sorted(kwargs)}."
-        )
+    solution = given_column(solution, "solution", "accuracy_reward", kwargs)
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
@@ -111,18 +111,11 @@ def accuracy_reward(completions, solution=None, **kwargs) -> list[float | None]:
     return rewards
 
 
-def format_reward(completions, **kwargs) -> list[float]:
+def format_reward(completions: Sequence[Completion], **kwargs) -> list[float]:
     """
     Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and otherwise only whitespace, else 0.0.
 
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. Only the last message of a conversational one is read.
-        **kwargs:
-            Dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 for each completion.
+    See [`accuracy_reward`] for the arguments.
 
     Example:
     ```python
@@ -136,21 +129,16 @@ def format_reward(completions, **kwargs) -> list[float]:
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
-def boxed_format_reward(completions, think: bool = True, **kwargs) -> list[float]:
+def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs) -> list[float]:
     """
     Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
     `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
 
+    See [`accuracy_reward`] for the other arguments.
+
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. Only the last message of a conversational one is read.
         think (`bool`, *optional*, defaults to `True`):
             Whether the completion must begin with thoughts; else only the box is required.
-        **kwargs:
-            Dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 for each completion.
 
     Example:
     ```python
@@ -169,7 +157,7 @@ def boxed_format_reward(completions, think: bool = True, **kwargs) -> list[float
 vars(boxed_format_reward)["required_in_prompt"] = "\\boxed"
 
 
-def completion_text(completion: str | list[dict[str, str]]) -> str:
+def completion_text(completion: Completion) -> str:
     """Text of a completion: that of the last message if conversational, empty if it is a tool's."""
     if isinstance(completion, str):
         return completion
@@ -310,7 +298,10 @@ def _is_right(answer: str, in_latex: bool, reference: str) -> bool:
     reference = normal_form(extract_answer(reference)).strip()
     if _equal(answer, reference) or _same_choice(answer, reference):
         return True
-    return in_latex and _equal_without_units(answer, reference)
+    # Of the same number, one unit may be missing
+    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
+    units = {unit, right_unit} - {""}
+    return in_latex and len(units) == 1 and _equal(value, right)
 
 
 def _same_choice(answer: str, reference: str) -> bool:
@@ -325,14 +316,6 @@ def _same_choice(answer: str, reference: str) -> bool:
     if named[0] != right[0] or listed_letters(named_text) - {right[0]}:
         return False
     return not named_text or not right_text or _equal(named_text, right_text)
-
-
-def _equal_without_units(answer: str, reference: str) -> bool:
-    """Whether both are the same number, with the same unit or one of them without."""
-    (value, unit), (right, right_unit) = _value_and_unit(answer), _value_and_unit(reference)
-    if not (unit or right_unit) or unit and right_unit and unit != right_unit:
-        return False
-    return _equal(value, right)
 
 
 def _value_and_unit(text: str) -> tuple[str, str]:

@@ -2,9 +2,10 @@
 """Bonuses beside the reward of the answer: for lengths, and for tools that a group rarely uses."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .answers import accuracy_reward
+from .checks import Completion
 
 
 # What counts as correct, with rewards from 0 to 1 (Video-R1's code)
@@ -12,8 +13,8 @@ _CORRECT = 0.1
 
 
 def length_reward(
-    completions,
-    completion_ids=None,
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]] | None = None,
     correctness: Callable = accuracy_reward,
     min_length: int = 320,
     max_length: int = 512,
@@ -24,11 +25,9 @@ def length_reward(
     Rewards correct answers of a length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
     Its code gives the bonus only where at least two completions of the group are correct; this function gives it to
-    one, too.
+    one, too. For the other arguments, which `correctness` gets, and the errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational.
         completion_ids (`list[list[int]]`):
             Their tokens, results of tools included, as trainers pass them.
         correctness (`Callable`, *optional*, defaults to [`accuracy_reward`]):
@@ -39,14 +38,9 @@ def length_reward(
             Most tokens.
         bonus (`float`, *optional*, defaults to `0.2`):
             Reward of a correct completion within the bounds.
-        **kwargs:
-            Dataset columns and trainer arguments, for `correctness`.
 
     Returns:
         `list[float | None]`: `bonus` or 0.0 for each completion, `None` where `correctness` returns it.
-
-    Raises:
-        `ValueError`: If `completion_ids` is missing; and what `correctness` raises.
 
     Example:
     ```python
@@ -64,8 +58,8 @@ def length_reward(
 
 
 def tool_curiosity_reward(
-    completions,
-    group_ids=None,
+    completions: Sequence[Completion],
+    group_ids: Sequence[int] | None = None,
     target_rate: float = 0.3,
     curiosity: float = 0.5,
     free_calls: int = 1,
@@ -96,8 +90,6 @@ def tool_curiosity_reward(
             Calls without a penalty.
         call_penalty (`float`, *optional*, defaults to `0.05`):
             Penalty of each further call.
-        **kwargs:
-            Dataset columns and trainer arguments, not used.
 
     Returns:
         `list[float]`: A reward for each completion.

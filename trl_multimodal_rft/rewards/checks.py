@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
@@ -17,7 +17,11 @@ from ..data.columns import as_text, strip_media
 from ..data.rules import MediaRules
 
 
+T = TypeVar("T")
+
 _LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
+# A text, or messages, of which the last one is the answer
+Completion = str | list[dict[str, Any]]
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
@@ -36,6 +40,16 @@ class RowError(ValueError):
 
     def __str__(self) -> str:
         return f"row {self.place}, {self.problem}"
+
+
+def given_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
+    """The column that a reward function compares with, if it got one."""
+    if values is None:
+        raise ValueError(
+            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the one "
+            f"that holds it. Columns received: {sorted(columns)}."
+        )
+    return values
 
 
 def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
@@ -146,7 +160,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
     """
     if is_async_callable(reward_func):
 
-        async def wrapper(prompts, completions, **columns):
+        async def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else await reward_func(**arguments)
@@ -154,7 +168,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
 
     else:
 
-        def wrapper(prompts, completions, **columns):
+        def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else reward_func(**arguments)

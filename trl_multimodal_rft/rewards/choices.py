@@ -3,38 +3,34 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ..data.choices import listed_letters, read_letter
 from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
-from .checks import RowError
+from .checks import Completion, RowError
 
 
 _WORD = re.compile(r"\w+")
 
 
-def choice_reward(completions, solution=None, choices=None, **kwargs) -> list[float | None]:
+def choice_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[Any] | None = None,
+    choices: Sequence[Sequence[str] | None] | None = None,
+    **kwargs,
+) -> list[float | None]:
     """
     Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
 
     [`extract_answer`] finds the answer in the completion and [`named_choice`] the choice in the answer.
-    [`accuracy_reward`] doesn't use choices and compares only with the reference.
+    For the other arguments and the errors, see [`accuracy_reward`], which doesn't use choices.
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Right choice of each completion, its text or its letter, with or without answer tags; or a list of right
             choices. `None` where the reward does not apply.
         choices (`list[list[str]]`):
             Choices of each completion. `None` where the reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a solution or choices.
-
-    Raises:
-        `ValueError`: If `solution` or `choices` is missing, or if a solution is a dictionary or none of the choices.
 
     Example:
     ```python
@@ -76,11 +72,13 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     which doesn't know negations: `"not a woman"` names the choice `"Woman"`.
     """
     answer, choices = normal_form(answer).strip(), [normal_form(choice) for choice in choices]
+    texts, index = [normalize_answer(choice) for choice in choices], None
     # A loop that compares texts only at matching lengths, as "A." may repeat many times
     letters, start, left, lengths = [], 0, _n_characters(answer), {_n_characters(choice) for choice in choices}
     while True:
-        index = _by_text(answer[start:], choices) if left in lengths else None
-        if index is not None:
+        text = normalize_answer(answer[start:]) if left in lengths else None
+        if text in texts:
+            index = texts.index(text)
             break
         letter = read_letter(answer, start)
         if letter is None or ord(letter[0]) - ord("A") >= len(choices):
@@ -96,24 +94,15 @@ def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     return named.pop() if len(named) == 1 else None
 
 
-def _by_text(answer: str, choices: Sequence[str]) -> int | None:
-    texts, text = [normalize_answer(choice) for choice in choices], normalize_answer(answer)
-    return texts.index(text) if text in texts else None
-
-
 def _n_characters(text: str) -> int:
     """The number of characters that a comparison uses."""
     return sum(map(str.isalnum, text.casefold()))
 
 
 def _by_words(answer: str, choices: Sequence[str]) -> int | None:
-    answered, words = _words(answer), [_words(choice) for choice in choices]
+    answered, *words = [set(_WORD.findall(text.casefold())) for text in (answer, *choices)]
     for index, named in enumerate(words):
         others = set().union(*words) - named
         if named and named <= answered and not answered & others:
             return index
     return None
-
-
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text.casefold()))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .answers import completion_text, extract_answer, normalize_answer
+from .checks import Completion, given_column
 from .regions import (
     Box,
     Scale,
@@ -35,8 +36,8 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!\d)|\d++)
 
 
 def box_iou_reward(
-    completions,
-    solution=None,
+    completions: Sequence[Completion],
+    solution: Sequence[Any] | None = None,
     iou_threshold: float | None = None,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
@@ -53,11 +54,10 @@ def box_iou_reward(
     of the image in each of them, which is 1 for coordinates from 0 to 1, 1000 for those of Qwen3-VL, and the image's
     width and height for pixels. Qwen2.5-VL answers in pixels of the resized image.
 
-    The last three arguments may also be columns, with a value for each row.
+    The last three arguments may also be columns, with a value for each row. For the others and the
+    errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Reference of each completion: a box as above, or a list of boxes, any of which is right. `None` where the
             reward does not apply.
@@ -67,15 +67,9 @@ def box_iou_reward(
             Size of the image in the coordinates of the reference, or its width and height.
         answer_scale (`float` or `tuple[float, float]`, *optional*):
             The same of the answer.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
 
     Returns:
         `list[float | None]`: From 0.0 to 1.0; 0.0 without a box, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `solution` is missing, or if a reference is no box or a scale no size. The message names the
-            row.
 
     Example:
     ```python
@@ -98,33 +92,23 @@ def box_iou_reward(
 
 
 def point_in_box_reward(
-    completions, solution=None, solution_scale: Scale = None, answer_scale: Scale = None, **kwargs
+    completions: Sequence[Completion],
+    solution: Sequence[Any] | None = None,
+    solution_scale: Scale = None,
+    answer_scale: Scale = None,
+    **kwargs,
 ) -> list[float | None]:
     """
     Rewards a point inside the reference's box, such as a click: 1.0 inside or on the border, else 0.0, as
     [UI-R1](https://huggingface.co/papers/2503.21620) does.
 
     The answer, see [`extract_answer`], is `(x, y)`, `<point x="1" y="2">` or JSON with the key `point_2d`, `point` or
-    `coordinate`. A box stands for its center. The first point counts. The arguments are those of [`box_iou_reward`].
+    `coordinate`. A box stands for its center. The first point counts. For the scales, see
+    [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
-            Box of each completion, or a list of boxes, any of which is right. `None` where the reward does not apply.
-        solution_scale (`float` or `tuple[float, float]`, *optional*):
-            Size of the image in the coordinates of the reference, or its width and height.
-        answer_scale (`float` or `tuple[float, float]`, *optional*):
-            The same of the answer.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: 1.0 or 0.0 for each completion, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `solution` is missing, or if a reference is no box or a scale no size. The message names the
-            row.
+            Box of each completion, or a list of boxes, any of which is right.
 
     Example:
     ```python
@@ -145,28 +129,21 @@ def point_in_box_reward(
     return _compared(completions, solution, "point_in_box_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
 
-def temporal_iou_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def temporal_iou_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards spans of time by their intersection over union with the reference, as
     [VideoChat-R1](https://huggingface.co/papers/2504.06958) does.
 
     The answer, see [`extract_answer`], has spans such as `3.5 to 7`, `3.5s → 7s`, `[3.5, 7]`, `00:03 and 00:07`,
-    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union.
+    `1 min until 2 min` or `{"start": 3.5, "end": 7}`. Several spans are compared as their union. The
+    reward is 0.0 without one. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Reference of each completion, in seconds: `[start, end]`, a list of such spans, all of which belong to the
-            answer, or a text as above. `None` where the reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a span, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `solution` is missing, or if a reference is no span. The message names the row.
+            answer, or a text as above.
 
     Example:
     ```python
@@ -184,8 +161,8 @@ def temporal_iou_reward(completions, solution=None, **kwargs) -> list[float | No
 
 
 def detection_reward(
-    completions,
-    solution=None,
+    completions: Sequence[Completion],
+    solution: Sequence[Any] | None = None,
     method: Literal["visual_rft", "perception_r1"] = "visual_rft",
     iou_threshold: float = 0.5,
     solution_scale: Scale = None,
@@ -209,29 +186,17 @@ def detection_reward(
       box and label, and with at least one match 0.75 F1, plus the share of matches with the right label, plus their
       mean IoU, minus half of the shares of boxes and of references without a match.
 
+    Without a box, the reward is 0.0. For the scales, see [`box_iou_reward`]. For the other arguments and the errors,
+    see [`accuracy_reward`].
+
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             References of each completion, all of which belong to the answer: a list of boxes or dictionaries, or a
-            text as above. `None` where the reward does not apply.
+            text as above.
         method (`str`, *optional*, defaults to `"visual_rft"`):
             `"visual_rft"` or `"perception_r1"`.
         iou_threshold (`float`, *optional*, defaults to `0.5`):
             IoU that a match exceeds.
-        solution_scale (`float` or `tuple[float, float]`, *optional*):
-            Size of the image in the coordinates of the reference, or its width and height, see [`box_iou_reward`].
-        answer_scale (`float` or `tuple[float, float]`, *optional*):
-            The same of the answer.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: A reward for each completion, 0.0 without a box, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `method` is unknown, if `solution` is missing, or if a reference is no list of boxes or a
-            scale no size. The message names the row.
 
     Example:
     ```python
@@ -258,7 +223,11 @@ def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold:
     boxes.sort(key=lambda box: box.confidence or 0.0, reverse=True)
     left, overlap, confidence = list(references), 0.0, 0.0
     for box in boxes:
-        found = [(box_iou(box, each), i) for i, each in enumerate(left) if _may_match(box, each)]
+        found = [
+            (box_iou(box, each), i)
+            for i, each in enumerate(left)
+            if None in (box.label, each.label) or _label(box) == _label(each)
+        ]
         iou, place = max(found, key=lambda each: each[0], default=(0.0, 0))
         matches = iou > threshold
         if matches:
@@ -285,17 +254,16 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     return min(max(reward, 0.0), 3.0)
 
 
-def _may_match(box: Box, reference: Box) -> bool:
-    labels = _label(box), _label(reference)
-    return None in labels or labels[0] == labels[1]
-
-
 def _label(box: Box) -> str | None:
     return None if box.label is None else normalize_answer(box.label)
 
 
 def counting_reward(
-    completions, solution=None, solution_scale: Scale = 1000, answer_scale: Scale = 1000, **kwargs
+    completions: Sequence[Completion],
+    solution: Sequence[Any] | None = None,
+    solution_scale: Scale = 1000,
+    answer_scale: Scale = 1000,
+    **kwargs,
 ) -> list[float | None]:
     """
     Rewards a count: 1.0 for the right number, else 0.0; or points on what is counted, as
@@ -304,27 +272,13 @@ def counting_reward(
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another one, or a list of points or
     boxes, whose number counts. Where the reference is a list of points, too, the reward is the smaller number of
     points divided by the larger one, times 1 minus the mean distance between points in shares of the image's diagonal,
-    for the matching with the smallest distances.
+    for the matching with the smallest distances. Without a number, the reward is 0.0. For the scales, see
+    [`box_iou_reward`]. For the other arguments and the errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Reference of each completion: a number, a list of numbers, any of which is right, or a list of points or
-            boxes. `None` where the reward does not apply.
-        solution_scale (`float` or `tuple[float, float]`, *optional*, defaults to `1000`):
-            Size of the image in the coordinates of the reference's points, or its width and height.
-        answer_scale (`float` or `tuple[float, float]`, *optional*, defaults to `1000`):
-            The same of the answer.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `solution` is missing, or if a reference is neither a number nor a list of points. The message
-            names the row.
+            boxes.
 
     Example:
     ```python
@@ -359,28 +313,20 @@ def counting_reward(
     )
 
 
-def regression_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def regression_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards a number by its relative error: 1 minus the error divided by the reference's size, at least 0.0, as
     [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
     The answer, see [`extract_answer`], is a number, alone or in a sentence without another one. Where the reference is
-    0, only 0 is right.
+    0, only 0 is right. Without a number, the reward is 0.0. For the other arguments and the errors, see
+    [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
-            Reference of each completion, a number or a text with one; or a list, the nearest of which counts. `None`
-            where the reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0; 0.0 without a number, `None` without a reference.
-
-    Raises:
-        `ValueError`: If `solution` is missing, or if a reference is no number. The message names the row.
+            Reference of each completion, a number or a text with one; or a list, the nearest of which counts.
 
     Example:
     ```python
@@ -420,7 +366,7 @@ def numbers_of(solution: Any) -> list[float]:
 
 
 def _compared(
-    completions: Sequence[Any],
+    completions: Sequence[Completion],
     solution: Sequence[Any] | None,
     name: str,
     read: Callable[[Any], list],
@@ -429,13 +375,9 @@ def _compared(
     columns: dict[str, Any],
 ) -> list[float | None]:
     """Rewards of answers by their references: `reward(answer, references, place)`."""
-    if solution is None:
-        raise ValueError(
-            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
-            f"with the references. Columns received: {sorted(columns)}."
-        )
+    given = given_column(solution, "solution", name, columns)
     rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
         references = referenced(each, place, name, read, form)
         answer = extract_answer(completion_text(completion))
         rewards.append(reward(answer, references, place) if references else None)

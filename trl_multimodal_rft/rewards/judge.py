@@ -7,17 +7,18 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ..data.columns import as_text, has_media, iter_refs, rows_to_messages, strip_media, without_credentials
+import requests
+
+from ..data.columns import MediaRef, as_text, has_media, iter_refs, rows_to_messages, strip_media
 from ..data.http import Answer, TooLarge
 from ..data.rules import DEFAULT_RULES, MediaRules
 from .answers import completion_text, extract_answer, references_of
 from .model import rows_of_batch
-from .remote import in_base64, open_session, post
+from .remote import Server, base64_encoder
 
 
 TEMPLATE = """\
@@ -44,14 +45,15 @@ _PATH = "/chat/completions"
 
 
 @dataclass(eq=False, repr=False)
-class JudgeReward:
+class JudgeReward(Server):
     """
     A reward function that asks a language model for a score, as [DeepEyes](https://huggingface.co/papers/2505.14362)
     does, with the signature of TRL's.
 
     The server has OpenAI's `/v1/chat/completions`, such as `vllm serve`. Each distinct pair of a prompt and an answer
     is one request, which is sent once: replies are kept in memory, and with `cache_dir` on disk, where a resumed run
-    finds them.
+    finds them. A request is repeated where the response is no chat completion, too. For `timeout`,
+    `retries`, `patience` and `backoff`, see [`RemoteReward`].
 
     Args:
         url (`str`):
@@ -81,15 +83,6 @@ class JudgeReward:
             Environment variable with the key of the server's API. The key isn't kept, saved or shown.
         concurrency (`int`, *optional*, defaults to `8`):
             Concurrent requests.
-        timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds for the complete response to an attempt.
-        retries (`int`, *optional*, defaults to `5`):
-            Number of retries if the server is busy (408, 425, 429), fails (5xx), closes the connection, responds with
-            something else than a chat completion, or is unreachable; `None` retries until `patience` is over.
-        patience (`float`, *optional*, defaults to `3600.0`):
-            Seconds for all attempts of a request together. The run keeps its state while it waits.
-        backoff (`float`, *optional*, defaults to `1.0`):
-            Seconds before the first retry, doubled for each further one, up to a minute.
         cache_dir (`str`, *optional*):
             Folder for replies, without the requests' texts.
         max_requests (`int`, *optional*):
@@ -115,7 +108,6 @@ class JudgeReward:
     ```
     """
 
-    url: str
     model: str
     _: KW_ONLY
     template: str = TEMPLATE
@@ -127,20 +119,15 @@ class JudgeReward:
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     api_key_variable: str | None = None
     concurrency: int = 8
-    timeout: float = 120.0
-    retries: int | None = 5
-    patience: float = 3600.0
-    backoff: float = 1.0
     cache_dir: str | None = None
     max_requests: int | None = None
     max_cost: float | None = None
     input_price: float = 0.0
     output_price: float = 0.0
     name: str = "judge_reward"
-    only_waits: ClassVar[bool] = True  # so that threads may call it while the policy is trained
 
     def __post_init__(self):
-        self.__name__ = self.name
+        super().__post_init__()
         self.url = self.url.rstrip("/")
         if not self.url.endswith(_PATH):
             self.url += _PATH if self.url.endswith("/v1") else f"/v1{_PATH}"
@@ -176,11 +163,12 @@ class JudgeReward:
     ) -> list[float | None]:
         """Asks for the scores of completions, as shares of `max_score`."""
         payloads = self._payloads(prompts, completions, solution, media_rules, columns)
-        texts = {place: json.dumps(each, sort_keys=True) for place, each in payloads.items() if each is not None}
+        asked = {place: each for place, each in payloads.items() if each is not None}
+        texts = {place: json.dumps(each, sort_keys=True) for place, each in asked.items()}
         keys = {place: hashlib.sha256(text.encode()).hexdigest() for place, text in texts.items()}
-        new = {key: payloads[place] for place, key in keys.items() if key not in self._replies}
+        new = {key: asked[place] for place, key in keys.items() if key not in self._replies}
         if new:
-            self._ask_all(new)
+            self._ask_each(self._ask, new.items(), self._key())
         scores = {place: self._score(self._replies[key]) for place, key in keys.items()}
         if log_metric is not None and scores:
             log_metric(f"{self.name}/unreadable", sum(score is None for score in scores.values()) / len(scores))
@@ -206,7 +194,7 @@ class JudgeReward:
                 f"pass a `template` without {{reference}}. Columns received: {sorted(columns)}."
             )
         messages = [row["prompt"] for row in rows_to_messages(rows_of_batch(prompts, columns), rules=media_rules)]
-        encoded: dict[tuple, Any] = {}  # media, which the completions of a prompt share
+        encode = base64_encoder(_SAMPLING_RATE)
         payloads: dict[int, dict[str, Any] | None] = {}
         for place, (prompt, completion) in enumerate(zip(messages, completions, strict=True)):
             references = references_of(solution[place], place, self.name) if needs_reference and solution else []
@@ -223,7 +211,7 @@ class JudgeReward:
             }
             content: Any = _NAMES.sub(lambda name, texts=texts: texts[name[1]], self.template)
             if self.media:
-                content = [*_media_blocks(prompt, encoded), {"type": "text", "text": content}]
+                content = [*_media_blocks(prompt, encode), {"type": "text", "text": content}]
             payloads[place] = {
                 "model": self.model,
                 "messages": [{"role": "user", "content": content}],
@@ -231,25 +219,15 @@ class JudgeReward:
             }
         return payloads
 
-    def _ask_all(self, payloads: dict[str, Any]) -> None:
-        key = self._key()
-        with open_session(self.concurrency) as session, ThreadPoolExecutor(self.concurrency) as pool:
-            if key is not None:
-                session.headers["Authorization"] = f"Bearer {key}"
-            try:
-                list(pool.map(lambda item: self._ask(session, *item), payloads.items()))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # each would wait for the same server
-                raise
-
-    def _ask(self, session: Any, key: str, payload: dict[str, Any]) -> None:
+    def _ask(self, session: requests.Session, request: tuple[str, dict[str, Any]]) -> None:
+        key, payload = request
         with self._lock:
             self._check_bounds()
             self.n_requests += 1
-        shown = without_credentials(self.url)
+        shown = self._shown
         try:
-            answer = post(
-                self, payload, session, _MOST_BYTES, lambda answer: answer.status != 200 or _read(answer) is not None
+            answer = self._post(
+                payload, session, _MOST_BYTES, lambda answer: answer.status != 200 or _read(answer) is not None
             )
         except TooLarge:
             raise RuntimeError(
@@ -322,7 +300,7 @@ class JudgeReward:
         return key
 
 
-def _question(prompt: Any) -> str:
+def _question(prompt: str | list[dict[str, Any]]) -> str:
     """The user's last message, as text."""
     if isinstance(prompt, str):
         return prompt
@@ -330,13 +308,12 @@ def _question(prompt: Any) -> str:
     return as_text(strip_media(asked[-1:]), roles=False)
 
 
-def _media_blocks(prompt: Any, encoded: dict[tuple, Any]) -> list[dict[str, Any]]:
+def _media_blocks(
+    prompt: str | list[dict[str, Any]], encode: Callable[[MediaRef], str | list[str]]
+) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     for ref in iter_refs(prompt):
-        place = (id(ref.source), ref.kind, str(ref.options))
-        if place not in encoded:
-            encoded[place] = in_base64(ref, _SAMPLING_RATE)
-        data = encoded[place]
+        data = encode(ref)
         if ref.kind == "audio":
             blocks.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
             continue

@@ -13,23 +13,10 @@ from torch import nn
 from trl import rewards as trl_rewards
 from trl.trainer.utils import get_callable_name
 
+from .. import rewards
 from ..spelling import check_settings, load_dotted, recipe_names, split_settings
-from .answers import accuracy_reward, boxed_format_reward, format_reward
-from .bonuses import length_reward, tool_curiosity_reward
 from .checks import check_signature
-from .choices import choice_reward
-from .grounding import (
-    box_iou_reward,
-    counting_reward,
-    detection_reward,
-    point_in_box_reward,
-    regression_reward,
-    temporal_iou_reward,
-)
-from .judge import JudgeReward
 from .recipe import apply_recipe
-from .remote import RemoteReward
-from .transcripts import cer_reward, ocr_reward, wer_reward
 
 
 def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Callable:
@@ -39,36 +26,18 @@ def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cac
 
 # Names of this package take precedence over TRL's
 _FUNCTIONS: dict[str, Callable] = {
-    each.__name__: each
-    for each in (
-        accuracy_reward,
-        choice_reward,
-        format_reward,
-        boxed_format_reward,
-        box_iou_reward,
-        cer_reward,
-        counting_reward,
-        detection_reward,
-        length_reward,
-        ocr_reward,
-        point_in_box_reward,
-        regression_reward,
-        temporal_iou_reward,
-        tool_curiosity_reward,
-        wer_reward,
-    )
+    name: getattr(rewards, name) for name in rewards.__all__ if name.endswith("_reward")
 }
 _OF_TRL = ("reasoning_accuracy_reward", "think_format_reward")
 # Called with the settings, even without any
 _FACTORIES: dict[str, Callable] = {
-    each.__name__: each for each in (get_soft_overlong_punishment, JudgeReward, RemoteReward)
+    each.__name__: each for each in (get_soft_overlong_punishment, rewards.JudgeReward, rewards.RemoteReward)
 }
 REWARD_NAMES = (*_FUNCTIONS, *_OF_TRL, *_FACTORIES)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
-    """Loads reward functions by name."""
     reward_funcs = [_load(name) for name in names]
     for reward_func in reward_funcs:
         check_signature(reward_func, get_callable_name(reward_func))
@@ -92,18 +61,13 @@ def as_reward_funcs(given: Any) -> list[Any]:
     reward_funcs = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(each, str):
-            each = each if _names_a_model(each) else _load(each)
+            is_function = each.endswith(")") or _DOTTED.fullmatch(each)
+            is_function = is_function or difflib.get_close_matches(each, REWARD_NAMES, cutoff=0.8)
+            each = _load(each) if is_function and not os.path.isdir(each) else each
         if callable(each) and not isinstance(each, nn.Module):
             check_signature(each, get_callable_name(each))
         reward_funcs.append(each)
     return reward_funcs
-
-
-def _names_a_model(name: str) -> bool:
-    if os.path.isdir(name):
-        return True
-    is_function = name.endswith(")") or _DOTTED.fullmatch(name)
-    return not (is_function or difflib.get_close_matches(name, REWARD_NAMES, cutoff=0.8))
 
 
 def _load(name: str) -> Callable:

@@ -53,7 +53,6 @@ def combine_rewards(
 
 
 def _weights(recipe: dict[str, list[tuple[str, str, float]]]) -> dict[str, dict[str, float]]:
-    """The weights of each reward by label."""
     weights: dict[str, dict[str, float]] = {}
     for label, parts in recipe.items():
         for _, name, weight in parts:

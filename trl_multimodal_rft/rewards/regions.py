@@ -5,13 +5,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .answers import extract_answer
 from .checks import RowError
 
+
+T = TypeVar("T")
 
 _NUMBER = r"\s*+([-+]?\d++(?:\.\d++)?)\s*+"
 # "[1, 2, 3, 4]", "(1, 2, 3, 4)", "[[1, 2], [3, 4]]" and "(1, 2), (3, 4)"
@@ -54,17 +56,14 @@ class Box(NamedTuple):
 
     @property
     def area(self) -> float:
-        """Its area."""
         return (self.right - self.left) * (self.bottom - self.top)
 
     @property
     def center(self) -> tuple[float, float]:
-        """Its center."""
         return (self.left + self.right) / 2, (self.top + self.bottom) / 2
 
 
 def box_iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
     shared = max(width, 0.0) * max(height, 0.0)
@@ -168,26 +167,24 @@ def referenced(solution: Any, place: int, name: str, read: Callable[[Any], list]
 
 def boxes_of(solution: Any) -> list[Box]:
     """The boxes of a reference: a text, a box, a dictionary or a list of these."""
-    if isinstance(solution, str):
-        return boxes_in(extract_answer(solution))
-    boxes, n_others = _read(solution, _as_box)
-    return [] if n_others else boxes
+    return _of(solution, boxes_in, _as_box)
 
 
 def points_of(solution: Any) -> list[tuple[float, float]]:
     """The points of a reference: a text, or a list of points or boxes."""
-    if isinstance(solution, str):
-        return points_in(extract_answer(solution))
-    points, n_others = _read(solution, _as_point)
-    return [] if n_others else points
+    return _of(solution, points_in, _as_point)
 
 
 def spans_of(solution: Any) -> list[tuple[float, float]]:
     """The spans of a reference: a text, a pair of seconds, or a list of pairs."""
+    return _of(solution, spans_in, _as_span)
+
+
+def _of(solution: Any, in_text: Callable[[str], list[T]], as_item: Callable[[Any], T | None]) -> list[T]:
     if isinstance(solution, str):
-        return spans_in(extract_answer(solution))
-    spans, n_others = _read(solution, _as_span)
-    return [] if n_others else spans
+        return in_text(extract_answer(solution))
+    found, n_others = _read(solution, as_item)
+    return [] if n_others else found
 
 
 def of_row(setting: Any, place: int) -> Any:
@@ -233,7 +230,7 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def _read(value: Any, read: Callable[[Any], Any]) -> tuple[list, int]:
+def _read(value: Any, read: Callable[[Any], T | None]) -> tuple[list[T], int]:
     """What `read` finds in the items of nested lists, and the number of items that hold nothing."""
     found, n_others, waiting = [], 0, [value]
     while waiting:

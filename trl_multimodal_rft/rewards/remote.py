@@ -3,10 +3,11 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import requests
 
@@ -20,12 +21,73 @@ from .checks import is_finite
 from .model import rows_of_batch
 
 
+P = TypeVar("P")
+T = TypeVar("T")
+
 # Most bytes of a response: per reward, as numbers may have many digits, and for the rest
 _BYTES_PER_REWARD, _BYTES_AROUND = 1024, 2**20
 
 
 @dataclass(eq=False, repr=False)
-class RemoteReward:
+class Server:
+    """A reward function that asks a server: where requests go, and how often."""
+
+    url: str
+    _: KW_ONLY
+    concurrency: int = 4
+    timeout: float = 120.0
+    retries: int | None = 5
+    patience: float = 3600.0
+    backoff: float = 1.0
+    name: str = "server"
+    only_waits: ClassVar[bool] = True  # so that threads may call it while the policy is trained
+
+    def __post_init__(self):
+        self.__name__ = self.name
+
+    @property
+    def _shown(self) -> str:
+        return without_credentials(self.url)
+
+    def _ask_each(
+        self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None
+    ) -> list[T]:
+        """Calls `ask` for each part in threads that share a session."""
+        with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
+            if key is not None:
+                session.headers["Authorization"] = f"Bearer {key}"
+            try:
+                return list(pool.map(partial(ask, session), parts))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # each would wait for the same server
+                raise
+
+    def _post(
+        self, payload: dict[str, Any], session: requests.Session, max_bytes: int, is_usable: Callable[[Answer], bool]
+    ) -> Answer:
+        """Sends a request until the server answers. Raises [`TooLarge`], or `RuntimeError` if it is unreachable."""
+        try:
+            return ask(
+                "POST",
+                self.url,
+                json=payload,
+                session=session,
+                seconds=self.patience,
+                seconds_each=self.timeout,
+                attempts=None if self.retries is None else self.retries + 1,
+                backoff=self.backoff,
+                max_bytes=max_bytes,
+                is_usable=is_usable,
+            )
+        except (NoAnswer, requests.RequestException) as error:
+            reason = error if isinstance(error, NoAnswer) else type(error).__name__
+            raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
+
+
+@dataclass(eq=False, repr=False)
+class RemoteReward(Server):
     """
     A reward function that requests scores from a server, with the signature of TRL's.
 
@@ -62,21 +124,11 @@ class RemoteReward:
             number or `null` per completion. The message names the server.
     """
 
-    url: str
     _: KW_ONLY
     label_column: str = "labels"
     batch_size: int = 64
-    concurrency: int = 4
-    timeout: float = 120.0
-    retries: int | None = 5
-    patience: float = 3600.0
-    backoff: float = 1.0
     sampling_rate: int = 16000
     name: str = "remote_reward"
-    only_waits: ClassVar[bool] = True  # so that threads may call it while the policy is trained
-
-    def __post_init__(self):
-        self.__name__ = self.name
 
     def __call__(
         self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
@@ -88,15 +140,12 @@ class RemoteReward:
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        with open_session(self.concurrency) as session, ThreadPoolExecutor(self.concurrency) as pool:
-            rewards = list(pool.map(lambda part: self._ask(session, part), parts))
-        return [reward for part in rewards for reward in part]
+        return [reward for part in self._ask_each(self._ask, parts) for reward in part]
 
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
         try:
-            answer = post(
-                self,
+            answer = self._post(
                 part,
                 session,
                 max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
@@ -108,10 +157,6 @@ class RemoteReward:
                 "number for each completion."
             ) from None
         return self._rewards(answer, n)
-
-    @property
-    def _shown(self) -> str:
-        return without_credentials(self.url)
 
     def _rewards(self, answer: Answer, n: int) -> list[float | None]:
         text = answer.body[:200].decode(errors="replace")
@@ -144,14 +189,7 @@ class RemoteReward:
         payload: dict[str, list] = {"prompts": prompts, "completions": texts, "queries": queries}
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
-        encoded: dict[tuple, Any] = {}  # which the completions of a prompt share
-
-        def encode(ref: MediaRef):
-            key = (id(ref.source), ref.kind, str(ref.options))
-            if key not in encoded:
-                encoded[key] = in_base64(ref, self.sampling_rate)
-            return encoded[key]
-
+        encode = base64_encoder(self.sampling_rate)
         for kind in MODALITIES:
             refs = [[ref for ref in iter_refs(prompt) if ref.kind == kind] for prompt in messages]
             if any(refs):
@@ -159,59 +197,22 @@ class RemoteReward:
         return payload
 
 
-class Server(Protocol):
-    """Where requests go, and how often."""
+def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
+    """A function that encodes a medium, once for several completions, as PNG, WAV, or PNG files of frames."""
+    encoded: dict[tuple[int, str, str], str | list[str]] = {}
 
-    url: str
-    timeout: float
-    retries: int | None
-    patience: float
-    backoff: float
+    def encode(ref: MediaRef) -> str | list[str]:
+        key = (id(ref.source), ref.kind, str(ref.options))
+        if key not in encoded:
+            if ref.kind == "image":
+                encoded[key] = _base64(png(load_image(ref)))
+            elif ref.kind == "video":
+                encoded[key] = [_base64(png(frame)) for frame in load_video(ref)[0]]
+            else:
+                encoded[key] = _base64(wav(load_audio(ref, sampling_rate), sampling_rate))
+        return encoded[key]
 
-
-def open_session(concurrency: int) -> requests.Session:
-    """A session for concurrent requests."""
-    session = requests.Session()
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=concurrency)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
-    return session
-
-
-def post(
-    server: Server, payload: Any, session: requests.Session, max_bytes: int, is_usable: Callable[[Answer], bool]
-) -> Answer:
-    """
-    Sends a request until the server answers.
-
-    Raises [`TooLarge`], or `RuntimeError` if the server is unreachable.
-    """
-    try:
-        return ask(
-            "POST",
-            server.url,
-            json=payload,
-            session=session,
-            seconds=server.patience,
-            seconds_each=server.timeout,
-            attempts=None if server.retries is None else server.retries + 1,
-            backoff=server.backoff,
-            max_bytes=max_bytes,
-            is_usable=is_usable,
-        )
-    except (NoAnswer, requests.RequestException) as error:
-        reason = error if isinstance(error, NoAnswer) else type(error).__name__
-        shown = without_credentials(server.url)
-        raise RuntimeError(f"The request to the reward server {shown} failed: {reason}.") from error
-
-
-def in_base64(ref: MediaRef, sampling_rate: int) -> str | list[str]:
-    """A medium as a PNG file, a WAV file, or PNG files of frames."""
-    if ref.kind == "image":
-        return _base64(png(load_image(ref)))
-    if ref.kind == "video":
-        return [_base64(png(frame)) for frame in load_video(ref)[0]]
-    return _base64(wav(load_audio(ref, sampling_rate), sampling_rate))
+    return encode
 
 
 def _base64(file: bytes) -> str:

@@ -7,33 +7,25 @@ from typing import Any
 
 from ..data.loading import require_module
 from .answers import completion_text, extract_answer, normal_form, references_of
-from .checks import RowError
+from .checks import Completion, RowError, given_column
 
 
-def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def ocr_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards a transcript by its edit distance to the reference, as [Perception-R1](https://huggingface.co/papers/2504.07954)
     does for text in images: 1 minus the distance in characters, divided by the length of the longer text.
 
     Case and punctuation count; whitespace counts as one space each. [`extract_answer`] finds the transcript in the
-    completion. See [`wer_reward`] for words. Needs rapidfuzz, which comes with
-    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`.
+    completion. [`wer_reward`] compares words. Needs rapidfuzz, which comes with
+    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`. For the other
+    arguments and the errors, see [`accuracy_reward`].
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
         solution (`list`):
             Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
             reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
-
-    Raises:
-        `ImportError`: If rapidfuzz is missing.
-        `ValueError`: If `solution` is missing, or if a reference is no text or empty. The message names the row.
 
     Example:
     ```python
@@ -50,30 +42,17 @@ def ocr_reward(completions, solution=None, **kwargs) -> list[float | None]:
     return _best(completions, solution, "ocr_reward", lambda text: " ".join(text.split()), reward, kwargs)
 
 
-def wer_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def wer_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards a transcript by its word error rate: 1 minus the rate, at least 0.0, as
     [Video-R1](https://huggingface.co/papers/2503.21776) does.
 
     Case, punctuation and compatibility forms of Unicode don't count, except apostrophes and the marks within numbers
     ("don't", "3.5"). [`extract_answer`] finds the transcript in the completion. Needs
-    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
-        solution (`list`):
-            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
-            reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
-
-    Raises:
-        `ImportError`: If jiwer is missing.
-        `ValueError`: If `solution` is missing, or if a reference is no text or has no word. The message names the row.
+    [jiwer](https://github.com/jitsi/jiwer): `pip install "trl-multimodal-rft[speech]"`. For the
+    arguments and the errors, see [`accuracy_reward`]. The nearest of several references counts.
 
     Example:
     ```python
@@ -85,28 +64,15 @@ def wer_reward(completions, solution=None, **kwargs) -> list[float | None]:
     return _best(completions, solution, "wer_reward", _spoken, lambda a, b: max(1 - rate(b, a), 0.0), kwargs)
 
 
-def cer_reward(completions, solution=None, **kwargs) -> list[float | None]:
+def cer_reward(
+    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+) -> list[float | None]:
     """
     Rewards a transcript by its character error rate: 1 minus the rate, at least 0.0, for languages whose words aren't
     separated by spaces.
 
     Everything else, spaces included, is as in [`wer_reward`].
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or conversational. The last message of a conversational one is the answer.
-        solution (`list`):
-            Reference of each completion, a text or a list of texts, the nearest of which counts. `None` where the
-            reward does not apply.
-        **kwargs:
-            Other dataset columns and trainer arguments, not used.
-
-    Returns:
-        `list[float | None]`: From 0.0 to 1.0, `None` without a reference.
-
-    Raises:
-        `ImportError`: If jiwer is missing.
-        `ValueError`: If `solution` is missing, or if a reference is no text or has no word. The message names the row.
+    For the arguments and the errors, see [`accuracy_reward`].
 
     Example:
     ```python
@@ -134,7 +100,7 @@ def _spoken(text: str) -> str:
 
 
 def _best(
-    completions: Sequence[Any],
+    completions: Sequence[Completion],
     solution: Sequence[Any] | None,
     name: str,
     normalize: Callable[[str], str],
@@ -142,13 +108,9 @@ def _best(
     columns: dict[str, Any],
 ) -> list[float | None]:
     """The reward of each answer with the nearest of its references."""
-    if solution is None:
-        raise ValueError(
-            f"{name} compares with the dataset column `solution`, which is missing: add the column, or rename the one "
-            f"with the transcripts. Columns received: {sorted(columns)}."
-        )
+    given = given_column(solution, "solution", name, columns)
     rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, solution, strict=True)):
+    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
         references = [normalize(extract_answer(reference)) for reference in references_of(each, place, name)]
         if "" in references:
             raise RowError(place, f"column 'solution': {name} got {each!r:.60}, which has no words; remove the row.")
