@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`offload_during_generation`: what sampling doesn't need takes no memory of the device, and updates stay the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
@@ -188,11 +190,16 @@ def test_what_sampling_may_use_stays(tmp_path):
     """Weights that the reference shares with the policy, and all of the reference if the user samples."""
     trainer = make_trainer(MultimodalGRPOTrainer, FAMILY, image_rows(), tmp_path, beta=0.1)
     reference = [*trainer.ref_model.parameters()]
-    assert idle_storages(trainer).keys() == storages(reference).keys()
+    given = trainer.model, trainer.optimizer, trainer.ref_model
+    assert idle_storages(*given).keys() == storages(reference).keys()
     reference[0].data = next(trainer.model.parameters()).data
-    assert idle_storages(trainer).keys() == storages(reference[1:]).keys()
+    assert idle_storages(*given).keys() == storages(reference[1:]).keys()
+    freed = []
+    trainer.host_memory = SimpleNamespace(holding=freed.append)
+    trainer.offloading()
     trainer.rollout_func = print
-    assert not idle_storages(trainer)
+    trainer.offloading()
+    assert freed[0].keys() == storages(reference[1:]).keys() and not freed[1]
 
 
 class Fails(PseudoRandom):
