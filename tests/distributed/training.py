@@ -149,6 +149,15 @@ def train(
     return trainer, observed(trainer, checkpoint)
 
 
+def refusal(call, *args, error=ValueError, **options) -> str:
+    """Returns the message of the error that a call raises, or an empty text."""
+    try:
+        call(*args, **options)
+    except error as raised:
+        return str(raised)
+    return ""
+
+
 def observed(trainer, checkpoint=None):
     """Trains. Returns the updates of the weights, the logs, and whether weights are sharded."""
     before = {**weights(trainer.model), **averages(trainer)}
