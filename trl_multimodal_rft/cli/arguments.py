@@ -12,22 +12,20 @@ from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
-LAYOUTS = (
-    "avqa",
-    "audiomcq",
-    "mmau",
-    "geometry3k",
-    "video-r1",
-    "easyr1",
-    "verl",
-    "deepeyes",
-    "mm-eureka",
-    "charades-sta",
-    "sharegpt",
-    "llama-factory",
-    "llava",
-    "ms-swift",
-)
+# Names of the loaders, by layout
+LAYOUTS = {
+    "avqa": "load_avqa",
+    "audiomcq": "load_audiomcq",
+    "mmau": "load_mmau",
+    "geometry3k": "load_geo3k",
+    "video-r1": "load_video_r1",
+    "easyr1": "load_easyr1",
+    "verl": "load_verl",
+    "deepeyes": "load_deepeyes",
+    "mm-eureka": "load_mm_eureka",
+    "charades-sta": "load_charades_sta",
+    **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
+}
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 _TRUST = "run code that comes with a model"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd")
@@ -168,7 +166,7 @@ def families(parser: argparse.ArgumentParser) -> None:
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `prepare`."""
     add = parser.add_argument
-    add("layout", choices=LAYOUTS, help="layout of the dataset")
+    add("layout", choices=[*LAYOUTS], help="layout of the dataset")
     add("path", help="file or folder, or name of a dataset on the Hub")
     add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
     add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")
