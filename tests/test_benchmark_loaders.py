@@ -289,7 +289,7 @@ def test_avqa_is_trained_on(avqa):
     assert {solution for solution, _ in seen} <= set(seen[0][1]) and len(seen) == 16
     assert len([entry for entry in result.history if "rewards/choice_reward/mean" in entry]) == 2
     assert any(value.any() for value in result.update.values())
-    assert result.trainer._kinds_seen == {"audio"}
+    assert result.trainer.card_notes.modalities == {"audio"}
 
 
 # AudioMCQ
@@ -396,7 +396,7 @@ def test_geo3k_is_evaluated_and_trained_on(geo3k):
     assert result.rows[1]["prompt"].startswith("Compare <image> with <image>: what is")
     trained = run(MultimodalGRPOTrainer, "qwen2_5_vl", load_geo3k(geo3k, split="train"))
     assert any(value.any() for value in trained.update.values())
-    assert trained.trainer._kinds_seen == {"image"}
+    assert trained.trainer.card_notes.modalities == {"image"}
 
 
 def test_images_without_their_marks(geo3k):

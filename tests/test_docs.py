@@ -320,7 +320,7 @@ def test_rows_of_every_form_train(folder):
                 continue
             trained.append(title)
             assert trainer.state.log_history[0]["grad_norm"] > 0
-            assert trainer._kinds_seen == kinds.get(title, trainer._kinds_seen) != set()
+            assert trainer.card_notes.modalities == kinds.get(title, trainer.card_notes.modalities) != set()
             break
 
     execute(page, train)

@@ -331,7 +331,7 @@ def test_trains(name, tmp_path, monkeypatch, request):
     assert any((value != before[key]).any() for key, value in trainer.model.named_parameters() if key in before)
     expected = KINDS.get(folder, {"image"})
     kinds = {kind for row in trainer.train_dataset for kind in expected if row.get(kind) or row.get(f"{kind}s")}
-    assert kinds == expected == getattr(trainer, "_kinds_seen", expected)
+    assert kinds == expected == (trainer.card_notes.modalities if hasattr(trainer, "card_notes") else expected)
     routed = {each for weights in recipe.get("reward_recipe", {}).values() for each in weights}
     for each in routed | set(recipe.get("reward_funcs", ())):
         name = each.partition("(")[0].replace("JudgeReward", "judge_reward")

@@ -304,7 +304,7 @@ def test_ignored_column_goes_to_rewards_alone(column, folder):
     dataset = sounds(folder, column).cast_column(column, Audio(decode=False))
     result = run(InjectedOurs, "qwen2_audio", dataset, reward=listening, ignored_media_columns=[column])
     assert {medium["path"] for medium in heard} == {str(folder / "tone.wav")}
-    assert result.trainer._kinds_seen == set()
+    assert result.trainer.card_notes.modalities == set()
 
 
 @pytest.mark.parametrize(("value", "message"), [("audio", r"write \['audio'\]"), (["prompt"], "always read")])

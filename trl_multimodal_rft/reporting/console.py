@@ -157,9 +157,9 @@ class CompactLogCallback(TrainerCallback):
         print(" | ".join([f"step {state.global_step}/{state.max_steps}", *parts]), flush=True)
 
 
-def waiting_display(trainer: Any) -> CompactLogCallback | None:
-    """The callback of a trainer, if it hasn't shown an example yet."""
-    for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
+def waiting_display(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
+    """The one of these callbacks that waits for the first example."""
+    for callback in callbacks:
         if isinstance(callback, CompactLogCallback) and callback._needs_example:
             return callback
     return None

@@ -351,7 +351,7 @@ class MediaLogCallback(TrainerCallback):
                 extra=dict(trainer._logs.get("extra", {})),
             )
         frame, media = completions_frame(trainer._logs, step), log.rows()
-        columns = [*trainer._columns_seen, *(_TOOL_COLUMNS if trainer.tools else ())]
+        columns = [*trainer.card_notes.columns, *(_TOOL_COLUMNS if trainer.tools else ())]
         path = self.folder / "completions" / f"completions_{step:05d}.parquet"
         write_parquet(frame, media, path, columns if trainer.log_multimodal else ())
         self._send(*self._shown(frame, media), step)

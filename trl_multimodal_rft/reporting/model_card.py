@@ -4,7 +4,8 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,22 @@ def task_of(kinds: set[str]) -> str | None:
     return _TASKS.get(frozenset(kinds), "any-to-any") if kinds else None
 
 
+@dataclass
+class CardNotes:
+    """What a run has read so far, for its model card."""
+
+    modalities: set[str] = field(default_factory=set)
+    columns: set[str] = field(default_factory=set)
+    conversations: set[tuple[tuple[str, str], ...]] = field(default_factory=set)  # of those that differ, some
+
+    def add(self, columns: Iterable[str], prompts: Iterable[Any], modalities: Iterable[Iterable[str]]) -> None:
+        """Adds the columns of rows, and their prompts with the modalities of each."""
+        self.columns.update(columns)
+        if len(self.conversations) < 2:
+            self.conversations.update(map(conversation_of, prompts))
+        self.modalities.update(*modalities)
+
+
 def conversation_of(prompt: str | list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     """The roles and texts of a prompt, without its media."""
     if isinstance(prompt, str):
@@ -163,7 +180,7 @@ def quick_start(
 
 def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
     """Replaces TRL's model card in the output folder, and keeps its metadata."""
-    path, kinds = Path(trainer.args.output_dir, "README.md"), trainer._kinds_seen
+    path, kinds = Path(trainer.args.output_dir, "README.md"), trainer.card_notes.modalities
     history, name = trainer.state.log_history, model_name or Path(trainer.args.output_dir).name
     loaded_from = get_config_model_id(trainer.model.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
@@ -191,7 +208,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
         reports=_reports(),
-        columns=_listed(in_code(name) for name in sorted(trainer._columns_seen)),
+        columns=_listed(in_code(name) for name in sorted(trainer.card_notes.columns)),
         task=task_of(kinds),
         kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
         method=Paper(trainer._name, trainer._paper["id"]).link,
@@ -205,7 +222,7 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
             base_model,
             _rate(trainer.processing_class) if "audio" in kinds else None,
             trainer.chat_template_kwargs,
-            **_asked(trainer._asked),
+            **_asked(trainer.card_notes.conversations),
         ),
         training=[
             *trainer._training_lines(),

@@ -158,6 +158,11 @@ def local_rows(accelerator: Accelerator, values: torch.Tensor, n: int) -> torch.
     return values[start : start + n]
 
 
+def any_rank(accelerator: Accelerator, condition: bool) -> bool:
+    """Whether a condition holds on any rank."""
+    return bool(accelerator.gather(torch.tensor([condition], device=accelerator.device)).any())
+
+
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:
     """The sum of each number over the ranks."""
     return accelerator.gather(torch.tensor([numbers], device=accelerator.device)).sum(0).tolist()

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 
 from ..data.rows import Row
 from ..encoding.prompts import EncodedPrompt
+from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_prompts import EnginePrompts
 from ..generation.vllm_requests import ServerSample
 from ..generation.vllm_server import on_all_ranks, server_features
@@ -20,8 +22,10 @@ from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import Samples
+from ..rollout.samplers import Samples, VLLMSampler
+from ..rollout.stream import EncodedRow
 from ..rollout.turns import without_tools
+from .run import Run
 from .views import take_views, under_views
 
 
@@ -41,91 +45,101 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
     return encode
 
 
-def take_first_turns(trainer: Any, rollout: Rollout, place: int) -> Samples:
-    """
-    Samples of the batch at a `place` of the run, which were requested ahead of need. Before, the servers get the
-    weights, and the requests for the batches that these may sample. All ranks must call this.
-    """
-    flight, n = trainer.in_flight, len(rollout)
-    sampler, trainer.vllm_generation.place = trainer.sampler, place
-    with sampler.explain():
-        sampler.load_weights(trainer.state.global_step)
-    flight.version = place
-    for each in trainer._stream.places(place, flight.max_staleness + 1):
-        if each not in flight:
-            _ask(trainer, each)
-    with sampler.explain(), sampler.profile("vLLM.generate"):
-        asked, answers, seconds = on_all_ranks(trainer.accelerator, lambda: flight.take(place))
-        trainer.vllm_generation.check_starts()
-    completions = [each for answer in answers for each in answer.completions]
-    ids, logps = ([*each] for each in zip(*completions, strict=True))
-    versions = [[each.first, each.last] for each in answers for _ in each.completions]
-    rollout.versions = torch.tensor(versions[:n], device=trainer.accelerator.device)
-    if asked.rewards:
-        rewards = on_all_ranks(trainer.accelerator, lambda: [each.result() for each in asked.rewards.values()])
-        rollout.early_rewards = EarlyRewards.join(rewards)
-    flight.probes = asked.probes
-    ages = place - trainer.accelerator.gather(rollout.versions[:, 0]).float()
-    waits = trainer.accelerator.gather(torch.tensor([seconds], device=ages.device))
-    trainer._log_metrics(
-        {
-            "staleness/mean": ages.mean().item(),
-            "staleness/max": ages.max().item(),
-            "wait/rollout": waits[:, 0].max().item(),
-            "wait/trainer": waits[:, 1].mean().item(),
-        }
-    )
-    return take_views(trainer, rollout, asked.views, ids, logps)
+@dataclass
+class AheadSampling:
+    """Samples of batches that were requested from servers ahead of need."""
 
+    run: Run
+    flight: InFlight
+    engine: MultimodalVLLMGeneration
+    rollout_of: Callable[[list[EncodedRow]], Rollout]
+    has_tools: bool
 
-def _ask(trainer: Any, place: int) -> None:
-    """Asks servers for the completions of this rank's part of a batch. All ranks must call this."""
-    flight, engine, accelerator = trainer.in_flight, trainer.vllm_generation, trainer.accelerator
-    batch, step = trainer._stream.batch(place)
-    rows = list(batch)
-    rollout = trainer._rollout_of(rows)
-    rollout.group_ids = rollout.group_ids.cpu()  # which threads read
-    for row, prompt in zip(rows, rollout.prompts, strict=True):
-        row.prompt = prompt  # of text, too
-    views = under_views(trainer, rollout, step)
-    n, first = len(rollout), accelerator.process_index * len(rollout)
-    places, prompts = [*range(n), *views.contrast], views.prompts(rollout)
-    # Further completions have further seeds
-    indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
-    keys = request_keys(prompts, [rollout.numbers[i] for i in places], indices, place, trainer.args.seed)
-    requests = engine.server_requests(prompts)
-    if not trainer.tools:
-        for prompt in prompts:
-            prompt.decoded = ()
-    requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
-    check = trainer.checks.self_check
-    is_due = check is not None and check.engine_updated is None
-    starts = dict(zip(requests, accumulate((each.count for each in requests.values()), initial=0), strict=False))
-    probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
-    parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
-    reward = _early_rewards(trainer, parts)
-    flight.ask(place, batch, rollout.numbers, requests, reward=reward, views=views, probes=probes)
+    def __call__(self, sampler: VLLMSampler, rollout: Rollout, place: int) -> Samples:
+        """
+        Samples of the batch at a `place` of the run. Before, the servers get the weights, and the requests for the
+        batches that these may sample. All ranks must call this.
+        """
+        run, flight, n = self.run, self.flight, len(rollout)
+        accelerator = run.accelerator
+        self.engine.place = place
+        with sampler.explain():
+            sampler.load_weights(run.step)
+        flight.version = place
+        for each in run.stream.places(place, flight.max_staleness + 1):
+            if each not in flight:
+                self._ask(each)
+        with sampler.explain(), sampler.profile("vLLM.generate"):
+            asked, answers, seconds = on_all_ranks(accelerator, lambda: flight.take(place))
+            self.engine.check_starts()
+        completions = [each for answer in answers for each in answer.completions]
+        ids, logps = ([*each] for each in zip(*completions, strict=True))
+        versions = [[each.first, each.last] for each in answers for _ in each.completions]
+        rollout.versions = torch.tensor(versions[:n], device=accelerator.device)
+        if asked.rewards:
+            rewards = on_all_ranks(accelerator, lambda: [each.result() for each in asked.rewards.values()])
+            rollout.early_rewards = EarlyRewards.join(rewards)
+        flight.probes = asked.probes
+        ages = place - accelerator.gather(rollout.versions[:, 0]).float()
+        waits = accelerator.gather(torch.tensor([seconds], device=ages.device))
+        run.metrics.add(
+            {
+                "staleness/mean": ages.mean().item(),
+                "staleness/max": ages.max().item(),
+                "wait/rollout": waits[:, 0].max().item(),
+                "wait/trainer": waits[:, 1].mean().item(),
+            }
+        )
+        return take_views(run, rollout, asked.views, ids, logps)
 
+    def _ask(self, place: int) -> None:
+        """Asks servers for the completions of this rank's part of a batch. All ranks must call this."""
+        run, accelerator = self.run, self.run.accelerator
+        batch, step = run.stream.batch(place)
+        rows = list(batch)
+        rollout = self.rollout_of(rows)
+        rollout.group_ids = rollout.group_ids.cpu()  # which threads read
+        for row, prompt in zip(rows, rollout.prompts, strict=True):
+            row.prompt = prompt  # of text, too
+        views = under_views(run, rollout, step)
+        n, first = len(rollout), accelerator.process_index * len(rollout)
+        places, prompts = [*range(n), *views.contrast], views.prompts(rollout)
+        # Further completions have further seeds
+        indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
+        keys = request_keys(prompts, [rollout.numbers[i] for i in places], indices, place, run.args.seed)
+        requests = self.engine.server_requests(prompts)
+        if not self.has_tools:
+            for prompt in prompts:
+                prompt.decoded = ()
+        requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
+        check = run.checks.self_check
+        is_due = check is not None and check.engine_updated is None
+        starts = dict(zip(requests, accumulate((each.count for each in requests.values()), initial=0), strict=False))
+        probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
+        parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
+        reward = self._early_rewards(parts)
+        self.flight.ask(place, batch, rollout.numbers, requests, reward=reward, views=views, probes=probes)
 
-def _early_rewards(trainer: Any, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], Any]]:
-    """How to reward the completions of requests when they come, by functions that only wait."""
-    every = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
-    chosen = [each for each in every if only_waits(each[1])]
-    # Results of tools follow, and a group that is sampled from two prompts comes in two parts
-    if not chosen or trainer.tools or trainer.args.rollout_view is not None:
-        return {}
-    names, funcs, processors = zip(*chosen, strict=True)
-    flight, args, loop = trainer.in_flight, trainer.args, getattr(trainer, "async_loop", None)
-    if flight.processor is None:  # the trainer's own can't be used by several threads
-        flight.processor = copy.deepcopy(trainer.processing_class)
+    def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
+        """How to reward the completions of requests when they come, by functions that only wait."""
+        run, flight, rewarding = self.run, self.flight, self.run.rewarding
+        chosen = [each for each in rewarding if only_waits(each[1])]
+        # Results of tools follow, and a group that is sampled from two prompts comes in two parts
+        if not chosen or self.has_tools or run.args.rollout_view is not None:
+            return {}
+        names, funcs, processors = zip(*chosen, strict=True)
+        if flight.processor is None:  # the trainer's own can't be used by several threads
+            flight.processor = copy.deepcopy(run.prompts.processor)
 
-    def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
-        part.ids, part.whole_groups = [ids for ids, _ in samples], len(part) == trainer.num_generations
-        part.completions = without_tools(part, part.ids, flight.processor, trainer.toolbox)
-        functions = checked_functions(part, names, funcs, processors, trainer.chat_template_kwargs, args.media_rules)
-        return reward_early(part, functions, trainer.state, loop, flight.calls)
+        def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
+            part.ids, part.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
+            part.completions = without_tools(part, part.ids, flight.processor, run.toolbox)
+            functions = checked_functions(
+                part, names, funcs, processors, rewarding.template_kwargs, rewarding.media_rules
+            )
+            return reward_early(part, functions, run.state(), rewarding.loop, flight.calls)
 
-    return {key: partial(reward, part) for key, part in parts.items()}
+        return {key: partial(reward, part) for key, part in parts.items()}
 
 
 def probe_engine(

@@ -30,14 +30,13 @@ from ..models.parts import same_weights_trained
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
-from ..reporting.model_card import conversation_of
-from ..rewards.checks import distinct_names, missing_instructions
+from ..reporting.model_card import CardNotes
+from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.collect import collect, complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import arranged, rank_metrics, sum_over_ranks
-from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.score import (
     count_forwarded,
@@ -51,13 +50,14 @@ from ..rollout.score import (
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
 from .arguments import check_arguments
-from .asynchronous import row_encoder, take_first_turns
+from .asynchronous import AheadSampling, row_encoder
 from .checkpoints import CheckpointMixin
 from .engine import check_settings, make_sampler
 from .offload import HostMemory
 from .optimizer import choose_what_trains
+from .rollout_logs import add_log_callbacks
+from .run import MetricLog, Rewarding, Run
 from .setup import (
-    add_log_callbacks,
     around_trl_constructor,
     check_first_rows,
     check_launch,
@@ -72,7 +72,6 @@ from .setup import (
     refuse_unchecked_steps,
     reward_sources,
     set_tools,
-    suppress_placeholders,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
@@ -137,10 +136,7 @@ class MultimodalTrainer(CheckpointMixin):
         processors = kwargs.pop("reward_processing_classes", None)
         sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
 
-        self._kinds_seen: set[str] = set()  # media of the prompts so far, for the model card
-        self._columns_seen: set[str] = set()
-        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what prompts say; of those that differ, some
-        self._rewarded = False  # whether there were completions yet
+        self.card_notes = CardNotes()
         # Datasets whose rows are looked at when the first ones come
         self._unseen = {name for name in ("train_dataset", "eval_dataset") if has_unread_rows(kwargs.get(name))}
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
@@ -196,31 +192,33 @@ class MultimodalTrainer(CheckpointMixin):
         self.reward_func_names = distinct_names(self.reward_func_names)
         for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             self.reward_funcs[i] = with_media_reader(self, self.reward_funcs[i], processor, by_name)
+        self._run = self._make_run()
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
-        if not args.use_vllm:
-            suppress_placeholders(self, placeholders)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self.sampler = make_sampler(self, sampler, placeholders, loaded.revision)
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self)
         self._add_checkpoint_callbacks()
-        self._media_log, self._unread_metrics, self.rewards_hint = add_log_callbacks(self)
+        self._media_log, self._unread_metrics, self._rollout_log = add_log_callbacks(self)
+
+    def _make_run(self) -> Run:
+        args, loop = self.args, getattr(self, "async_loop", None)
+        functions = self.reward_func_names, self.reward_funcs, self.reward_processing_classes
+        logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
+        rewarding = Rewarding(*functions, self.chat_template_kwargs, args.media_rules, *how)
+        log = MetricLog(self._metrics, lambda: self.model.training)
+        parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
+        sizes = self.num_generations, self.num_generations_eval
+        return Run(args, self.accelerator, *parts, lambda: self.model, lambda: self.state, sizes)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     @property
-    def _mode_metrics(self) -> dict[str, list[float]]:
-        return self._metrics["train" if self.model.training else "eval"]
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._mode_metrics[name].append(value)
-
-    @property
     def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
+        return self._run.group_size
 
     # Rows and prompts
 
@@ -262,10 +260,7 @@ class MultimodalTrainer(CheckpointMixin):
         rollout.place = getattr(inputs, "place", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
-        self._columns_seen.update(rollout.rows[0])
-        if len(self._asked) < 2:
-            self._asked.update(map(conversation_of, messages))
-        self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
+        self.card_notes.add(rollout.rows[0], messages, (prompt.modalities for prompt in prompts))
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
             self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
         if self.args.self_check and self.model.training and prompts:
@@ -294,9 +289,12 @@ class MultimodalTrainer(CheckpointMixin):
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
         elif self.in_flight is None or rollout.place is None:
-            (ids, logps), tool_mask = sample_with_views(self, rollout, branches), None
+            samples = sample_with_views(self._run, self.sampler, self.model_wrapped, rollout, branches)
+            (ids, logps), tool_mask = samples, None
         else:
-            (ids, logps), tool_mask = take_first_turns(self, rollout, rollout.place), None
+            engine: Any = self.vllm_generation
+            ahead = AheadSampling(self._run, self.in_flight, engine, self._rollout_of, bool(self.tools))
+            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.place), None
         if self.tools:
             ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
         else:
@@ -319,8 +317,8 @@ class MultimodalTrainer(CheckpointMixin):
             rollout.versions[(rollout.tool_mask == 0).any(1), 1] = rollout.place
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
-        self._mode_metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._log_metrics(metrics | self.sampler.metrics())
+        self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._run.metrics.add(metrics | self.sampler.metrics())
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
@@ -342,10 +340,10 @@ class MultimodalTrainer(CheckpointMixin):
             if how != self._continuation_mode:
                 logger.info(f"After results of tools, generation {how}.")
                 self._continuation_mode = how
-        self._kinds_seen.update(*(prompt.modalities for prompt in rollout.prompts))
+        self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         if self.model.training:
             self.checks.on_tool_media(self.model, rollout.prompts, ids, self.sampler.is_engine)
-        self._log_metrics(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
+        self._run.metrics.add(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
         return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
@@ -396,19 +394,9 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
-        names, funcs = self.reward_func_names, self.reward_funcs
-        if not self._rewarded:
-            self._rewarded = True
-            for warning in missing_instructions(funcs, names, rollout.messages):
-                logger.warning(warning)
-        functions = checked_functions(
-            rollout, names, funcs, self.reward_processing_classes, self.chat_template_kwargs, self.args.media_rules
-        )
-        loop, profile = getattr(self, "async_loop", None), functools.partial(profiling_context, self)
-        given = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
-        rewards = reward_rollout(rollout, functions, given, loop, profile, rollout.early_rewards)
+        rewards = self._run.rewarding(rollout, rollout.early_rewards)
         rollout.rewards_per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
-        rollout.bonus = bonus_of_contrast(self, rollout)
+        rollout.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
 
@@ -442,13 +430,13 @@ class MultimodalTrainer(CheckpointMixin):
                 # Engines refuse some mixtures of media that must be forwarded alone, which a move could make
                 may_move = self._policy.fallbacks.isolate is None or is_unsharded(self.accelerator)
                 rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
-                self._log_metrics(metrics)
+                self._run.metrics.add(metrics)
             self._buffered_inputs = rollout.micro_batches(steps)
-            self._log_metrics(rank_metrics(self._buffered_inputs, self.accelerator))
+            self._run.metrics.add(rank_metrics(self._buffered_inputs, self.accelerator))
             counts = count_forwarded(self._policy, self._unwrapped(self.model), self._buffered_inputs)
             forwarded, repeated, n_skipped, n = sum_over_ranks(self.accelerator, counts)
-            self._mode_metrics["packing/shared_frac"].append(1 - forwarded / repeated)
-            self._mode_metrics["packing/skipped_frac"].append(n_skipped / n)
+            shared, skipped = 1 - forwarded / repeated, n_skipped / n
+            self._run.metrics.add({"packing/shared_frac": shared, "packing/skipped_frac": skipped})
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
@@ -485,8 +473,8 @@ class MultimodalTrainer(CheckpointMixin):
             self._micro_batch = self._scores = None
         if parts is None:
             return loss
-        self._mode_metrics["token_budget/parts"].append(float(len(parts.parts)))
-        self._mode_metrics["token_budget/extra_time"].append(parts.seconds)
+        n_parts = float(len(parts.parts))
+        self._run.metrics.add({"token_budget/parts": n_parts, "token_budget/extra_time": parts.seconds})
         # `training_step` divides what it gets here
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
@@ -498,7 +486,7 @@ class MultimodalTrainer(CheckpointMixin):
         A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
         """
         loss, metrics = self._loss(self._score(model, inputs, rows=inputs.rows_to_score), inputs)
-        self._unread_metrics.add(metrics, self.accelerator.gather, self._mode_metrics)
+        self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.now)
         return loss
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
@@ -523,7 +511,7 @@ class MultimodalTrainer(CheckpointMixin):
         return takes and rollout.sampling_per_token_logps is not None and self.args.vllm_importance_sampling_correction
 
     def _log_engine(self, parts: Sequence[Rollout]) -> None:
-        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._mode_metrics)
+        self._unread_metrics.add(engine_metrics(parts, self.args), self.accelerator.gather, self._run.metrics.now)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Scores of the micro-batch, media included, for a `_compute_loss` of the user that calls TRL's hook."""

@@ -22,7 +22,7 @@ from ..models.parts import freeze
 from ..models.wrapped import is_unsharded, unwrapped
 from ..reporting.console import show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
-from ..reporting.model_card import in_code, training_lines, write_card
+from ..reporting.model_card import CardNotes, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from .arguments import check_keywords
 from .checkpoint_files import (
@@ -81,7 +81,7 @@ class CheckpointMixin(Trainer):
     reward_func_names: list[str]
     _metrics: Any
     _stream: Any
-    _kinds_seen: set[str]
+    card_notes: CardNotes
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
@@ -447,7 +447,7 @@ class CheckpointMixin(Trainer):
                 Tags in addition to the package's.
         """
         tags = {tags} if isinstance(tags, str) else set(tags or ())
-        super().create_model_card(model_name, dataset_name, sorted(tags | self._kinds_seen))
+        super().create_model_card(model_name, dataset_name, sorted(tags | self.card_notes.modalities))
         if self.is_world_process_zero():
             write_card(self, model_name, dataset_name)
 

@@ -26,7 +26,7 @@ from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .engine import check_engine
 from .offload import offloading
-from .rollout_logs import log_completions, log_contribution
+from .rollout_logs import log_contribution
 from .setup import resolve_config
 from .teacher import (
     check_own_teacher,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class _WithoutRewards(DistillationTrainer):
     """TRL's trainer with what [`MultimodalTrainer`] takes from trainers with rewards and a reference."""
 
-    rollout_func = ref_model = None
+    rollout_func = ref_model = _log_completion_extra = _log_metric = None
     mask_truncated_completions = aux_loss_enabled = _has_async_funcs = False
     num_iterations = num_generations_eval = 1
     log_multimodal: bool
@@ -212,8 +212,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         if asked is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
             rollout.teacher_prompts = read
         check_engine(self, rollout)
-        log_completions(self, rollout)
-        log_contribution(self, rollout)
+        self._rollout_log.add_completions(rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     # Update
@@ -263,5 +263,5 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         elif self.teacher_model is not None:
             who = in_code(get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name")
         views = [f"`{name}={value}`" for name in ("teacher_view", "student_view") if (value := getattr(args, name))]
-        privileged = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self._columns_seen]
+        privileged = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
         return ", ".join([who, *views, *privileged])

@@ -30,7 +30,7 @@ from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .finite import naming_broken_logits
 from .offload import offloading_model
-from .setup import media_limits, sampling_changes
+from .setup import media_limits, sampling_changes, suppress_placeholders
 
 
 logger = get_logger(__name__)
@@ -204,7 +204,7 @@ def _check_logps(trainer: Any, rollout: Rollout) -> None:
     if rollout.from_view is not None:  # which are left out by us
         mask = mask & ~rollout.from_view[:, None]
     n_missing, n = sum_over_ranks(trainer.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
-    trainer._log_metrics({"sampling/no_logp_frac": n_missing / max(n, 1)})
+    trainer._run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_looked = not checks.has_looked, True
     if is_first and n_missing == n > 0 and trainer._corrects(rollout):
@@ -229,6 +229,8 @@ def make_sampler(trainer: Any, given: Sampler | None, placeholders: set[int], re
     """The one given, or vLLM or transformers, as the trainer's config says."""
     args, profile = trainer.args, functools.partial(profiling_context, trainer)
     trainer._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+    if not args.use_vllm:
+        suppress_placeholders(trainer, placeholders)
     if given is not None:
         if args.use_vllm or not isinstance(given, Sampler):
             raise ValueError(

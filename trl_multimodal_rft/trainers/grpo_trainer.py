@@ -34,7 +34,7 @@ from .engine import check_engine
 from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
 from .offload import offloading
-from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
+from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
 
 
@@ -168,9 +168,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            self.reward_funcs = [*self.reward_funcs, penalty]
-            self.reward_processing_classes = [*self.reward_processing_classes, None]
-            self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
+            self.reward_funcs.append(penalty)
+            self.reward_processing_classes.append(None)
+            self.reward_func_names[:] = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
         self._reward_scale = RunningScale()
         if args.kl_target is None:
@@ -184,7 +184,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
-        self._head_rule = dependency_head(self)
+        self._head_rule = dependency_head(self._unwrapped(self.model)) if args._measures_divergence else None
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
@@ -200,12 +200,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
-            self._log_metrics(metrics)
+            self._run.metrics.add(metrics)
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
                     rollout.ref_per_token_logps = self._score_reference(rollout).logps
         if rollout.dependency is not None:
-            weigh_by_dependency(self, rollout)
+            weigh_by_dependency(self._run, rollout)
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
@@ -215,31 +215,34 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         with offloading(self):
             self._sample(rollout)
         if self.args.loss_view is not None and self.model.training:
-            add_view(self, rollout)
+            add_view(self._run, rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout).logps
         check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)
-        log_contribution(self, rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     def _score_old(self, rollout: Rollout) -> None:
         """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
-        args, exchanges = self.args, self.model.training and self._groups is not None
-        measures = args._measures_dependency and self.model.training
-        if measures or exchanges or callable(args.advantage_estimator) or args.kl_in_reward:
+        args, later = self.args, self._groups is not None or self.args._measures_dependency
+        if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
         args = self.args
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
+        score = functools.partial(self._score_rollout, self.model)
         for part in parts:
             measures = args._measures_dependency and part.view_prompts and part.dependency is None
             with nullcontext() if in_trl else self._extra_time():
-                old = measure_dependency(self, part) if measures else self._score_rollout(self.model, part)
+                if measures:
+                    old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
+                else:
+                    old = score(part)
             part.old_per_token_logps = old.logps
             if self._filters_by_rollout and self.model.training:
                 part.old_entropies = old.entropies
@@ -267,14 +270,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
         rollout.live = local_rows(self.accelerator, live, n)
-        measure_groups(self, rollout, rewards, group_ids, live)
+        self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         local = local_rows(self.accelerator, advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
-        log_rollout(self, rollout, rewards, zero_std, advantages)
+        self._rollout_log.add(rollout, rewards, zero_std, advantages)
         if args.kl_in_reward:
-            mask = rollout.loss_mask
-            kl = approx_kl(rollout.old_per_token_logps, rollout.ref_per_token_logps, mask, "k1")
-            log_metrics({"kl": token_mean(kl, mask)}, self.accelerator.gather, self._mode_metrics)
+            kl = approx_kl(rollout.old_per_token_logps, rollout.ref_per_token_logps, rollout.loss_mask, "k1")
+            log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Rewards after scaling and clipping, `(N,)`."""
@@ -286,7 +288,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.reward_clip_range is not None:
             shaped = shaped.clamp(*args.reward_clip_range)
         if args.reward_running_scale or args.reward_clip_range is not None:
-            self._mode_metrics["shaped_reward"].append(shaped.nanmean().item())
+            self._run.metrics.add({"shaped_reward": shaped.nanmean().item()})
         return shaped
 
     def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -398,7 +400,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
         if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-            self._mode_metrics["extra_scoring_time"].append(self._extra_scoring_time)
+            self._run.metrics.add({"extra_scoring_time": self._extra_scoring_time})
             self._extra_scoring_time = 0.0
         return output
 
@@ -462,18 +464,16 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _counts_for_kl(self) -> bool:
         """Whether this micro-batch updates the KL controller (first epoch only)."""
-        steps = self.args.steps_per_generation
-        return self._step % (steps * self.num_iterations) < steps
+        return self._step % self._steps_per_rollout < self.args.steps_per_generation
 
     # Checkpoints
 
     def _batches(self) -> dict[str, Any]:
         args = self.args
-        filtered = args.top_entropy_quantile < 1
         return {
             **super()._batches(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
-            "entropies": args.entropy_source if filtered else None,
+            "entropies": args.entropy_source if args.top_entropy_quantile < 1 else None,
             **({} if args.loss_view is None else {"view": [args.loss_view, args.dependency_temperature is not None]}),
         }
 

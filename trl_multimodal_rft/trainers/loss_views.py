@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A view in the loss: its prompts, how far completions depend on the media that it replaces, and its terms."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..algorithms.entropy import high_entropy_mask
@@ -18,15 +20,14 @@ from ..rollout.rollout import Rollout
 from ..rollout.score import score_dependency
 from ..rollout.views import view_prompts
 from ..views import as_view
+from .run import Run
 
 
-def dependency_head(trainer: Any) -> HeadRule | None:
+def dependency_head(model: PreTrainedModel) -> HeadRule:
     """
-    What is known of the LM head, where its distributions are to be compared. Raises `ValueError` if it isn't enough.
+    What is known of the LM head, whose distributions are to be compared. Raises `ValueError` if it isn't enough.
     """
-    if not trainer.args._measures_divergence:
-        return None
-    rule = head_rule(trainer._unwrapped(trainer.model))
+    rule = head_rule(model)
     if rule is None:
         raise ValueError(
             "`dependency_advantage_min` and `dependency_quantile` compare distributions over the vocabulary from "
@@ -36,45 +37,54 @@ def dependency_head(trainer: Any) -> HeadRule | None:
     return rule
 
 
-def add_view(trainer: Any, rollout: Rollout) -> None:
+def add_view(run: Run, rollout: Rollout) -> None:
     """Adds the prompts of a rollout under the view in the loss."""
-    args = trainer.args
-    view = as_view(args.loss_view).seeded(args.seed, rollout.step)
-    rollout.view_prompts = view_prompts(rollout, view, trainer.prompts, trainer.toolbox)
+    view = as_view(run.args.loss_view).seeded(run.args.seed, rollout.step)
+    rollout.view_prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
     pairs = [*zip(rollout.prompts, rollout.view_prompts, strict=True)]
-    rollout.viewed = torch.tensor([own is not other for own, other in pairs], device=trainer.accelerator.device)
+    rollout.viewed = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
     for prompt in rollout.view_prompts:
         prompt.decoded = ()  # the engine never sees them
 
 
-def measure_dependency(trainer: Any, rollout: Rollout) -> Scores:
-    """Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media."""
-    args, viewed = trainer.args, rollout.viewed[:, None]
-    if args.dependency_temperature is not None:
-        old = trainer._score_rollout(trainer.model, rollout)
-        without = trainer._score_reference(replace(rollout, prompts=rollout.view_prompts))
+def measure_dependency(
+    run: Run,
+    rollout: Rollout,
+    rule: HeadRule | None,
+    score: Callable[[Rollout], Scores],
+    score_reference: Callable[[Rollout], Scores],
+) -> Scores:
+    """
+    Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media: by the
+    distributions of a head with a `rule`, else by entropies without the media under the reference.
+    """
+    args, viewed = run.args, rollout.viewed[:, None]
+    if rule is None:
+        old = score(rollout)
+        without = score_reference(replace(rollout, prompts=rollout.view_prompts))
         rollout.dependency = torch.where(viewed, without.entropies - old.entropies, 0)
     else:
-        size, rule = args.per_device_train_batch_size, trainer._head_rule
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
-            old, rollout.dependency = score_dependency(trainer._policy, trainer.model, rule, rollout, size)
+        size: int = args.per_device_train_batch_size
+        model: Any = run.model()
+        with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
+            old, rollout.dependency = score_dependency(run.policy, model, rule, rollout, size)
     if args.view_kl_coef == 0 and (args.view_entropy_coefs or (0, 0))[1] == 0:  # updates don't forward the view
         rollout.view_prompts = []
     metrics = {"view/dependency": scored_mean(rollout.dependency.abs(), rollout.loss_mask * viewed)}
-    log_metrics(metrics, trainer.accelerator.gather, trainer._mode_metrics)
+    log_metrics(metrics, run.accelerator.gather, run.metrics.now)
     return old
 
 
-def weigh_by_dependency(trainer: Any, rollout: Rollout) -> None:
+def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
-    args, dependency, mask = trainer.args, rollout.dependency, rollout.loss_mask
+    args, dependency, mask = run.args, rollout.dependency, rollout.loss_mask
     if args.dependency_advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         counts = rollout.viewed & mask.any(1)
-        everyone = trainer.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
+        everyone = run.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
         weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, args.dependency_advantage_min)
-        trainer._mode_metrics["view/weight_max"].append(weights.max().item())
-        local = local_rows(trainer.accelerator, weights, len(rollout))
+        run.metrics.add({"view/weight_max": weights.max().item()})
+        local = local_rows(run.accelerator, weights, len(rollout))
         rollout.advantages = rollout.advantages * (local if rollout.advantages.dim() == 1 else local[:, None])
     weights = None
     if args.dependency_temperature is not None:

@@ -285,7 +285,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
         mask = gather_rows(self.accelerator, mask * rollout.scorable[:, None])
         advantages, returns, values = (gather_rows(self.accelerator, each) for each in (advantages, returns, values))
-        metrics, valid = self._mode_metrics, mask.bool()
+        metrics, valid = self._run.metrics.now, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
             std, mean = torch.std_mean(numbers[valid], correction=0)
             metrics[f"{name}/mean"].append(mean.item())

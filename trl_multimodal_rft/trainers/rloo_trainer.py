@@ -23,7 +23,7 @@ from .base import MultimodalTrainer
 from .engine import check_engine
 from .offload import offloading
 from .rloo_config import MultimodalRLOOConfig
-from .rollout_logs import log_contribution, log_rollout, measure_groups, reward_index
+from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
 
 
@@ -137,7 +137,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, _, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
-            self._log_metrics(metrics)
+            self._run.metrics.add(metrics)
         return rollout
 
     def _draw_extra(self, n: int) -> Rollout:
@@ -160,7 +160,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         check_engine(self, rollout)
         self._reward(rollout)
         self._estimate(rollout)
-        log_contribution(self, rollout)
+        log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout
 
     def _estimate(self, rollout: Rollout) -> None:
@@ -171,15 +171,15 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         group_ids = self.accelerator.gather(rollout.group_ids)
         live = has_signal(shaped, group_ids)
         rollout.live = local_rows(self.accelerator, live, n)
-        measure_groups(self, rollout, rewards, group_ids, live)
+        self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         if self.beta != 0:
             kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
-            self._mode_metrics["kl"].append(total / max(count, 1.0))
+            self._run.metrics.add({"kl": total / max(count, 1.0)})
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = local_rows(self.accelerator, advantages, n)
-        log_rollout(self, rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
+        self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
 
     # Update
 

@@ -29,8 +29,6 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..algorithms.advantages import ESTIMATORS
-from ..algorithms.metrics import PendingMetrics
 from ..data.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
@@ -47,12 +45,9 @@ from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
-from ..reporting.hints import EqualRewardsHint
-from ..reporting.media_logs import MediaLog, MediaLogCallback
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments, template_for_tools
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
-from .rollout_logs import ReadMetrics
 
 
 logger = get_logger(__name__)
@@ -564,30 +559,6 @@ def suppress_placeholders(trainer: Any, placeholders: set[int]) -> None:
         config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
         # Never sampled, they are never discouraged either, so the saved model must suppress them, too
         model_config.suppress_tokens = suppressed
-
-
-def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, EqualRewardsHint | None]:
-    """
-    Adds the callbacks that read metrics, log completions and hint at equal rewards; returns what holds the media to
-    log, the metrics to read, and the hint.
-    """
-    args, log, pending, hint = trainer.args, None, PendingMetrics(), None
-    trainer.add_callback(ReadMetrics(pending))
-    if args.log_completions:
-        trainer.log_completions = False  # TRL's tables hold no audio or video
-        log = MediaLog(
-            args.generation_batch_size,
-            args.max_logged_media if args.log_multimodal else 0,
-            args.max_logged_megabytes,
-            trainer.accelerator.process_index,
-            trainer.accelerator.num_processes,
-        )
-        trainer.add_callback(MediaLogCallback(trainer, log))
-    if trainer.reward_funcs:
-        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-        hint = EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
-        trainer.add_callback(hint)
-    return log, pending, hint
 
 
 def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:

@@ -40,7 +40,7 @@ from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.console import waiting_display
-from ..reporting.model_card import common_lines, conversation_of
+from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin, what_was_checked
@@ -191,9 +191,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         check_family(model, processing_class, max_completion_length=0)
         check_processor(processing_class)
 
-        self._kinds_seen: set[str] = set()  # media of the rows so far, for the model card
-        self._columns_seen: set[str] = set()
-        self._asked: set[tuple[tuple[str, str], ...]] = set()  # what rows ask; of questions that differ, some
+        self.card_notes = CardNotes()
         # Datasets whose columns are checked with their first batch
         self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         collator = SupervisedCollator(unwrapped(None, model), processing_class, args, formatting_func)
@@ -305,19 +303,16 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             self._unseen.remove(name)
             first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
-        self._kinds_seen.update(*(each.modalities for each in sequences))
         numbers = [each.number for each in rows]
         self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
-        self._columns_seen.update(*stored)
-        if len(self._asked) < 2:
-            prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
-            self._asked.update(conversation_of(prompt) for prompt in prompts if prompt)
+        prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
+        self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))
         if split == "train":
             self._show_first(stored[0], sequences[0])
         return batch
 
     def _show_first(self, row: Row, sequence: SupervisedSequence) -> None:
-        display = waiting_display(self)
+        display = waiting_display(self.callback_handler.callbacks) if self.is_world_process_zero() else None
         if display is not None:
             messages, args = None, self.args
             if sequence.modalities:

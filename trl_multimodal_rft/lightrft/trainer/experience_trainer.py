@@ -305,7 +305,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         prompts: list[EncodedPrompt] = []
         for item in items:
             prompts.append(self._prompt_of(item, prompts))
-        self._kinds_seen.update(*(prompt.modalities for prompt in prompts))
+        self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
         mask = placed([item.action_mask.long() for item in items])
         scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()

@@ -455,7 +455,7 @@ class PPOTrainerVL:
 
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
         rows = rows_of(batch, self._columns)
-        self.trainer._columns_seen.update(*rows)
+        self.trainer.card_notes.columns.update(*rows)
         return rows
 
     def _report(self, args, strategy: str, client_states: dict[str, Any] | None, before: int | None = None) -> None:

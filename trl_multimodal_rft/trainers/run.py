@@ -1,0 +1,113 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""What the stages of a rollout share."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import TrainerState
+
+from ..checks.checks import Checks
+from ..data.rules import MediaRules
+from ..policy import PolicyForward
+from ..rewards.checks import missing_instructions
+from ..rollout.environments import Environments
+from ..rollout.prompts import PromptEncoder
+from ..rollout.reward import EarlyRewards, checked_functions, reward_rollout
+from ..rollout.rollout import Rollout
+from ..rollout.stream import RowStream
+
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class MetricLog:
+    """Metrics since the last log, of training and of evaluation."""
+
+    by_mode: Mapping[str, dict[str, list[float]]]  # TRL's
+    is_training: Callable[[], bool]
+
+    @property
+    def now(self) -> dict[str, list[float]]:
+        """Those of the mode that the model is in."""
+        return self.by_mode["train" if self.is_training() else "eval"]
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Adds a value to each of these metrics."""
+        for name, value in metrics.items():
+            self.now[name].append(value)
+
+
+@dataclass
+class Rewarding:
+    """Calls the reward functions of a run."""
+
+    names: list[str]
+    functions: list[Any]
+    processors: list[Any]  # of reward models
+    template_kwargs: dict[str, Any]
+    media_rules: MediaRules
+    state: Callable[[], TrainerState]
+    logs: dict[str, Callable[..., None]]  # arguments of functions that they log with
+    loop: Any  # of asynchronous functions
+    profile: Callable[[str], AbstractContextManager]
+    was_called: bool = False
+
+    def __call__(
+        self, rollout: Rollout, early: EarlyRewards | None = None, *, only_first: bool = False, logs: bool = True
+    ) -> torch.Tensor:
+        """Rewards of this rank's completions, `(N, functions)`, but for `early` ones; the first function's alone."""
+        if not self.was_called:
+            self.was_called = True
+            for warning in missing_instructions(self.functions, self.names, rollout.messages):
+                logger.warning(warning)
+        chosen = slice(1 if only_first else None)
+        parts = self.names[chosen], self.functions[chosen], self.processors[chosen]
+        functions = checked_functions(rollout, *parts, self.template_kwargs, self.media_rules)
+        given = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
+        return reward_rollout(
+            rollout, functions, {"trainer_state": self.state(), **given}, self.loop, self.profile, early
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Any, Any]]:
+        """Names, functions and processors."""
+        return zip(self.names, self.functions, self.processors, strict=True)
+
+
+@dataclass
+class Run:
+    """What the stages of a rollout share: the settings of a run, its parts, and how far it is."""
+
+    args: Any  # the trainer's config
+    accelerator: Accelerator
+    policy: PolicyForward
+    prompts: PromptEncoder
+    toolbox: Environments
+    stream: RowStream
+    checks: Checks
+    metrics: MetricLog
+    rewarding: Rewarding
+    model: Callable[[], nn.Module]  # the policy, as prepared for training
+    state: Callable[[], TrainerState]
+    group_sizes: tuple[int, int]  # completions of a prompt, in training and in evaluation
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.state().global_step
+
+    @property
+    def is_training(self) -> bool:
+        """Whether rows are those of training."""
+        return self.model().training
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt."""
+        return self.group_sizes[not self.is_training]
