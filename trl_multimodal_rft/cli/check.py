@@ -6,7 +6,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import gt, lt
@@ -305,17 +305,17 @@ class Report:
         return parts
 
 
-def _spread(numbers: Mapping[str, array]) -> list[list[str | int]]:
+def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
     """Rows of a table of points of distributions."""
-    rows: list[list[str | int]] = []
+    rows = []
     for name, each in numbers.items():
         if each:
             points = np.percentile(each, (0, 50, 90, 99, 100), method="higher")
-            rows.append([name, len(each), *(f"{p:.0f}" if p.is_integer() else f"{p:.6g}" for p in points)])
+            rows.append([name, str(len(each)), *(f"{p:.0f}" if p.is_integer() else f"{p:.6g}" for p in points)])
     return rows
 
 
-def _section(title: str | None, header: str, rows: list[list[str | int]]) -> list[str]:
+def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
     """A table under its title; nothing without rows."""
     lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
     table = "\n".join(f"| {line} |" for line in lines)

@@ -136,9 +136,14 @@ def _attention_operations(
 
 
 def _attention_backward_operations(
-    gradient: torch.Tensor, *states: torch.Tensor | Number, out_val: PyTree, **_: Number
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: torch.Tensor | Number,
+    out_val: PyTree,
+    **__: Number,
 ) -> int:
-    query, key, value = states[:3]
     return sdpa_backward_flop_count(gradient.shape, query.shape, *_of_all_heads(query, key, value))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
@@ -47,7 +47,7 @@ class SaveBeforePush(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
-    def on_push_begin(self, args, state, control, **kwargs):
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.trainer.hub_model_id is None:
             self.trainer.save_model(_internal_call=True)
             self.trainer.create_model_card()

@@ -14,10 +14,11 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Audio, Features, Image, List, Video
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
@@ -41,6 +42,8 @@ _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[EncodedMedium]]
+# Media with their names in a board
+Labelled = list[tuple[EncodedMedium, str]]
 
 
 def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
@@ -64,18 +67,11 @@ class MediaLog:
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(
-        self,
-        n_rows: int,
-        max_prompts: int | None,
-        max_megabytes: float,
-        process_index: int = 0,
-        num_processes: int = 1,
-    ):
+    def __init__(self, n_rows: int, max_prompts: int | None, max_megabytes: float, accelerator: Accelerator):
         self.n_rows = n_rows
         self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
         self.max_bytes = max_megabytes * 1e6
-        self.process_index, self.num_processes = process_index, num_processes
+        self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_seen = 0
         self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit
         self._groups: deque[int] = deque(maxlen=n_rows)  # for each row, the first row of its prompt
@@ -127,7 +123,7 @@ class MediaLog:
                     self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
 
     def _encoded(self, row: int) -> PromptMedia | str:
-        """The media of a prompt, or why they can't be logged."""
+        """The media of a prompt, or the reason that they can't be logged."""
         try:
             return encode_prompt_media(self._refs[row], self.max_bytes)
         except (MediaError, ImportError) as error:
@@ -190,22 +186,17 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial.replace(path)
 
 
-def _label(name: str, prompt: int, index: int, count: int) -> str:
-    """The name of a medium in a board."""
-    return f"completions/{name}/{prompt}" + (f".{index}" if count > 1 else "")
-
-
-def _labels(found: list[tuple[EncodedMedium, str]]) -> str:
-    return ", ".join(label for _, label in found)
-
-
 def _file(medium: EncodedMedium, label: str, folder: Path) -> str:
     path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
     path.write_bytes(medium.data)
     return str(path)
 
 
-def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -> pd.DataFrame:
+def _labels(found: Labelled) -> str:
+    return ", ".join(label for _, label in found)
+
+
+def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
     """Adds the columns of media, whose cells `cell` makes from pairs of medium and label."""
     prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
@@ -213,9 +204,9 @@ def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -
         cells: list[Any] = [None] * len(media)
         for i, row in enumerate(media):
             found = row.get(column, ())
-            labels = [_label(name, prompts[i], j, len(found)) for j in range(len(found))]
             if found:
-                cells[i] = cell(list(zip(found, labels, strict=True)))
+                label = f"completions/{name}/{prompts[i]}"
+                cells[i] = cell([(each, f"{label}.{j}" if len(found) > 1 else label) for j, each in enumerate(found)])
         columns[name] = pd.Series(cells, index=frame.index, dtype=object)
     return frame.assign(**columns)
 
@@ -225,7 +216,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
-    def cell(found):
+    def cell(found: Labelled) -> list:
         return [types[medium.kind](_file(medium, label, folder)) for medium, label in found]
 
     table = _with_cells(frame, media, cell)
@@ -245,7 +236,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     trackio = require_module("trackio", "logging")
     played = {}
 
-    def cell(found):
+    def cell(found: Labelled) -> str | list:
         pictures = []
         for medium, label in found:
             path = _file(medium, label, folder)
@@ -264,11 +255,11 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
 def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
     """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
-    def cell(found):
+    def cell(found: Labelled) -> str:
         for medium, label in found:
             if medium.kind == "audio":
                 samples, rate = read_audio(medium.ref())
-                writer.add_audio(label, samples[None], step, sample_rate=round(rate))
+                writer.add_audio(label, samples[None], step, sample_rate=round(rate or 0))
             elif medium.kind == "image":
                 writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
             else:
@@ -281,10 +272,8 @@ def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], ste
     writer.flush()
 
 
-def _markdown(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+def _markdown(value: str | float | None) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
 
 
@@ -309,28 +298,28 @@ class MediaLogCallback(TrainerCallback):
             with suppress(OSError):
                 Path(trainer.args.output_dir, tables.name).rmdir()  # TRL's empty one
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if control.should_log or control.should_training_stop:
             self.log.gather()
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if not self._evaluating:  # else the metrics are logged before the media are gathered
             self._write(state.global_step)
 
-    def on_prediction_step(self, args, state, control, **kwargs):
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._evaluating = True
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._evaluating = False
         self.log.gather()
         self._write(state.global_step)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+        self._writer = None
 
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
@@ -60,11 +60,11 @@ def output_folder(script_args: RunArguments, training_args: Any) -> Iterator[Non
 class _OneStep(TrainerCallback):
     """Ends a run after its first step, with a log and nothing else."""
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         control.should_log = control.should_training_stop = True
         control.should_evaluate = control.should_save = False
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         control.should_evaluate = control.should_save = False
 
 
