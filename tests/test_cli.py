@@ -120,6 +120,7 @@ MISTAKES = [
     (["grpo", *ROWS], 1, "set `--model_name_or_path`"),
     (["rloo", *MODEL], 1, "set `--dataset_name`"),
     (["filter", *MODEL, *ROWS], 1, "set `--ablate`"),
+    (["filter", *MODEL, "--by", "accuracy", "--dataset_name", "rows.jsonl"], 1, "There is no file or folder"),
     (["check", "--dataset", "x", "--model", "y"], 2, "no option `--dataset`. Did you mean `--dataset_name`?"),
     (["estimate", "--model", "y"], 2, "no option `--model`. Did you mean `--model_name_or_path`?"),
     (["check"], 2, "`--dataset_name` and `--model_name_or_path` must be set."),

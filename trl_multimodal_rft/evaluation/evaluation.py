@@ -86,8 +86,9 @@ class Evaluation:
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
         self.config = _generation_config(self.encoder, self.tokenizer, args)
         self._check_columns(dataset, "all")
-        self.rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else _Rows(dataset)
-        if args.group_by is not None and args.group_by not in self.rows.__getitems__([0])[0]:
+        stored = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
+        self.row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if stored is None else stored[i]
+        if args.group_by is not None and args.group_by not in self.row(0):
             raise ValueError(
                 f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs."
             )
@@ -153,7 +154,7 @@ class Evaluation:
         """The records of a batch, what reward functions logged, and the batch's unreadable rows."""
         seed = int(np.random.SeedSequence([self.args.seed, place]).generate_state(1)[0])
         set_seed(seed)
-        batch = self.rows.__getitems__(list(indices))
+        batch = list(map(self.row, indices))
         if place < self.accelerator.num_processes and not columns_known(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
@@ -239,7 +240,7 @@ class Evaluation:
         first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
         for place in range(first, first + n):
             try:
-                others = self._media_of(self.rows.__getitems__([place % n])[0], kind)
+                others = self._media_of(self.row(place % n), kind)
             except MediaError:  # its batch reports it
                 continue
             if others and not same_prompt(others, media):
@@ -359,16 +360,6 @@ class Evaluation:
         return rewards, extras, metrics
 
 
-class _Rows:
-    """Rows of a sequence, read as those of a dataset are."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]):
-        self._rows = rows
-
-    def __getitems__(self, indices: list[int]) -> list[Row]:
-        return [Row(index, self._rows[index]) for index in indices]
-
-
 def _generation_config(encoder: PromptEncoder, tokenizer: Any, args: EvaluationConfig) -> GenerationConfig:
     given = encoder.model.generation_config
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
@@ -397,6 +388,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value of a column can be written to a table."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

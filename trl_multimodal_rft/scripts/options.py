@@ -76,11 +76,6 @@ def read_config(path: str) -> dict[str, Key]:
         raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
 
 
-def read_keys(path: str) -> dict[str, Any]:
-    """Values of a config file."""
-    return {name: key.value for name, key in read_config(path).items()}
-
-
 def _text(node: yaml.Node) -> str | None:
     return node.value if isinstance(node, yaml.ScalarNode) else None
 
@@ -152,8 +147,9 @@ class Parser(argparse.ArgumentParser):
         if name is not None and not {"-h", "--help", "--help-all"} & {*argv}:
             keys = read_config(shipped("recipes", name))
             if of_run is None:
-                env = keys.pop("env", Key({}, None, None, "")).value or {}
-                os.environ.update({name: str(value) for name, value in env.items()})
+                if "env" in keys and (env := keys.pop("env").value):
+                    os.environ.update({name: str(value) for name, value in env.items()})
+                    values.env = env
             else:
                 keys = of_run(keys)
             self._set_values(keys, values, ignores_others=of_run is not None)
