@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, without_credentials
@@ -70,7 +70,13 @@ class CheckedRow:
 class RowChecker(torch.utils.data.Dataset):
     """Encodes rows as trainers do, by their index."""
 
-    def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
+    def __init__(
+        self,
+        rows: Dataset | IterableDataset | None,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        args: argparse.Namespace,
+    ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
         rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})

@@ -28,30 +28,14 @@ from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..reporting.console import parts_lines
 from ..trainers.arguments import as_names
+from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
-from .synthetic import EncoderInputs, synthetic_prompt
+from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 
 GIB = 2**30
 # Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.9
-# Whether a strategy shards weights, gradients and optimizer state
-SHARDS = {
-    "single": (False, False, False),
-    "ddp": (False, False, False),
-    "zero1": (False, False, True),
-    "zero2": (False, True, True),
-    "zero3": (True, True, True),
-    "fsdp2": (True, True, True),
-}
-# Bytes of optimizer state per byte of a weight (True) or per weight (False)
-OPTIMIZERS = {
-    "adamw_torch_fused": (2, True),
-    "adamw_torch": (2, True),
-    "adamw_8bit": (2 + 2 * 4 / 256, False),
-    "paged_adamw_8bit": (0, False),
-    "sgd": (0, False),
-}
 # bitsandbytes: half a byte per weight, a byte per 64 weights, and a float per 256 * 64
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -223,7 +207,9 @@ def _watch(
                 scores = completion_scores(
                     model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **how
                 )
-                loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
+                loss = scores.logps.mean() + sum(
+                    out.float().mean() for out in encoder_outputs(base, encoders, len(prompts))
+                )
                 if critic is not None:
                     loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **how).mean()
                 if scores.values is not None:

@@ -36,12 +36,9 @@ _OF_SAMPLING = {"use_vllm": _VLLM, "offload_during_generation": ()}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the config."""
-    print(suggest(args), end="")
-
-
-def suggest(args: argparse.Namespace) -> str:
-    """The first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones."""
+    """
+    Prints the first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones.
+    """
     limit = USABLE * args.gpu_memory * GIB
     smallest, known = float("inf"), {}
     n_weights = 0
@@ -76,7 +73,8 @@ def suggest(args: argparse.Namespace) -> str:
             for steps in _steps(args, batch):
                 fits, peak, measured = judged({**options, **batch, "steps_per_generation": steps})
                 if fits:
-                    return _text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured)
+                    print(_text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured), end="")
+                    return
     least = f"at least {smallest / GIB:.3g} GiB" if smallest < float("inf") else "more"
     raise ValueError(
         f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes {least}. Take a smaller model, "

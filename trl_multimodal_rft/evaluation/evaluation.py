@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """An evaluation's loop over batches: collect prompts, sample, call reward functions, keep a record of each row."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch import nn
-from transformers import GenerationConfig, ProcessorMixin, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl import is_conversational
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs, strip_media
@@ -94,7 +95,7 @@ class Evaluation:
             )
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
-        self.loop: Any = None  # of async functions
+        self.loop: asyncio.AbstractEventLoop | None = None  # of async functions
         self.left_out: set[str] = set()  # columns with something else than text and numbers
         self.logged: list[tuple[str, float]] = []  # by reward functions
         self.skipped: dict[int, str] = {}  # unreadable rows
@@ -139,7 +140,7 @@ class Evaluation:
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
 
-    def _check_columns(self, at: Any, extent: Literal["all", "first"]) -> None:
+    def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
         """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
@@ -360,7 +361,9 @@ class Evaluation:
         return rewards, extras, metrics
 
 
-def _generation_config(encoder: PromptEncoder, tokenizer: Any, args: EvaluationConfig) -> GenerationConfig:
+def _generation_config(
+    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
+) -> GenerationConfig:
     given = encoder.model.generation_config
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
     ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,14 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
-from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
+from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio, require_module
 from .hub import PRIVATE
+
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 logger = get_logger(__name__)
@@ -44,19 +48,6 @@ _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 PromptMedia = dict[str, list[EncodedMedium]]
 # Media with their names in a board
 Labelled = list[tuple[EncodedMedium, str]]
-
-
-def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
-    """Encodes the media of a prompt for logs."""
-    media: PromptMedia = {}
-    for ref in refs:
-        name = ref.column.split("[")[0]
-        if name not in MEDIA_COLUMNS:
-            name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
-        medium = encode_medium(ref, max_bytes)
-        max_bytes -= len(medium.data)
-        media.setdefault(name, []).append(medium)
-    return media
 
 
 class MediaLog:
@@ -124,10 +115,18 @@ class MediaLog:
 
     def _encoded(self, row: int) -> PromptMedia | str:
         """The media of a prompt, or the reason that they can't be logged."""
+        media, left = PromptMedia(), self.max_bytes
         try:
-            return encode_prompt_media(self._refs[row], self.max_bytes)
+            for ref in self._refs[row]:
+                name = ref.column.split("[")[0]
+                if name not in MEDIA_COLUMNS:
+                    name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
+                medium = encode_medium(ref, left)
+                left -= len(medium.data)
+                media.setdefault(name, []).append(medium)
         except (MediaError, ImportError) as error:
             return str(error)
+        return media
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -145,13 +144,6 @@ class MediaLog:
 
 
 # Tables
-
-
-def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
-    """TRL's logs as a table, with TRL's columns."""
-    table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
-    of_rewards = {} if "rewards" not in logs else {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
-    return pd.DataFrame({**table, **of_rewards})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
@@ -252,7 +244,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
 
 
-def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
     """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
     def cell(found: Labelled) -> str:
@@ -287,7 +279,7 @@ class MediaLogCallback(TrainerCallback):
     def __init__(self, trainer: Any, log: MediaLog):
         self.trainer, self.log = trainer, log
         self.folder = Path(trainer.args.output_dir, PRIVATE)
-        self._writer: Any = None  # TensorBoard's, for logs that aren't published
+        self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
         self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
         self._evaluating = False
         if trainer.accelerator.is_main_process:
@@ -323,23 +315,25 @@ class MediaLogCallback(TrainerCallback):
 
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
-        trainer, log = self.trainer, self.log
-        if not trainer.accelerator.is_main_process or not trainer._logs["prompt"]:
-            return
-        if self._logged == (step, log.n_seen):  # the final log of training
+        trainer, log, logs = self.trainer, self.log, self.trainer._logs
+        is_last = self._logged == (step, log.n_seen)  # the final log of training
+        if not trainer.accelerator.is_main_process or not logs["prompt"] or is_last:
             return
         self._logged = step, log.n_seen
         if is_rich_available():
             print_prompt_completions_sample(
-                trainer._logs["prompt"],
-                trainer._logs["completion"],
-                trainer._logs.get("rewards", {}),
-                trainer._logs.get("advantages"),
+                logs["prompt"],
+                logs["completion"],
+                logs.get("rewards", {}),
+                logs.get("advantages"),
                 step,
                 trainer.num_completions_to_print,
-                extra=dict(trainer._logs.get("extra", {})),
+                extra=dict(logs.get("extra", {})),
             )
-        frame, media = completions_frame(trainer._logs, step), log.rows()
+        table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
+        if "rewards" in logs:
+            table |= {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
+        frame, media = pd.DataFrame(table), log.rows()
         columns = [*trainer.card_notes.columns, *(_TOOL_COLUMNS if trainer.tools else ())]
         path = self.folder / "completions" / f"completions_{step:05d}.parquet"
         write_parquet(frame, media, path, columns if trainer.log_multimodal else ())
@@ -370,7 +364,7 @@ class MediaLogCallback(TrainerCallback):
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 write_tensorboard(self._private_writer(callback), frame, media, step)
 
-    def _private_writer(self, callback: TensorBoardCallback) -> Any:
+    def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
         """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
         place = Path(callback.logging_dir or "runs").absolute()
         if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment
-from transformers import is_wandb_available
+from transformers import ProcessorMixin, is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..algorithms.advantages import ESTIMATORS
@@ -308,7 +308,7 @@ def _divergence(options: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rate(processor) -> int:
+def _rate(processor: ProcessorMixin) -> int:
     """Sampling rate of a processor's audio."""
     names = ("feature_extractor", "audio_processor")
     return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
@@ -326,7 +326,7 @@ def _cited(name: str) -> str:
     return "" if paper is None else f", {paper.link}"
 
 
-def _listed(words) -> str:
-    words = list(words)
-    parts = [", ".join(words[:-1]), *words[-1:]]
+def _listed(words: Iterable[str]) -> str:
+    *others, last = [*words] or [""]
+    parts = [", ".join(others), last]
     return " and ".join(part for part in parts if part)
