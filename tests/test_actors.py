@@ -3,10 +3,8 @@
 
 import copy
 import functools
-import json
 import logging
 import re
-import textwrap
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -15,12 +13,10 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
-from helpers import forked
 from helpers.chats import audio, chat, image, text
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, decoder, every_family, tokenizer
 from helpers.four_bits import save_wide
-from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.synthetic import FAMILIES as SYNTHETIC
 from helpers.trainer_utils import audio_rows, image_rows, load, make_trainer, relative_difference, run, saved
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -1265,59 +1261,6 @@ def test_trainers_refuse_actors_of_another_objective(tmp_path):
     assert trainer(few, top_entropy_quantile=0.2).top_entropy_quantile == 0.2
     # Both ways count all tokens
     trainer({"high_entropy_token_ratio": 1.0})
-
-
-# ZeRO-3
-
-ZERO3 = """
-    import json, sys
-    import deepspeed, torch
-    from helpers.families import FAMILIES
-    from test_actors import N, cases, counted, make_batch, TEMPERATURE
-    from trl_multimodal_rft.lightrft import ActorAL
-
-    path, out = sys.argv[1:]
-    (batch, expected), = cases("qwen2_audio")
-    deepspeed.init_distributed("gloo")
-    ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    actor = ActorAL(path, ds_config=ds_config, bf16=False, temperature=TEMPERATURE, packing_samples=True)
-    parameters = list(actor.parameters())
-    assert all(hasattr(p, "ds_id") for p in parameters)
-    here = sum(p.numel() for p in parameters)
-    numbers = counted(actor)
-    engine, *_ = deepspeed.initialize(model=actor, config=ds_config)
-    with torch.no_grad():
-        padded, packed = batch.score(engine), batch.score_packed(engine).view(-1, N)
-        sequences, _, mask = batch.generate(actor, max_new_tokens=4, synced_gpus=True)
-    result = {
-        "in parts": here < numbers[1],
-        "numbers": numbers,
-        "padded": (padded - expected).abs().max().item(),
-        "packed": (packed - expected).abs().max().item(),
-        "sequences": sequences.tolist(),
-    }
-    rank = torch.distributed.get_rank()
-    open(f"{out}/{rank}.json", "w").write(json.dumps(result))
-"""
-
-
-@pytest.mark.slow
-def test_zero3(tmp_path):
-    """Two processes load sharded weights, and score and sample like one process."""
-    pytest.importorskip("deepspeed")
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(ZERO3))
-    command = python_command([script, saved("qwen2_audio"), tmp_path], processes=2)
-    process = forked.run(command, env=python_environment(), capture_output=True, timeout=PATIENCE)
-    assert process.returncode == 0, process.stderr[-6000:]
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    numbers = counted(make("qwen2_audio"))
-    batch, _ = cases("qwen2_audio")[0]
-    expected, *_ = batch.generate(make("qwen2_audio"), max_new_tokens=4)
-    for result in results:
-        assert result["in parts"] and result["numbers"] == numbers
-        assert max(result["padded"], result["packed"]) <= 1e-5
-        assert result["sequences"] == expected.tolist()
 
 
 @pytest.mark.parametrize("name", ["granite_speech", "qwen3_omni_moe"])

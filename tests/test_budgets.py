@@ -15,21 +15,11 @@ from helpers.encoding import assert_same_features
 from helpers.families import ALL_FAMILIES, encode
 from helpers.files import write_film
 from helpers.tools import GRPO, Scripted, shows, talking
-from helpers.trainer_utils import PLAIN, image_rows, length_and_sum, load, run, text_rows
+from helpers.trainer_utils import AS_SHIPPED, TRAINERS, image_rows, length_and_sum, load, make_trainer, run, text_rows
 from PIL import Image
 from qwen_vl_utils import process_vision_info
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
 from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.rules import MediaRules
 from trl_multimodal_rft.encoding.budgets import budgeted_size
@@ -406,7 +396,7 @@ def test_budgets_that_make_no_sense():
         EvaluationConfig(max_frames=0)
 
 
-def largest(dataset, config_class, trainer_class, tmp_path, **options) -> int:
+def largest(dataset, kind, tmp_path, **options) -> int:
     """Returns the most pixels of an image that the model sees in a run of a trainer."""
     seen = []
 
@@ -416,37 +406,21 @@ def largest(dataset, config_class, trainer_class, tmp_path, **options) -> int:
 
     model, processor = load("qwen2_5_vl")
     model.register_forward_pre_hook(spy, with_kwargs=True)
-    objects = {} if config_class is MultimodalSFTConfig else {"reward_funcs": length_and_sum}
-    args = config_class(str(tmp_path), **{**PLAIN, "per_device_train_batch_size": 4, **options})
-    trainer = trainer_class(
-        model,
-        args=args,
-        train_dataset=dataset,
-        processing_class=processor,
-        **objects,
-    )
-    trainer.train()
+    options |= {"per_device_train_batch_size": 4, "reward": None if kind == "sft" else length_and_sum}
+    objects = {"model": model, "processing_class": processor}
+    make_trainer(TRAINERS[kind], "qwen2_5_vl", dataset, tmp_path, objects=objects, **options).train()
     return max(seen)
 
 
-SAMPLED = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
-TRAINERS = {
-    "grpo": (MultimodalGRPOConfig, MultimodalGRPOTrainer, {**SAMPLED, "self_check": True, "media_prefetch": 1}),
-    "rloo": (MultimodalRLOOConfig, MultimodalRLOOTrainer, {**SAMPLED, "max_steps": 1, "self_check": False}),
-    "ppo": (MultimodalPPOConfig, MultimodalPPOTrainer, {**SAMPLED, "max_steps": 1, "self_check": False}),
-    "sft": (MultimodalSFTConfig, MultimodalSFTTrainer, {"max_steps": 1}),
-}
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo", "sft"])
 def test_every_trainer_has_the_budgets(kind, tmp_path):
     """Also in the workers that read ahead, and in the self-check."""
-    config_class, trainer_class, options = TRAINERS[kind]
+    options = {"max_steps": 2, **AS_SHIPPED} if kind == "grpo" else {"max_steps": 1}
     rows = image_rows()
     if kind == "sft":
         rows = rows.add_column("completion", [[{"role": "assistant", "content": "a cat"}]] * len(rows))
     budgets = {"max_pixels": 3 * 28 * 28}
-    assert largest(rows, config_class, trainer_class, tmp_path, **options, **budgets) <= 3 * 28 * 28
+    assert largest(rows, kind, tmp_path, **options, **budgets) <= 3 * 28 * 28
 
 
 def test_an_evaluation_has_its_own_or_the_given_budgets():

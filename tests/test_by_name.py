@@ -22,7 +22,9 @@ from helpers.families import ALL_FAMILIES, FAMILIES, mel_extractor  # noqa: F401
 from helpers.files import write_film
 from helpers.omni import OMNI, save_released
 from helpers.trainer_utils import (
+    CONFIGS,
     PLAIN,
+    TRAINERS,
     InjectedOurs,
     Recorded,
     Recording,
@@ -43,14 +45,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
 from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
@@ -67,7 +62,7 @@ from trl_multimodal_rft.rewards import RewardModel, accuracy_reward
 FOLDERS = tempfile.TemporaryDirectory()
 AUDIO, IMAGE = "qwen2_audio", "qwen2_5_vl"
 STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}
-POLICIES = [MultimodalGRPOTrainer, MultimodalRLOOTrainer, MultimodalPPOTrainer]
+POLICIES = [TRAINERS[kind] for kind in ("grpo", "rloo", "ppo")]
 
 
 def plain(folder) -> hf.ProcessorMixin:
@@ -150,7 +145,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
     runs = []
     for folder in (checkpoint(IMAGE), str(released)):
         caplog.clear()
-        args = MultimodalGRPOConfig(str(tmp_path), **STEP, use_cpu=True, bf16=False, report_to="none")
+        args = CONFIGS["grpo"](str(tmp_path), **STEP, use_cpu=True, bf16=False, report_to="none")
         run = MultimodalGRPOTrainer(folder, length_and_sum, args, rows(IMAGE))
         run.train()
         runs.append(run)
@@ -476,7 +471,7 @@ def test_models_of_which_nothing_trains(trainer_class, tmp_path):
             ValueError, match=f"GraniteSpeech.* has no weights to train, as all are frozen: .*{remedy}"
         ):
             if trainer_class is MultimodalSFTTrainer:
-                MultimodalSFTTrainer(args=MultimodalSFTConfig(str(tmp_path), **PLAIN), train_dataset=SAID, **objects)
+                MultimodalSFTTrainer(args=CONFIGS["sft"](str(tmp_path), **PLAIN), train_dataset=SAID, **objects)
             else:
                 make_trainer(trainer_class, "", audio_rows(2), tmp_path, objects=objects, beta=0)
 

@@ -92,15 +92,6 @@ def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
     assert not check.run_after_tools(listener.model, completions, mask, sampled)  # no tool was called
 
 
-def test_an_engine_with_other_weights_raises(listener):
-    completions = completions_of(listener)
-    sampled = sampled_by(listener, completions)
-    move(listener)
-    error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*its settings, weights"
-    with pytest.raises(RuntimeError, match=error):
-        engine_check(listener).run(listener.model, 0, completions, completions[2], sampled)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
     check, completions = engine_check(listener, dtype), completions_of(listener)
@@ -109,6 +100,9 @@ def test_an_engine_that_does_not_get_the_weights_raises(dtype, listener):
     move(listener)
     with pytest.raises(RuntimeError, match="after 1 updates, and were .* before.*doesn't get all trained weights"):
         check.run(listener.model, 1, completions, completions[2], sampled)
+    error = r"the engine's log-probabilities are \S+ on average.* on the first batch.*its settings, weights"
+    with pytest.raises(RuntimeError, match=error):
+        engine_check(listener, dtype).run(listener.model, 0, completions, completions[2], sampled)
 
 
 # Media

@@ -9,16 +9,10 @@ from datasets import Dataset
 from helpers.chats import image
 from helpers.families import FAMILIES, encode
 from helpers.tools import Scripted, talking
-from helpers.trainer_utils import PLAIN, Recorded, Recording, load, make_trainer, run
+from helpers.trainer_utils import Recorded, Recording, load, make_trainer, run
 from transformers.utils.logging import warning_once
 
-from trl_multimodal_rft import (
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.encoding.control_tokens import checked_texts
 from trl_multimodal_rft.encoding.supervised import encode_sequence, encode_supervised
@@ -47,12 +41,10 @@ def train(trainer_class, dataset, folder, template="", **options):
     processor.chat_template = template + processor.chat_template
     if trainer_class is evaluate:
         return evaluate(model, processor, dataset, reward, EvaluationConfig(max_completion_length=2), **options)
+    given = {"objects": {"model": model, "processing_class": processor}, "reward": reward}
     if trainer_class is MultimodalSFTTrainer:
-        args = MultimodalSFTConfig(str(folder), **{**PLAIN, "per_device_train_batch_size": 2, **options})
-        return MultimodalSFTTrainer(model, args, dataset, processing_class=processor).train()
-    objects = {"model": model, "processing_class": processor}
-    trainer = make_trainer(trainer_class, "qwen2_5_vl", dataset, folder, reward=reward, objects=objects, **options)
-    return trainer.train()
+        given |= {"reward": None, "per_device_train_batch_size": 2}
+    return make_trainer(trainer_class, "qwen2_5_vl", dataset, folder, **given, **options).train()
 
 
 def reward(completions, **kwargs):
@@ -211,8 +203,9 @@ def supervised(column, folder, media=True, **options):
     row = {"messages": [*user("What is it?"), ANSWER], **({"image": PICTURE} if media else {}), **column}
     dataset = Dataset.from_list([{"index": 0}] * 2)
     dataset.set_transform(lambda batch: {key: [value] * len(batch["index"]) for key, value in row.items()})
-    args = MultimodalSFTConfig(str(folder), **{**PLAIN, "per_device_train_batch_size": 2, **options})
-    return MultimodalSFTTrainer(model, args, dataset, processing_class=processor)
+    options |= {"reward": None, "per_device_train_batch_size": 2}
+    objects = {"model": model, "processing_class": processor}
+    return make_trainer(MultimodalSFTTrainer, "qwen2_5_vl", dataset, folder, objects=objects, **options)
 
 
 @pytest.mark.parametrize("name", COLUMNS)

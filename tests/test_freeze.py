@@ -12,7 +12,9 @@ from families_report.tiny_models import CHANGES, tiny_config, tiny_model
 from helpers.families import ALL_FAMILIES
 from helpers.resumed_runs import same_weights
 from helpers.trainer_utils import (
+    CONFIGS,
     PLAIN,
+    TRAINERS,
     InjectedOurs,
     InjectedPPO,
     InjectedTRL,
@@ -31,14 +33,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from transformers.models.auto import modeling_auto
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalRLOOConfig,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.check import without_weights
 from trl_multimodal_rft.models.parts import PARTS, count_parts, freeze, named_parts
 
@@ -444,12 +439,10 @@ def test_rates_need_an_optimizer_that_the_trainer_makes(tmp_path):
 # Options
 
 
-@pytest.mark.parametrize(
-    "config_class", [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig, MultimodalSFTConfig]
-)
-def test_forms_of_the_options(config_class):
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_forms_of_the_options(kind):
     def make(**options):
-        return config_class("unused", use_cpu=True, bf16=False, **options)
+        return CONFIGS[kind]("unused", use_cpu=True, bf16=False, **options)
 
     for given in ("vision_tower, projector", ["vision_tower,projector"], ["vision_tower", "projector"]):
         assert make(freeze=given).freeze == ["vision_tower", "projector"]
@@ -514,11 +507,8 @@ def test_critic(shared_trunk):
 
 def supervised(folder, **options):
     rows = image_rows().map(lambda row: {"completion": [{"role": "assistant", "content": "It is a bird."}]})
-    return MultimodalSFTTrainer(
-        str(saved(FAMILY)),  # by name
-        MultimodalSFTConfig(str(folder), **{**PLAIN, "per_device_train_batch_size": 4, **options}),
-        rows,
-    )
+    options = {"reward": None, "per_device_train_batch_size": 4, **options}
+    return make_trainer(TRAINERS["sft"], FAMILY, rows, folder, objects={"model": str(saved(FAMILY))}, **options)
 
 
 def test_supervised(tmp_path):

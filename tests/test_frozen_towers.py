@@ -13,6 +13,7 @@ from helpers.encoding import build_encoded
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.grpo_runs import FAMILY, TWO
 from helpers.trainer_utils import (
+    TRAINERS,
     Injected,
     audio_rows,
     clip_rows,
@@ -28,13 +29,7 @@ from helpers.trainer_utils import (
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_multimodal_rft import (
-    MultimodalDistillationTrainer,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    policy,
-)
+from trl_multimodal_rft import policy
 from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.families import family_of
@@ -49,8 +44,6 @@ from trl_multimodal_rft.models.towers import find_tower
 from trl_multimodal_rft.rollout import prompts as rollout_prompts
 
 
-TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
-TRAINERS["distillation"] = MultimodalDistillationTrainer
 FROZEN = {"freeze": ["vision_tower", "projector"]}
 ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.[qv]_proj", init_lora_weights=False)
 

@@ -287,17 +287,6 @@ def test_audio_soundfile_does_not_know(tmp_path):
     assert abs(frequency(samples) - 440) < 3
 
 
-def test_overlong_audio_is_refused_or_cut():
-    sound = ref("audio", (tone(8000, 2.0), 8000))
-    assert load_audio(sound, RATE, max_seconds=2.0).shape == (2 * RATE,)
-    message = r"row 3, column 'audio': 2.00 s of audio where 1.5 s are allowed by .* set `audio_overlong='truncate'`"
-    with pytest.raises(MediaError, match=message):
-        load_audio(sound, RATE, max_seconds=1.5)
-    cut = load_audio(sound, RATE, max_seconds=1.5, overlong="truncate")
-    assert cut.shape == (24000,)
-    np.testing.assert_allclose(cut[:20000], load_audio(sound, RATE)[:20000], atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [

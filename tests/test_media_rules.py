@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 from datasets import Dataset, Image
 from helpers.chats import image, text
-from helpers.trainer_utils import Injected, InjectedOurs, load, make_trainer, run
+from helpers.rloo_runs import InjectedOurs as InjectedRLOO
+from helpers.trainer_utils import CONFIGS, InjectedOurs, InjectedPPO, load, make_trainer, run
 from test_media_sources import site  # noqa: F401
 from trl import TrlParser
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
 from trl_multimodal_rft.data.columns import MediaError, MediaRef, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.encode import encode_medium
 from trl_multimodal_rft.data.features import restore_rows, undecoded
@@ -34,16 +28,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_t
 from trl_multimodal_rft.rewards import RemoteReward
 
 
-CONFIGS = (MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig)
 FAMILY = "qwen2_5_vl"
-
-
-class Rloo(Injected, MultimodalRLOOTrainer):
-    pass
-
-
-class Ppo(Injected, MultimodalPPOTrainer):
-    pass
 
 
 def chat(words: str = "What is it?") -> list[dict]:
@@ -72,7 +57,7 @@ def one_outside(folder) -> Dataset:
 # Options
 
 
-@pytest.mark.parametrize("config_class", CONFIGS)
+@pytest.mark.parametrize("config_class", CONFIGS.values())
 def test_rules_are_options_of_every_config(config_class, tmp_path):
     own = {"use_cpu": True, "bf16": False}
     assert config_class(str(tmp_path), **own).media_rules == DEFAULT_RULES
@@ -100,7 +85,7 @@ def test_rules_are_options_of_every_config(config_class, tmp_path):
 )
 def test_rules_that_make_no_sense(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        MultimodalGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
+        CONFIGS["grpo"](str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
 def test_references_carry_the_rules_wherever_they_stand():
@@ -129,7 +114,15 @@ def by_trainer(trainer_class):
 
 def by_supervised(folder, tmp_path, serve, **ours):
     outside = rows(folder / "other.png").add_column("completion", ["a cat"] * 8)
-    run(Ppo, FAMILY, rows(folder / "own" / "i.png"), objects={"ptx_dataset": outside}, ptx_coef=1.0, **OPTIONS, **ours)
+    run(
+        InjectedPPO,
+        FAMILY,
+        rows(folder / "own" / "i.png"),
+        objects={"ptx_dataset": outside},
+        ptx_coef=1.0,
+        **OPTIONS,
+        **ours,
+    )
 
 
 def by_evaluation_of_a_trainer(folder, tmp_path, serve, **ours):
@@ -166,8 +159,8 @@ def by_experience_maker(folder, tmp_path, serve, **ours):
 
 PLACES = {
     "grpo": by_trainer(InjectedOurs),
-    "rloo": by_trainer(Rloo),
-    "ppo": by_trainer(Ppo),
+    "rloo": by_trainer(InjectedRLOO),
+    "ppo": by_trainer(InjectedPPO),
     "supervised": by_supervised,
     "evaluation of a trainer": by_evaluation_of_a_trainer,
     "evaluation": by_evaluation,

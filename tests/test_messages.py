@@ -10,34 +10,13 @@ from pathlib import Path
 import pytest
 import transformers as hf
 from datasets import Dataset, DatasetDict
-from helpers.trainer_utils import image_rows, length_and_sum, load, saved
+from helpers.trainer_utils import CONFIGS, TRAINERS, image_rows, length_and_sum, load, saved
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
 from trl_multimodal_rft.encoding.processors import load_processor
 from trl_multimodal_rft.models.pretrained import load_trained
 
 
-CONFIGS = {
-    "grpo": MultimodalGRPOConfig,
-    "rloo": MultimodalRLOOConfig,
-    "ppo": MultimodalPPOConfig,
-    "sft": MultimodalSFTConfig,
-}
-TRAINERS = {
-    "grpo": MultimodalGRPOTrainer,
-    "rloo": MultimodalRLOOTrainer,
-    "ppo": MultimodalPPOTrainer,
-    "sft": MultimodalSFTTrainer,
-}
+KINDS = ("grpo", "rloo", "ppo", "sft")
 RUN = {"use_cpu": True, "bf16": False, "report_to": []}
 
 
@@ -73,7 +52,7 @@ def refused(tmp_path, rows):
 # Configs
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_that_no_config_takes(kind):
     for options, message in [
         ({"learning_rate": "1e-5"}, "`learning_rate` must be a number, got the text '1e-5'; write it without quotes."),
@@ -169,7 +148,7 @@ def test_batches_without_whole_groups(kind):
 
 
 def test_batches_of_processes_without_whole_groups(monkeypatch):
-    monkeypatch.setattr(MultimodalGRPOConfig, "world_size", 2)
+    monkeypatch.setattr(CONFIGS["grpo"], "world_size", 2)
     message = r"`gradient_accumulation_steps=1` x 2 processes must .* Set `per_device_train_batch_size=4` or "
     message += "`gradient_accumulation_steps=4` or `num_generations=6`"
     with pytest.raises(ValueError, match=message):
@@ -179,7 +158,7 @@ def test_batches_of_processes_without_whole_groups(monkeypatch):
 # Keyword arguments
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_unknown_keyword_arguments(kind, refused):
     for name, hint in {
         "max_prompt_length": " It was removed: remove long prompts from the dataset",
@@ -203,7 +182,7 @@ def test_unknown_keyword_arguments(kind, refused):
 
 
 def test_constructor_of_a_subclass_takes_its_own_arguments(tmp_path, rows):
-    class Mine(MultimodalSFTTrainer):
+    class Mine(TRAINERS["sft"]):
         def __init__(self, *args, **kwargs):
             self.mine = kwargs.pop("mine")
             super().__init__(*args, **kwargs)
@@ -228,7 +207,7 @@ class Reward:
         return [0.0]
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_arguments_of_another_type(kind, refused, rows):
     splits = DatasetDict(train=rows, test=rows)
     for name, value, message in [
@@ -257,7 +236,7 @@ def test_arguments_of_another_type(kind, refused, rows):
             assert refused(kind, TypeError, reward_funcs=value).startswith(message)
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_config_of_another_trainer_and_a_folder_that_is_a_file(kind, refused, tmp_path):
     for other in CONFIGS.keys() - {kind}:
         message = refused(kind, TypeError, args=config(other, tmp_path))
@@ -270,7 +249,7 @@ def test_config_of_another_trainer_and_a_folder_that_is_a_file(kind, refused, tm
     assert message == f"`output_dir={str(file / 'run')!r}` is within {str(file)!r}, which is a file; name a folder."
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_model_that_is_not_there(kind, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("audio", "no-weights", "no-processor"):
@@ -308,7 +287,7 @@ def test_model_without_its_processor(tmp_path, rows):
             path.unlink()
     message = r"The processor of '.*/model' can't be loaded: the folder has none of processor_"
     with pytest.raises(OSError, match=message):
-        MultimodalGRPOTrainer(str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
+        TRAINERS["grpo"](str(folder), length_and_sum, config("grpo", tmp_path), train_dataset=rows)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
@@ -335,7 +314,7 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
 # Packages
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_packages_that_are_missing(kind, monkeypatch):
     """The message names the extra that installs them, before anything loads."""
     for package in ("wandb", "trackio", "tensorboard", "bitsandbytes", "deepspeed"):

@@ -10,6 +10,7 @@ from helpers.grpo_runs import FAMILY, TWO
 from helpers.marks import slow_but
 from helpers.samplers import FromEngine
 from helpers.trainer_utils import (
+    TRAINERS,
     Injected,
     PseudoRandom,
     audio_rows,
@@ -24,12 +25,8 @@ from helpers.trainer_utils import (
     text_rows,
 )
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, log_ratios
 from trl_multimodal_rft.algorithms.losses import policy_loss as listed
-
-
-TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
 
 
 @functools.cache

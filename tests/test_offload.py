@@ -1,21 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """`offload_during_generation`: what sampling doesn't need takes no memory of the device, and updates stay the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.grpo_runs import FAMILY, TWO
 from helpers.resumed_runs import Recording, checkpoint, logged, same_weights
 from helpers.samplers import PseudoRandom, Wrapped
-from helpers.trainer_utils import image_rows, load, make_trainer, metrics, norm, run
+from helpers.trainer_utils import TRAINERS, image_rows, load, make_trainer, metrics, norm, run
 from peft import LoraConfig
 from torch.optim import AdamW
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.evaluation import evaluate_trainer
 from trl_multimodal_rft.trainers.offload import HostMemory, idle_storages, storages
 
 
-TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
+KINDS = ["grpo", "rloo", "ppo"]
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
@@ -111,7 +113,7 @@ def test_only_the_policy_takes_memory_while_it_samples(kind, options):
         assert each == {**dict.fromkeys(each, 0), "policy": policy}
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_an_update_that_samples_twice(kind):
     """They are accumulated over two rollouts."""
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
@@ -122,7 +124,7 @@ def test_gradients_of_an_update_that_samples_twice(kind):
     assert [each["gradients"] for each in ours.trainer.sampler.live] == [0] * 4
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapter(kind):
     """With the model's own samples."""
     options = {"objects": {"peft_config": LORA}, "sampler": Counting, "beta": 0.1, **TWO, **ADAM}
@@ -188,11 +190,16 @@ def test_what_sampling_may_use_stays(tmp_path):
     """Weights that the reference shares with the policy, and all of the reference if the user samples."""
     trainer = make_trainer(MultimodalGRPOTrainer, FAMILY, image_rows(), tmp_path, beta=0.1)
     reference = [*trainer.ref_model.parameters()]
-    assert idle_storages(trainer).keys() == storages(reference).keys()
+    given = trainer.model, trainer.optimizer, trainer.ref_model
+    assert idle_storages(*given).keys() == storages(reference).keys()
     reference[0].data = next(trainer.model.parameters()).data
-    assert idle_storages(trainer).keys() == storages(reference[1:]).keys()
+    assert idle_storages(*given).keys() == storages(reference[1:]).keys()
+    freed = []
+    trainer.host_memory = SimpleNamespace(holding=freed.append)
+    trainer.offloading()
     trainer.rollout_func = print
-    assert not idle_storages(trainer)
+    trainer.offloading()
+    assert freed[0].keys() == storages(reference[1:]).keys() and not freed[1]
 
 
 class Fails(PseudoRandom):

@@ -29,6 +29,7 @@ from helpers.option_draws import (
 )
 from helpers.samplers import Wrapped
 from helpers.trainer_utils import (
+    TRAINERS,
     audio_rows,
     clip_rows,
     image_rows,
@@ -44,24 +45,10 @@ from test_frozen_towers import switch_off
 from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from trl_multimodal_rft import (
-    MultimodalDistillationTrainer,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    MultimodalSFTTrainer,
-)
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
-TRAINERS = {
-    "grpo": MultimodalGRPOTrainer,
-    "rloo": MultimodalRLOOTrainer,
-    "ppo": MultimodalPPOTrainer,
-    "sft": MultimodalSFTTrainer,
-    "distillation": MultimodalDistillationTrainer,
-}
 TRL_TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "sft": SFTTrainer}
 ROWS = {"text": text_rows, "image": image_rows, "images": images_rows, "video": video_rows, "audio": audio_rows}
 ROWS["clips"] = lambda n: clip_rows(range(n))

@@ -13,10 +13,18 @@ from helpers.cuda_path import cuda_path
 from helpers.encoding import encode_chats
 from helpers.families import ALL_FAMILIES, every_family
 from helpers.packed_rows import backward, skip_linear_attention
-from helpers.trainer_utils import QUESTIONS, Injected, clip_rows, largest_difference, norm, relative_difference, run
+from helpers.trainer_utils import (
+    QUESTIONS,
+    TRAINERS,
+    Injected,
+    clip_rows,
+    largest_difference,
+    norm,
+    relative_difference,
+    run,
+)
 from transformers import GenerationConfig
 
-from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.families import family_of
@@ -29,7 +37,6 @@ from trl_multimodal_rft.generation.transformers import generate_completions
 from trl_multimodal_rft.policy import PolicyForward
 
 
-TRAINERS = {"grpo": MultimodalGRPOTrainer, "rloo": MultimodalRLOOTrainer, "ppo": MultimodalPPOTrainer}
 # Sliding windows, chunked and latent attention, states
 OTHERS = ["kimi_k25", "llama4", "qwen3_5_deep", "lfm2_vl", "mistral3", "cohere2_vision", "llava_gpt_oss"]
 LONG = "What is in the image? " * 6

@@ -17,16 +17,9 @@ from datasets import Dataset, Features, Image, List, Value
 from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file
 from helpers.four_bits import save_wide
-from helpers.trainer_utils import length_and_sum, load, saved
+from helpers.trainer_utils import TRAINERS, length_and_sum, load, saved
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import (
-    MultimodalDistillationTrainer,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    MultimodalSFTTrainer,
-)
 from trl_multimodal_rft.cli import estimate, main
 from trl_multimodal_rft.rollout.tools import TOOLS
 from trl_multimodal_rft.scripts.arguments import parse
@@ -45,13 +38,6 @@ FAMILIES = {
     "Qwen2.5-VL": "qwen2_5_vl",
     "Qwen3-VL": "qwen3_vl",
     "Qwen3.5": "qwen3_5",
-}
-TRAINERS = {
-    "grpo": MultimodalGRPOTrainer,
-    "rloo": MultimodalRLOOTrainer,
-    "ppo": MultimodalPPOTrainer,
-    "sft": MultimodalSFTTrainer,
-    "distillation": MultimodalDistillationTrainer,
 }
 REFRESH = runpy.run_path(str(ROOT / "docs" / "refresh_recipes.py"))
 # Kinds of media of prepared datasets, images if it isn't here

@@ -10,19 +10,12 @@ from datasets import Dataset
 from helpers.chats import RATE, image
 from helpers.families import ALL_FAMILIES
 from helpers.resumed_runs import logged
-from helpers.trainer_utils import PLAIN, load, norm, relative_difference, saved, sound, with_media
+from helpers.trainer_utils import CONFIGS, PLAIN, TRAINERS, load, norm, relative_difference, saved, sound, with_media
 from packaging.version import Version
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.encoding import prompts
 from trl_multimodal_rft.encoding.supervised import encode_sequence
 from trl_multimodal_rft.forward import scoring
@@ -296,10 +289,10 @@ def test_a_family_without_answers_says_so_at_construction(form, options, tmp_pat
 
 
 def test_a_family_without_answers_says_so_to_ppo(tmp_path):
-    args = MultimodalPPOConfig(str(tmp_path), **PLAIN, per_device_train_batch_size=2, num_generations=2, ptx_coef=1.0)
+    args = CONFIGS["ppo"](str(tmp_path), **PLAIN, per_device_train_batch_size=2, num_generations=2, ptx_coef=1.0)
     objects = {"train_dataset": asked_rows(2), "ptx_dataset": text_rows(2), "reward_funcs": lambda **kwargs: [0.0] * 2}
     with pytest.raises(ValueError, match="^VoxtralProcessor can't encode supervised rows: mistral-common .*; train "):
-        MultimodalPPOTrainer(model=str(saved("voxtral")), args=args, **objects).train()
+        TRAINERS["ppo"](model=str(saved("voxtral")), args=args, **objects).train()
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
@@ -312,9 +305,9 @@ def test_models_without_gradient_checkpointing_train_with_trls_default(kind, tmp
         args = MultimodalSFTConfig(str(tmp_path), **options)
         trainer = MultimodalSFTTrainer(args=args, train_dataset=text_rows(2, form="chat"), **objects)
     else:
-        args = MultimodalGRPOConfig(str(tmp_path), num_generations=2, max_completion_length=4, **options)
+        args = CONFIGS["grpo"](str(tmp_path), num_generations=2, max_completion_length=4, **options)
         objects["reward_funcs"] = lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids]
-        trainer = MultimodalGRPOTrainer(args=args, train_dataset=asked_rows(2), **objects)
+        trainer = TRAINERS["grpo"](args=args, train_dataset=asked_rows(2), **objects)
     trainer.train()
     assert trainer.state.global_step == 1
     assert "GraniteSpeechForConditionalGeneration has no gradient checkpointing" in caplog.text
@@ -371,12 +364,9 @@ def test_by_name_into_grpo_and_ppo(tmp_path):
     assert "SFT" in card and "image-text-to-text" in card and "`nll` of completions" in card
     weights = dict(trainer.model.named_parameters())
     plain = {k: v for k, v in PAIRS.items() if k != "gradient_accumulation_steps"} | {"max_steps": 1}
-    for trainer_class, config_class in (
-        (MultimodalGRPOTrainer, MultimodalGRPOConfig),
-        (MultimodalPPOTrainer, MultimodalPPOConfig),
-    ):
-        config = config_class(str(tmp_path / "rl"), **plain, num_generations=2, max_completion_length=4)
-        goes_on = trainer_class(
+    for kind in ("grpo", "ppo"):
+        config = CONFIGS[kind](str(tmp_path / "rl"), **plain, num_generations=2, max_completion_length=4)
+        goes_on = TRAINERS[kind](
             str(tmp_path / "sft"),
             lambda completions, **kwargs: [0.1 * len(each[0]["content"]) for each in completions],
             config,

@@ -14,6 +14,8 @@ from helpers.chats import chat as user
 from helpers.families import FAMILIES
 from helpers.samplers import Remembers
 from helpers.trainer_utils import (
+    CONFIGS,
+    TRAINERS,
     InjectedOurs,
     image_rows,
     load,
@@ -27,14 +29,7 @@ from helpers.trainer_utils import (
 from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOTrainer,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.data.columns import MediaError, file_kind, iter_refs, rows_to_messages
 from trl_multimodal_rft.data.features import restore_media
 from trl_multimodal_rft.data.unread import check_columns
@@ -140,14 +135,14 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
     supervised = sounds(folder, "speech").add_column("completion", ["A cat."] * 8)
     objects = {"ptx_dataset": supervised}
     with pytest.raises(MediaError, match=r"^`ptx_dataset`: no prompt gets .*'speech' \(feature Audio\)"):
-        made(tmp_path, text_rows(), trainer_class=MultimodalPPOTrainer, objects=objects, ptx_coef=1.0)
+        made(tmp_path, text_rows(), trainer_class=TRAINERS["ppo"], objects=objects, ptx_coef=1.0)
     # The trainer reads both columns there
     chat = [
         {"role": "user", "content": [BLOCK]},
         {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
     ]
     objects = {"ptx_dataset": Dataset.from_list([{"messages": chat}] * 4)}
-    made(tmp_path, text_rows(), trainer_class=MultimodalPPOTrainer, objects=objects, ptx_coef=1.0)
+    made(tmp_path, text_rows(), trainer_class=TRAINERS["ppo"], objects=objects, ptx_coef=1.0)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +186,7 @@ def test_rows_from_all_over_are_looked_at():
     assert "'thumb'" in check_columns(listed, "rows")
 
 
-@pytest.mark.parametrize(
-    "trainer_class", [InjectedOurs, MultimodalRLOOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer]
-)
+@pytest.mark.parametrize("trainer_class", [InjectedOurs, TRAINERS["rloo"], TRAINERS["ppo"], MultimodalSFTTrainer])
 def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
     deaf = rows(sound="clips/0001.wav", completion="A bird.")
     heard = sounds(folder, "audio").add_column("completion", ["A bird."] * 8)
@@ -205,7 +198,7 @@ def test_no_trainer_trains_deaf(trainer_class, folder, tmp_path):
     ):
         with pytest.raises(MediaError, match=f"^`{name}`: no prompt gets .* the model would get text alone: {remedy}"):
             if trainer_class is MultimodalSFTTrainer:
-                config = MultimodalSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+                config = CONFIGS["sft"](str(tmp_path), use_cpu=True, bf16=False)
                 MultimodalSFTTrainer(str(saved("qwen2_audio")), config, train, test)  # by name
             else:
                 made(tmp_path, train, trainer_class=trainer_class, objects={"eval_dataset": test})
@@ -309,14 +302,14 @@ def test_ignored_column_goes_to_rewards_alone(column, folder):
 
 @pytest.mark.parametrize(("value", "message"), [("audio", r"write \['audio'\]"), (["prompt"], "always read")])
 def test_ignored_columns_are_names(value, message, tmp_path):
-    for config in (partial(MultimodalGRPOConfig, str(tmp_path), use_cpu=True, bf16=False), EvaluationConfig):
+    for config in (partial(CONFIGS["grpo"], str(tmp_path), use_cpu=True, bf16=False), EvaluationConfig):
         with pytest.raises(ValueError, match=f"`ignored_media_columns`.*{message}"):
             config(ignored_media_columns=value)
 
 
 def test_ignored_columns_from_the_command_line():
     line = "--output_dir out --use_cpu true --bf16 false --ignored_media_columns audio reference"
-    (args,) = TrlParser(MultimodalGRPOConfig).parse_args_and_config(line.split())
+    (args,) = TrlParser(CONFIGS["grpo"]).parse_args_and_config(line.split())
     assert args.ignored_media_columns == ["audio", "reference"]
 
 
@@ -587,7 +580,7 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
 def test_inline_media_without_a_column_of_text_train(more, tmp_path):
     block = {"type": "image", "image": image_rows(1)[0]["image"]}
     data = Dataset.from_list([{"prompt": user(block, text(f"Cat? {i}")), **more} for i in range(4)])
-    trainer = made(tmp_path, data, "qwen2_5_vl", MultimodalGRPOTrainer, max_steps=1, self_check=True)
+    trainer = made(tmp_path, data, "qwen2_5_vl", TRAINERS["grpo"], max_steps=1, self_check=True)
     trainer.train()
     assert trainer.checks.self_check.media["image"] > 0
 

@@ -10,6 +10,7 @@ import pytest
 from accelerate import Accelerator
 from helpers.families import FAMILIES
 from helpers.trainer_utils import (
+    CONFIGS,
     audio_rows,
     image_rows,
     images_rows,
@@ -20,12 +21,7 @@ from helpers.trainer_utils import (
 )
 from transformers import GenerationConfig
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalRLOOConfig,
-)
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.generation import vllm, vllm_versions
 from trl_multimodal_rft.trainers import engine
 from trl_multimodal_rft.trainers.arguments import check_arguments
@@ -105,7 +101,7 @@ def test_several_servers(tmp_path):
 
 def test_servers_are_asked_ahead(tmp_path):
     server = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False}
-    for config_class in (MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOConfig):
+    for config_class in (CONFIGS[kind] for kind in ("grpo", "rloo", "ppo")):
         assert config_class(str(tmp_path), **server).vllm_importance_sampling_mode == "sequence_mask"
     with pytest.raises(ValueError, match="`max_staleness=2` samples while the policy is trained, which takes servers"):
         MultimodalGRPOConfig(str(tmp_path), max_staleness=2, **{**server, "vllm_mode": "colocate"})
@@ -116,8 +112,8 @@ def test_servers_are_asked_ahead(tmp_path):
         (MultimodalGRPOConfig, {"loss_type": "vespo"}, "token_truncate"),
         (MultimodalGRPOConfig, {"loss_type": "gmpo"}, "sequence_truncate"),
         (MultimodalGRPOConfig, {"vllm_importance_sampling_mode": "sequence_mask"}, "sequence_mask"),
-        (MultimodalPPOConfig, {}, "token_truncate"),
-        (MultimodalRLOOConfig, {}, "sequence_truncate"),
+        (CONFIGS["ppo"], {}, "token_truncate"),
+        (CONFIGS["rloo"], {}, "sequence_truncate"),
     ):
         args = config_class(str(tmp_path), max_staleness=2, **server, **loss)
         assert args.vllm_importance_sampling_mode == mode

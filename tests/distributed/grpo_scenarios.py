@@ -31,6 +31,7 @@ from training import (
     compared,
     engine_options,
     image_rows,
+    refusal,
     reward,
     start,
     synced,
@@ -275,20 +276,13 @@ def not_finite(folder):
     for name, own, saving in (("twice", {"max_skipped_updates": 0}, {}), ("poisoned", {}, {"callbacks": [Poison()]})):
         trainer_class = InjectingTrainer if saving else BreakingTrainer
         own |= {"save_strategy": "steps", "save_steps": 1}
-        try:
-            train(
-                folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, trainer_class, objects=saving, **options, **own
-            )
-        except FloatingPointError as error:
-            errors.append(str(error))
+        run = functools.partial(train, folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, trainer_class)
+        errors.append(refusal(run, error=FloatingPointError, objects=saving, **options, **own))
         PartialState().wait_for_everyone()
     unchecked = engine_options(PartialState())
     if "deepspeed" in unchecked:
         unchecked["deepspeed"]["zero_optimization"]["compute_grad_norm"] = False
-        try:
-            train(folder / "unchecked", "qwen2_5_vl", image_rows(), 2 * GROUP, **unchecked)
-        except ValueError as error:
-            errors.append(str(error))
+        errors.append(refusal(train, folder / "unchecked", "qwen2_5_vl", image_rows(), 2 * GROUP, **unchecked))
     saved = [
         sorted(each.name for each in (folder / name / "output").iterdir() if each.is_dir())
         for name in ("twice", "poisoned")
@@ -469,15 +463,11 @@ def resumed_reference(folder):
         updates.append(result["update"])
     references = [weights(trainer.accelerator.unwrap_model(trainer.ref_model)) for trainer in trainers]
     first = weights(FAMILIES["qwen2_5_vl"].build()[0]) if ENGINE != "zero3" else None
-    message = ""
     if PartialState().is_main_process:
         shutil.rmtree(folder / "straight/output/checkpoint-3/ref_model")
         (folder / "straight/output/checkpoint-3/manifest.json").unlink()
     PartialState().wait_for_everyone()
-    try:
-        train(folder / "without", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
-    except ValueError as error:
-        message = str(error)
+    message = refusal(train, folder / "without", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
     return {
         **result,
         "otherwise": [
@@ -532,10 +522,7 @@ def resharded(folder):
     if PartialState().is_main_process:
         shutil.copytree(checkpoint, folder / "plain", ignore=shutil.ignore_patterns("*_0", "manifest.json"))
     PartialState().wait_for_everyone()
-    try:
-        sharded(folder / "refused", folder / "plain")
-    except ValueError as error:
-        return {**result, "message": str(error)}
+    return {**result, "message": refusal(sharded, folder / "refused", folder / "plain")}
 
 
 class InjectingMaker(NaiveExperienceMaker):
@@ -592,15 +579,9 @@ def experience(folder):
 
 def refused(folder):
     """Each rank must hold whole groups to exchange them."""
-    messages = []
-    for option in ({"dynamic_sampling": True}, {"replay_buffer_size": 4}):
-        try:
-            MultimodalGRPOConfig(
-                str(folder), per_device_train_batch_size=GROUP // 2, num_generations=GROUP, use_cpu=True, **option
-            )
-        except ValueError as error:
-            messages.append(str(error))
-    return {"messages": messages}
+    options = {"per_device_train_batch_size": GROUP // 2, "num_generations": GROUP, "use_cpu": True}
+    cases = ({"dynamic_sampling": True}, {"replay_buffer_size": 4})
+    return {"messages": [refusal(MultimodalGRPOConfig, str(folder), **options, **case) for case in cases]}
 
 
 # Scenarios that save the trained model

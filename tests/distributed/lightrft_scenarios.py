@@ -11,7 +11,7 @@ from helpers.families import FAMILIES
 from helpers.reference import completing, pseudo_random
 from helpers.trainer_utils import PLAIN, audio_rows, image_rows, length_and_sum, shifted
 from torch.utils.data import DataLoader
-from training import compared, engine_options, start
+from training import compared, engine_options, refusal, start
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.lightrft import ActorAL, ActorVL, PPOTrainerAL, PPOTrainerVL
@@ -129,7 +129,28 @@ def resumed_episode(folder):
 
 
 def refused_shards(folder):
-    try:
-        make(folder, "image", averages=False)
-    except ValueError as error:
-        return {"message": str(error)}
+    return {"message": refusal(make, folder, "image", averages=False)}
+
+
+def actor_in_parts(folder):
+    """An actor whose weights load in parts counts, scores and samples like a whole one."""
+    import deepspeed
+    import test_actors
+
+    state, config = start(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    ((batch, expected),) = test_actors.cases("qwen2_audio")
+    path, whole = FAMILIES["qwen2_audio"].save(folder / "model"), test_actors.make("qwen2_audio")
+    state.wait_for_everyone()  # only rank 0 writes
+    options = {"temperature": test_actors.TEMPERATURE, "packing_samples": True}
+    actor = ActorAL(str(path), bf16=False, ds_config=config, **options)
+    numbers, held = test_actors.counted(actor), sum(p.numel() for p in actor.parameters())
+    engine, *_ = deepspeed.initialize(model=actor, config=config)
+    with torch.no_grad():
+        logps = [batch.score(engine), batch.score_packed(engine).view(expected.shape)]
+        sampled = [batch.generate(each, max_new_tokens=4, synced_gpus=each is actor)[0] for each in (actor, whole)]
+    return {
+        "in_parts": all(hasattr(p, "ds_id") for p in actor.parameters()) and held < numbers[1],
+        "numbers": [numbers, test_actors.counted(whole)],
+        "difference": max((each - expected).abs().max().item() for each in logps),
+        "sampled": [each.tolist() for each in sampled],
+    }

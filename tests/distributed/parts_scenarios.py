@@ -4,7 +4,7 @@
 from accelerate import PartialState
 from peft import LoraConfig
 from ppo_scenarios import ppo
-from training import ENGINE, GROUP, ZERO, compared, image_rows, train
+from training import ENGINE, GROUP, ZERO, compared, image_rows, refusal, train
 
 
 PARTS = {"freeze": "vision_tower", "learning_rates": {"projector": 0.05, "lm_head": 0.2}}
@@ -37,13 +37,8 @@ def parts_resumed(folder):
     PartialState().wait_for_everyone()
     checkpoint = folder / "straight" / "output" / "checkpoint-2"
     _, result = train(folder / "again", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
-    message = ""
-    try:
-        options["freeze"] = "projector"
-        options["learning_rates"] = None
-        train(folder / "other", "qwen2_5_vl", image_rows(), 2 * GROUP, checkpoint=checkpoint, **options)
-    except ValueError as error:
-        message = str(error)
+    options |= {"freeze": "projector", "learning_rates": None, "checkpoint": checkpoint}
+    message = refusal(train, folder / "other", "qwen2_5_vl", image_rows(), 2 * GROUP, **options)
     return compared(straight, result) | {"message": message}
 
 
@@ -55,9 +50,6 @@ def parts_of_deepspeed(folder):
     for name in own:
         zero = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         zero |= {name: own[name], "zero_optimization": {"stage": ZERO[ENGINE]}}
-        try:
-            rates = {"learning_rates": {"projector": 0.05}, "deepspeed": zero}
-            train(folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, **rates)
-        except ValueError as error:
-            messages.append(str(error))
+        rates = {"learning_rates": {"projector": 0.05}, "deepspeed": zero}
+        messages.append(refusal(train, folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, **rates))
     return {"messages": messages}

@@ -25,29 +25,18 @@ from accelerate.utils.launch import (
 )
 from helpers import forked
 from helpers.processes import PATIENCE, end, free_port
-from helpers.trainer_utils import length_and_sum, load, make_trainer, text_rows
+from helpers.trainer_utils import CONFIGS, TRAINERS, length_and_sum, load, make_trainer, text_rows
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from trl_multimodal_rft import (
-    MultimodalDistillationConfig,
-    MultimodalDistillationTrainer,
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers.setup import check_launch
 
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "trl_multimodal_rft" / "accelerate_configs"
-CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 ZERO = {"deepspeed_zero1": 1, "deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
 # The configs target GPUs; these options run them on a CPU
@@ -71,7 +60,7 @@ def launch_environment(name, *options):
     return args, prepare_simple_launcher_cmd_env(args)[1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_fields_are_known(name):
     """`accelerate launch` refuses unknown top-level fields, but ignores unknown nested ones."""
     config = load_config_from_file(str(FOLDER / f"{name}.yaml"))
@@ -80,7 +69,7 @@ def test_fields_are_known(name):
 
 
 def test_types():
-    types = {name: load_config_from_file(str(FOLDER / f"{name}.yaml")).distributed_type for name in CONFIGS}
+    types = {name: load_config_from_file(str(FOLDER / f"{name}.yaml")).distributed_type for name in NAMES}
     assert types == {
         "cpu": DistributedType.NO,
         "single_gpu": DistributedType.NO,
@@ -411,27 +400,20 @@ def test_launches_that_become_independent_runs(name, remedy, given, tmp_path):
 
 # Ranks that share rows
 
-TRAINERS = {
-    MultimodalGRPOTrainer: (MultimodalGRPOConfig, {"reward_funcs": length_and_sum}),
-    MultimodalRLOOTrainer: (MultimodalRLOOConfig, {"reward_funcs": length_and_sum}),
-    MultimodalPPOTrainer: (MultimodalPPOConfig, {"reward_funcs": length_and_sum}),
-    MultimodalDistillationTrainer: (MultimodalDistillationConfig, {}),
-    MultimodalSFTTrainer: (MultimodalSFTConfig, {}),
-}
 
-
-@pytest.mark.parametrize("trainer_class", TRAINERS)
-def test_ranks_that_share_rows_are_refused(trainer_class, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_ranks_that_share_rows_are_refused(kind, monkeypatch, tmp_path):
     """Before the model is loaded: there is none of this name."""
-    config_class, objects = TRAINERS[trainer_class]
-    objects = {"train_dataset": text_rows(), **objects}
-    if trainer_class is MultimodalDistillationTrainer:
+    config_class, objects = CONFIGS[kind], {"train_dataset": text_rows()}
+    if kind == "distillation":
         objects["teacher_model"] = load("qwen2_5_vl")[0]
+    elif kind != "sft":
+        objects["reward_funcs"] = length_and_sum
 
     def refused(named, model="no/model", **options):
         args = config_class(str(tmp_path), use_cpu=True, bf16=False, **options)
         with pytest.raises(ValueError, match=f"^{re.escape(named)}: ranks that share a model's layers"):
-            trainer_class(model=model, args=args, **objects)
+            TRAINERS[kind](model=model, args=args, **objects)
 
     refused("`tp_size=2`", parallelism_config=ParallelismConfig(tp_size=2))
     refused("`tp_plan='auto'`", model_init_kwargs={"tp_plan": "auto"})

@@ -12,7 +12,7 @@ from launcher import Run
 pytestmark = [pytest.mark.lightrft, pytest.mark.slow]
 
 FITS = ["fit_image", "fit_audio", "fit_mixed"]
-SCENARIOS = {("ddp", 1): FITS, ("zero3", 2): ["refused_shards"]}
+SCENARIOS = {("ddp", 1): FITS, ("zero3", 2): ["refused_shards", "actor_in_parts"]}
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,8 @@ def results(tmp_path_factory):
     """Runs the scenarios of an engine once, on first use."""
 
     def results(engine: str, n: int) -> dict[str, list[dict]]:
+        if engine.startswith("zero"):
+            pytest.importorskip("deepspeed")
         scenarios = SCENARIOS.get((engine, n), [*FITS, "resumed_episode"])
         return Run(engine, n, scenarios, tmp_path_factory.mktemp("runs") / engine).results()
 
@@ -71,3 +73,10 @@ def test_two_processes_go_on_from_a_checkpoint(engine, results):
 def test_weights_in_parts_are_refused(results):
     for rank in results("zero3", 2)["refused_shards"]:
         assert rank["message"].startswith("Experience is made and scored with whole weights")
+
+
+def test_an_actor_in_parts_is_like_a_whole_one(results):
+    for rank in results("zero3", 2)["actor_in_parts"]:
+        assert rank["in_parts"] and rank["difference"] <= 1e-5
+        assert rank["numbers"][0] == rank["numbers"][1]
+        assert rank["sampled"][0] == rank["sampled"][1]

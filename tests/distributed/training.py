@@ -18,20 +18,12 @@ from helpers.chats import RATE, audio, image
 from helpers.collectives import Gathered
 from helpers.families import FAMILIES, SPECIAL
 from helpers.samplers import Remembers, Wrapped
+from helpers.trainer_utils import PLAIN, config_of
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multimodal_rft import (
-    MultimodalDistillationConfig,
-    MultimodalDistillationTrainer,
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
 
@@ -109,13 +101,6 @@ def injected(trainer, n: int) -> list[list[int]]:
     return completions
 
 
-CONFIGS = {
-    MultimodalPPOTrainer: MultimodalPPOConfig,
-    MultimodalRLOOTrainer: MultimodalRLOOConfig,
-    MultimodalDistillationTrainer: MultimodalDistillationConfig,
-}
-
-
 def reward(completion_ids, group_ids=None, **kwargs):
     # Passed only where each process has whole groups
     assert group_ids is None or all(group_ids.count(each) == GROUP for each in group_ids)
@@ -147,27 +132,30 @@ def train(
         "per_device_train_batch_size": batch // state.num_processes,
         "num_generations": GROUP,
         "max_completion_length": 8,
-        "max_steps": 2,
-        "optim": "sgd",
+        **PLAIN,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": True,
         "learning_rate": 0.5,  # hides the rounding of the weights in an update
-        "lr_scheduler_type": "constant",
         "shuffle_dataset": False,
         "self_check": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "bf16": False,
         **engine_options(state),
     }
-    config_class = next((c for t, c in CONFIGS.items() if issubclass(trainer_class, t)), MultimodalGRPOConfig)
-    args = config_class(**{**config, **options})
+    args = config_of(trainer_class)(**{**config, **options})
     data = Dataset.from_list(rows)
     trainer = trainer_class(
         str(folder / "model"), reward_func, args, data, processing_class=processor, **(objects or {})
     )
     trainer.sampler = trainer.sampler if sampler is None else sampler(trainer)
     return trainer, observed(trainer, checkpoint)
+
+
+def refusal(call, *args, error=ValueError, **options) -> str:
+    """Returns the message of the error that a call raises, or an empty text."""
+    try:
+        call(*args, **options)
+    except error as raised:
+        return str(raised)
+    return ""
 
 
 def observed(trainer, checkpoint=None):

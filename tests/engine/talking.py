@@ -6,7 +6,7 @@ import itertools
 import torch
 import vllm_cpu
 from helpers.families import encode
-from helpers.trainer_utils import length_and_sum
+from helpers.trainer_utils import config_of, length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
@@ -139,14 +139,14 @@ def show(number: int) -> list:
     return Talking.media[number % len(Talking.media)]
 
 
-def make(trainer_class, config_class, objects: dict, rows, media: list, folder, **options):
+def make(trainer_class, objects: dict, rows, media: list, folder, **options):
     """Returns a trainer of two updates whose completions are conversations of six words."""
     Talking.media = media
     tokenizer = objects["processing_class"].tokenizer
     words = [id for word in WORDS for id in tokenizer(word)["input_ids"]]
     assert len(words) == len(WORDS)
     bias = {**dict.fromkeys(words, 100.0), tokenizer.eos_token_id: 100.0}
-    args = config_class(
+    args = config_of(trainer_class)(
         str(folder), **{**OPTIONS, "generation_kwargs": {"logit_bias": bias}, "vllm_engine_kwargs": ENGINE, **options}
     )
     return trainer_class(

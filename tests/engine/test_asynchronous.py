@@ -18,7 +18,7 @@ from talking import TalkingGRPO
 from talking import make as make_talking
 from weights import OfVersions
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 # Two groups in a batch, two batches in an epoch
@@ -52,7 +52,7 @@ class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
 def make(omni, folder, servers, trainer_class=Hashing, **options):
     urls = [getattr(each, "url", each) for each in servers]
     where = {"vllm_server_base_urls": urls} if len(urls) > 1 else {"vllm_server_base_url": urls[0]}
-    given = (trainer_class, MultimodalGRPOConfig, OMNI, omni_rows(), folder, load_omni(omni))
+    given = (trainer_class, OMNI, omni_rows(), folder, load_omni(omni))
     return engine_runs.make(*given, **{**OPTIONS, **where, **options})
 
 
@@ -170,9 +170,7 @@ def test_turns_after_tools_are_by_the_newest_weights(tmp_path):
         options |= {"max_staleness": 1, "self_check": False, "max_steps": 3}
         text = {"type": "text", "text": "Is there a cat?"}
         media = [[image(56, 84, 0), text], [text], [image(84, 56, 1), image(56, 56, 2)]]
-        trainer = make_talking(
-            TalkingAhead, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), media, tmp_path / "out", **options
-        )
+        trainer = make_talking(TalkingAhead, talking("qwen2_5_vl"), image_rows(), media, tmp_path / "out", **options)
         trainer.train()
     assert len(trainer.differences) == 3
     versions = [draw.batch.versions.tolist() for draw in trainer.draws]

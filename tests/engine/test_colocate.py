@@ -7,14 +7,14 @@ from helpers.engine_runs import Recorded, make
 from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, video_rows
 
-from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalDistillationTrainer, MultimodalGRPOConfig
+from trl_multimodal_rft import MultimodalDistillationTrainer
 
 
 @pytest.mark.parametrize(
     ("family", "rows"), [("qwen2_audio", audio_rows), ("qwen2_5_vl", video_rows), ("qwen2_5_vl", image_rows)]
 )
 def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
-    trainer = make(Recorded, MultimodalGRPOConfig, family, rows(), tmp_path)
+    trainer = make(Recorded, family, rows(), tmp_path)
     rendering = trainer.vllm_generation.llm.renderer.get_mm_processor()
     calls, apply = [], rendering._apply_hf_processor_main
     rendering._apply_hf_processor_main = lambda *args, **kwargs: calls.append(1) or apply(*args, **kwargs)
@@ -26,7 +26,7 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
 def test_views_are_sampled_and_not_corrected(tmp_path):
     """The self-check compares the engine on the other completions."""
     views = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_fraction": 0.25}
-    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, **views)
+    trainer = make(Recorded, "qwen2_5_vl", image_rows(), tmp_path, **views)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]
     assert max(trainer.checks.self_check.engine) < 1e-5 and max(trainer.checks.self_check.engine_updated) < 1e-5
@@ -40,8 +40,8 @@ def test_views_are_sampled_and_not_corrected(tmp_path):
 def test_student_samples_under_a_view(tmp_path):
     """And learns from itself without the view what it sampled from the engine."""
     options = {"student_view": "blank", "max_steps": 1, "learning_rate": 0.0}
-    classes, objects = (MultimodalDistillationTrainer, MultimodalDistillationConfig), {"reward_funcs": None}
-    trainer = make(*classes, "qwen2_5_vl", image_rows(), tmp_path, objects, **options)
+    objects = {"reward_funcs": None}
+    trainer = make(MultimodalDistillationTrainer, "qwen2_5_vl", image_rows(), tmp_path, objects, **options)
     trainer.sampler, trainer.own_positions = Remembers(trainer), True
     trainer.train()
     ((prompts, completions, logps),) = trainer.sampler.calls

@@ -22,7 +22,7 @@ from helpers.trainer_utils import (
     with_media,
 )
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 
@@ -38,7 +38,7 @@ def test_several_images_and_none_and_what_goes_wrong(tmp_path, caplog):
     engine = {**vllm_cpu.ENGINE, "max_model_len": 96}
     del engine["dtype"]  # the trainer's
     options = {"vllm_engine_kwargs": engine, "max_steps": 4, "max_completion_length": 4}
-    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", mixed, tmp_path, **options)
+    trainer = make(Recorded, "qwen2_5_vl", mixed, tmp_path, **options)
     config = trainer.vllm_generation.llm.model_config
     assert config.dtype == torch.float32
     limits = config.multimodal_config
@@ -75,7 +75,7 @@ def test_options_of_users(tmp_path):
     # Each has the bias against placeholders
     for options, drawn in (({}, [300] * 6), ({"stop": [two]}, [300] * 2)):
         options = {"generation_kwargs": {"logit_bias": {300: 100.0}, **options}, "max_steps": 1}
-        trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+        trainer = make(Recorded, "qwen2_audio", audio_rows(), tmp_path, **options)
         trainer.train()
         assert [[ids for _, ids, _ in draw] for draw in trainer.draws] == [[drawn] * 8]
 
@@ -83,7 +83,7 @@ def test_options_of_users(tmp_path):
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")  # vLLM's use of xgrammar
 def test_structured_outputs(tmp_path):
     options = {"vllm_structured_outputs_regex": "[ab]{2,5}", "vllm_importance_sampling_correction": False}
-    trainer = make(Recorded, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path, max_steps=1, **options)
+    trainer = make(Recorded, "qwen2_5_vl", image_rows(), tmp_path, max_steps=1, **options)
     trainer.train()
     texts = trainer.processing_class.batch_decode([ids for _, ids, _ in trainer.draws[0]], skip_special_tokens=True)
     assert len(set(texts)) > 1 and all(2 <= len(text) <= 5 and set(text) <= {"a", "b"} for text in texts)
@@ -91,7 +91,7 @@ def test_structured_outputs(tmp_path):
 
 def test_an_encoder_that_the_data_do_not_need_is_left_out(omni, tmp_path):
     rows = Dataset.from_list([{"prompt": f"What do you hear? {i}", "audio": sound(0.4, seed=i)} for i in range(4)])
-    trainer = make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
+    trainer = make(RecordedOmni, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
     assert not list(model.visual.parameters()) and list(model.audio_tower.parameters())
     trainer.train()
@@ -113,7 +113,7 @@ def test_all_kinds_in_one_prompt(omni, tmp_path):
     rows = Dataset.from_dict({"index": range(4)}).with_transform(
         lambda batch: {**batch, "prompt": [prompts[i] for i in batch["index"]]}
     )
-    trainer = make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
+    trainer = make(RecordedOmni, OMNI, rows, tmp_path, {"model": str(omni)}, max_steps=2)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 2
 

@@ -64,8 +64,8 @@ def test_ids_and_pixels_are_the_same(family, tmp_path):
 def test_a_run_samples_within_the_budget(family, tmp_path):
     rows = [{"prompt": chat(text(f"What is it? {i}")), "image": image(160, 120, seed=i)["image"]} for i in range(4)]
     objects = {"model": with_larger_images(family, tmp_path / "model")}
-    classes, options = (MultimodalGRPOTrainer, MultimodalGRPOConfig), {"max_steps": 2, "max_pixels": 56 * 56}
-    trainer = make(*classes, family, Dataset.from_list(rows), tmp_path / "out", objects, **options)
+    options = {"max_steps": 2, "max_pixels": 56 * 56}
+    trainer = make(MultimodalGRPOTrainer, family, Dataset.from_list(rows), tmp_path / "out", objects, **options)
     trainer.train()
     check = trainer.checks.self_check
     assert all(largest <= 1e-4 for _, largest in (check.engine, check.engine_updated))

@@ -8,13 +8,7 @@ from helpers.samplers import Remembers
 from helpers.trainer_utils import audio_rows, image_rows, length_and_sum
 from transformers import set_seed
 
-from trl_multimodal_rft import (
-    GenerationEvalCallback,
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-)
+from trl_multimodal_rft import GenerationEvalCallback, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
 
@@ -40,7 +34,7 @@ def test_evaluation_during_training_and_after(tmp_path):
     held_out = audio_rows(12).select(range(8, 12))
     options = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
     options["generation_kwargs"] = {"frequency_penalty": 0.5}  # not for evaluation
-    trainer = make(MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer = make(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(), tmp_path, **options)
     trainer.sampler = Trained(trainer)
     start = copy.deepcopy(trainer.model.state_dict())
     set_seed(1)
@@ -76,7 +70,7 @@ def test_evaluation_during_training_and_after(tmp_path):
 
 
 def test_evaluation_of_a_policy_with_a_critic(tmp_path):
-    trainer = make(MultimodalPPOTrainer, MultimodalPPOConfig, "qwen2_5_vl", image_rows(), tmp_path)
+    trainer = make(MultimodalPPOTrainer, "qwen2_5_vl", image_rows(), tmp_path)
     trainer.train()
     greedy = EvaluationConfig(max_completion_length=6)
     own = evaluate_trainer(trainer, image_rows(12), length_and_sum, greedy)

@@ -5,7 +5,7 @@ import torch
 from helpers.engine_runs import make
 from helpers.trainer_utils import image_rows
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.trainers.offload import storages
 
 
@@ -31,7 +31,7 @@ def test_engine_samples_without_the_model(tmp_path):
     updates, lives = [], []
     for offload in (False, True):
         options = {"beta": 0.1, "optim": "adamw_torch", "offload_during_generation": offload, "seed": 7}
-        trainer = make(Counting, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path / str(offload), **options)
+        trainer = make(Counting, "qwen2_5_vl", image_rows(), tmp_path / str(offload), **options)
         trainer.train()
         updates.append({name: parameter.detach() for name, parameter in trainer.model.named_parameters()})
         lives.append(trainer.live)

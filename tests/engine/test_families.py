@@ -13,7 +13,6 @@ from helpers.families import FAMILIES
 from helpers.omni import save_released
 from helpers.trainer_utils import saved, text_rows, with_media
 
-from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
@@ -53,7 +52,7 @@ def trainer_of(name: str, tmp_path) -> RecordedOmni:
     rows = with_media(text_rows(), "prompt", [None] * 8)  # vLLM can't count these media
     options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8, "self_check": False}
     engine = {"max_model_len": 1024, "max_num_seqs": 8}
-    return make(RecordedOmni, MultimodalGRPOConfig, name, rows, tmp_path, {"model": folder}, engine, **options)
+    return make(RecordedOmni, name, rows, tmp_path, {"model": folder}, engine, **options)
 
 
 def kinds(chat) -> str:

@@ -14,7 +14,6 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.renderers import renderer_from_config
 
-from trl_multimodal_rft import MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
@@ -99,7 +98,7 @@ def test_long_videos_are_scored_as_they_are_sampled(tmp_path):
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Describe the video. {i}"}]} for i in range(8)])
     rows = with_media(rows, "video", videos)
     shown = [[TEXT, clip(20, 1, 1, seed=9), TEXT], [clip(12, 1, 2, seed=10)]]
-    trainer = make(TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_vl"), rows, shown, tmp_path)
+    trainer = make(TalkingGRPO, talking("qwen2_vl"), rows, shown, tmp_path)
     trainer.train()
     check = trainer.checks.self_check
     assert check.engine_positions and "at the engine's positions" in str(check)

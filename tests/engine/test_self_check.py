@@ -10,14 +10,7 @@ from helpers.engine_runs import make
 from helpers.trainer_utils import Recording, audio_rows, by_key, image_rows, moved, saved
 from transformers import AutoProcessor
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
 
@@ -25,7 +18,7 @@ FAMILY = "qwen2_5_vl"
 
 
 def grpo(tmp_path, trainer_class=MultimodalGRPOTrainer, **options):
-    return make(trainer_class, MultimodalGRPOConfig, FAMILY, image_rows(), tmp_path, **options)
+    return make(trainer_class, FAMILY, image_rows(), tmp_path, **options)
 
 
 def assert_exact(check):
@@ -64,7 +57,7 @@ def test_completions_end_as_those_of_transformers(tmp_path):
 
     objects, options = {"processing_class": processor}, {"max_completion_length": 200, "max_steps": 2}
     options |= {"per_device_train_batch_size": 16, "num_generations": 8}
-    given = (Recorded, MultimodalGRPOConfig, FAMILY, image_rows(), tmp_path, objects, {"max_model_len": 512})
+    given = (Recorded, FAMILY, image_rows(), tmp_path, objects, {"max_model_len": 512})
     trainer = make(*given, **options)
     trainer.train()
     sampled = [ids for draw in trainer.draws for ids in draw.batch.ids]
@@ -83,7 +76,7 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
             return super()._compute_loss(model, inputs)
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
-    trainer = make(Remembering, MultimodalRLOOConfig, "qwen2_audio", audio_rows(), tmp_path, **options)
+    trainer = make(Remembering, "qwen2_audio", audio_rows(), tmp_path, **options)
     trainer.train()
     assert_exact(trainer.checks.self_check)
     assert len(drawn) == 3
@@ -107,7 +100,7 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
 
 def test_ppo_samples_from_the_policy(tmp_path):
     options = {"num_ppo_epochs": 1}
-    trainer = make(MultimodalPPOTrainer, MultimodalPPOConfig, FAMILY, image_rows(), tmp_path, **options)
+    trainer = make(MultimodalPPOTrainer, FAMILY, image_rows(), tmp_path, **options)
     trainer.train()
     assert_exact(trainer.checks.self_check)
     assert 0.5 < trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] < 1

@@ -25,11 +25,7 @@ from serving import FLAGS
 from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
 
-from trl_multimodal_rft import (
-    MultimodalDistillationConfig,
-    MultimodalDistillationTrainer,
-    MultimodalGRPOConfig,
-)
+from trl_multimodal_rft import MultimodalDistillationTrainer, MultimodalGRPOConfig
 from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
@@ -50,7 +46,7 @@ def make(server, omni, tmp_path, rows=None, **options):
     # The model is an instance, and the engine runs in the server
     options |= {"model_init_kwargs": None, "vllm_engine_kwargs": None}
     rows = omni_rows() if rows is None else rows
-    return engine_runs.make(RecordedOmni, MultimodalGRPOConfig, OMNI, rows, tmp_path, load_omni(omni), **options)
+    return engine_runs.make(RecordedOmni, OMNI, rows, tmp_path, load_omni(omni), **options)
 
 
 def rows_with_a_crop():
@@ -82,8 +78,7 @@ def test_teacher_on_the_server_is_the_one_here(server, omni, tmp_path, options):
         given = {"loss_top_k": 4, "max_steps": 1, "learning_rate": 0.0, "use_vllm": False, "num_generations": 2}
         given |= {"vllm_engine_kwargs": None, "model_init_kwargs": None, "seed": 3, "self_check": False, **options}
         given |= {} if local else {"teacher_model_server_url": server}
-        classes, rows = (MultimodalDistillationTrainer, MultimodalDistillationConfig), make_rows()
-        trainer = engine_runs.make(*classes, OMNI, rows, tmp_path, objects, **given)
+        trainer = engine_runs.make(MultimodalDistillationTrainer, OMNI, make_rows(), tmp_path, objects, **given)
         trainer.train()
         found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
     assert min(found[0]) > 1e-3 and found[1] == pytest.approx(found[0], rel=1e-3)
@@ -119,9 +114,7 @@ def test_tools_show_media(server, omni, tmp_path):
         [{"type": "audio", "audio": sound(0.3, 1)}, image(56, 56, 1)],
     ]
     options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": None}
-    trainer = talking.make(
-        talking.TalkingGRPO, MultimodalGRPOConfig, objects, video_rows(), media, tmp_path, **options
-    )
+    trainer = talking.make(talking.TalkingGRPO, objects, video_rows(), media, tmp_path, **options)
     trainer.train()
     check = trainer.checks.self_check
     assert len(trainer.largest) == 2 and max(trainer.largest) <= 1e-4

@@ -13,7 +13,7 @@ from omni import load_omni, omni_rows
 from serving import train
 from trl.generation import vllm_client
 
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.generation.vllm_server import ServerGroup
 
 
@@ -116,7 +116,7 @@ def test_refused_servers(omni, tmp_path):
     options = {"vllm_mode": "server", "model_init_kwargs": None, "vllm_engine_kwargs": None}
     options["vllm_server_base_urls"] = ["http://a:8000", "http://b:8000"]
     with pytest.raises(ValueError, match="has 2 servers for 1 processes, of which each asks one"):
-        make(MultimodalGRPOTrainer, MultimodalGRPOConfig, OMNI, omni_rows(), tmp_path, load_omni(omni), **options)
+        make(MultimodalGRPOTrainer, OMNI, omni_rows(), tmp_path, load_omni(omni), **options)
     with fake_servers(omni, [0, 0]) as servers:
         with pytest.raises(ValueError, match=r"draw the same random numbers, by the seeds \[0, 0\].*own"):
             ServerGroup([each.url for each in servers], 1234, 1.0)

@@ -8,12 +8,7 @@ from helpers.tools import talking
 from helpers.trainer_utils import audio_rows, image_rows, sound
 from talking import ENGINE, Talking, TalkingGRPO, make
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-)
+from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.columns import MediaError
 
 
@@ -44,9 +39,7 @@ def assert_exact(trainer):
 def test_images(tmp_path):
     """Covers 0 to 3 turns in one batch, before and after an update."""
     options = {"vllm_engine_kwargs": {**ENGINE, "block_size": 32}, "max_tool_media": 4}
-    trainer = make(
-        TalkingGRPO, MultimodalGRPOConfig, talking("qwen2_5_vl"), image_rows(), images(), tmp_path, **options
-    )
+    trainer = make(TalkingGRPO, talking("qwen2_5_vl"), image_rows(), images(), tmp_path, **options)
     engine = trainer.vllm_generation
     limits = engine.llm.model_config.multimodal_config
     assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [5, 4]
@@ -77,9 +70,7 @@ def test_images(tmp_path):
 def test_sounds_up_to_the_engines_limit(tmp_path):
     engine = {**ENGINE, "max_model_len": 160}
     options = {"vllm_engine_kwargs": engine, "max_completion_length": 400, "beta": 0.0}
-    trainer = make(
-        TalkingRLOO, MultimodalRLOOConfig, talking("qwen2_audio"), audio_rows(), sounds(), tmp_path, **options
-    )
+    trainer = make(TalkingRLOO, talking("qwen2_audio"), audio_rows(), sounds(), tmp_path, **options)
     trainer.train()
     assert_exact(trainer)
     first = trainer.state.log_history[0]
@@ -90,7 +81,7 @@ def test_sounds_up_to_the_engines_limit(tmp_path):
 def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
     engine = {**ENGINE, "limit_mm_per_prompt": {"image": 1, "video": 0}}
     args = (talking("qwen2_5_vl"), image_rows(), images(), tmp_path)
-    trainer = make(TalkingGRPO, MultimodalGRPOConfig, *args, vllm_engine_kwargs=engine)
+    trainer = make(TalkingGRPO, *args, vllm_engine_kwargs=engine)
     with pytest.raises(MediaError, match="'image', 2 of them, and the engine was started for 1"):
         trainer.train()
 
@@ -109,7 +100,7 @@ def rollout(prompts, trainer):
 
 def test_rollout_func_shows_the_engine_media(tmp_path):
     objects, options = {"rollout_func": rollout}, {"max_steps": 2, "generation_kwargs": None}
-    args = (MultimodalGRPOTrainer, MultimodalGRPOConfig, "qwen2_5_vl", image_rows(), tmp_path)
+    args = (MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path)
     trainer = engine_runs.make(*args, objects=objects, **options)
     trainer.train()
     assert trainer.checks.self_check.engine[1] <= 1e-4

@@ -30,31 +30,25 @@ from datasets import Dataset
 from helpers.chats import image
 from helpers.marks import slow_but
 from helpers.tools import call, shows, talking
-from helpers.trainer_utils import PLAIN, audio_rows, image_rows, load, text_rows, video_rows, with_media
+from helpers.trainer_utils import (
+    CONFIGS,
+    PLAIN,
+    TRAINERS,
+    audio_rows,
+    image_rows,
+    load,
+    text_rows,
+    video_rows,
+    with_media,
+)
 from peft import LoraConfig
 
-from trl_multimodal_rft import (
-    MultimodalGRPOConfig,
-    MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
-    MultimodalPPOTrainer,
-    MultimodalRLOOConfig,
-    MultimodalRLOOTrainer,
-    MultimodalSFTConfig,
-    MultimodalSFTTrainer,
-)
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 
 
 STORED = Path(__file__).with_name("golden.json")
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
 
-TRAINERS = {
-    "grpo": (MultimodalGRPOTrainer, MultimodalGRPOConfig),
-    "rloo": (MultimodalRLOOTrainer, MultimodalRLOOConfig),
-    "ppo": (MultimodalPPOTrainer, MultimodalPPOConfig),
-    "sft": (MultimodalSFTTrainer, MultimodalSFTConfig),
-}
 FAMILY = {
     "text": "qwen2_5_vl",
     "image": "qwen2_5_vl",
@@ -274,7 +268,7 @@ def supervised(kind: str):
 def make_trainer(name: str, folder: str, monkeypatch):
     trainer, kind, options = RUNS[name]
     options = dict(options)
-    trainer_class, config_class = TRAINERS[trainer]
+    trainer_class, config_class = TRAINERS[trainer], CONFIGS[trainer]
     objects = dict(options.pop("objects", {}))
     if kind == "tool":
         objects |= talking(FAMILY[kind])

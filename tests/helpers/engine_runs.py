@@ -5,7 +5,7 @@ import torch
 import vllm_cpu
 
 from helpers.samplers import Wrapped
-from helpers.trainer_utils import length_and_sum, saved
+from helpers.trainer_utils import config_of, length_and_sum, saved
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
@@ -64,7 +64,7 @@ class RecordedOmni(Recorded):
     own_positions = False
 
 
-def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engine=None, **options):
+def make(trainer_class, family, rows, tmp_path, objects=None, engine=None, **options):
     """Returns a trainer of three updates of all weights in float32, with options for its config and engine."""
     options = {
         "per_device_train_batch_size": 8,
@@ -81,6 +81,6 @@ def make(trainer_class, config_class, family, rows, tmp_path, objects=None, engi
         "vllm_engine_kwargs": {**vllm_cpu.ENGINE, "max_model_len": 512, **(engine or {})},
         **options,
     }
-    args = config_class(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    args = config_of(trainer_class)(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
     objects = {"model": str(saved(family)), "reward_funcs": length_and_sum, "train_dataset": rows, **(objects or {})}
     return trainer_class(args=args, **{name: value for name, value in objects.items() if value is not None})

@@ -9,14 +9,7 @@ from pathlib import Path
 
 from trl import GRPOConfig, RLOOConfig, SFTConfig
 
-from helpers.trainer_utils import PLAIN
-from trl_multimodal_rft import (
-    MultimodalDistillationConfig,
-    MultimodalGRPOConfig,
-    MultimodalPPOConfig,
-    MultimodalRLOOConfig,
-    MultimodalSFTConfig,
-)
+from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.rules import RULE_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
@@ -24,13 +17,6 @@ from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, Multim
 
 TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
 RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} | {"adam_epsilon": 1e-3}
-CONFIGS = {
-    "grpo": MultimodalGRPOConfig,
-    "rloo": MultimodalRLOOConfig,
-    "ppo": MultimodalPPOConfig,
-    "sft": MultimodalSFTConfig,
-    "distillation": MultimodalDistillationConfig,
-}
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotations(each)}
 OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # of TRL's configs for other trainers

@@ -29,6 +29,8 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOConfig,
     MultimodalRLOOTrainer,
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
     families,
 )
 from trl_multimodal_rft.trainers.multimodal_config import SamplingArguments
@@ -290,15 +292,22 @@ def shifted(model, distance: float = 0.02, seed: int = 0):
 
 # Runs
 
-CONFIGS = {
-    MultimodalPPOTrainer: MultimodalPPOConfig,  # before its bases
-    MultimodalGRPOTrainer: MultimodalGRPOConfig,
-    MultimodalRLOOTrainer: MultimodalRLOOConfig,
-    MultimodalDistillationTrainer: MultimodalDistillationConfig,
-    GRPOTrainer: GRPOConfig,
-    RLOOTrainer: RLOOConfig,
-    DistillationTrainer: DistillationConfig,
+TRAINERS = {
+    "grpo": MultimodalGRPOTrainer,
+    "rloo": MultimodalRLOOTrainer,
+    "ppo": MultimodalPPOTrainer,
+    "sft": MultimodalSFTTrainer,
+    "distillation": MultimodalDistillationTrainer,
 }
+CONFIGS = {
+    "grpo": MultimodalGRPOConfig,
+    "rloo": MultimodalRLOOConfig,
+    "ppo": MultimodalPPOConfig,
+    "sft": MultimodalSFTConfig,
+    "distillation": MultimodalDistillationConfig,
+}
+_CONFIG_OF = {TRAINERS[kind]: CONFIGS[kind] for kind in TRAINERS}
+_CONFIG_OF |= {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, DistillationTrainer: DistillationConfig}
 
 
 @dataclass
@@ -331,6 +340,10 @@ QUICK = {"media_prefetch": 0, "self_check": False}
 AS_SHIPPED = {"media_prefetch": 1, "self_check": True}
 
 
+def config_of(trainer_class) -> type:
+    return next(_CONFIG_OF[base] for base in trainer_class.__mro__ if base in _CONFIG_OF)
+
+
 def make_trainer(
     trainer_class, family: str, dataset, output_dir, *, reward=length_and_sum, objects=None, sampler=None, **options
 ):
@@ -340,11 +353,11 @@ def make_trainer(
     `objects` are further arguments of the trainer, `options` arguments of its config; `sampler` makes one from its
     trainer.
     """
-    config_class = next(CONFIGS[base] for base in trainer_class.__mro__ if base in CONFIGS)
+    config_class = config_of(trainer_class)
+    drawn = {"num_generations": 4, "max_completion_length": 8}
     arguments = {
         "per_device_train_batch_size": 8,
-        **({"num_generations": 4} if "num_generations" in config_class.__dataclass_fields__ else {}),
-        "max_completion_length": 8,
+        **{name: value for name, value in drawn.items() if name in config_class.__dataclass_fields__},
         **PLAIN,
         **(QUICK if issubclass(config_class, SamplingArguments) else {}),
         **options,

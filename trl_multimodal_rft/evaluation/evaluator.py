@@ -32,7 +32,6 @@ from ..rollout.environments import Environments, template_for_tools
 from ..rollout.prompts import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
-from ..trainers.offload import offloading
 from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
@@ -219,7 +218,7 @@ def evaluate_trainer(
     @torch.no_grad()
     def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
         step = trainer.state.global_step
-        with offloading(trainer):
+        with trainer.offloading():
             return trainer.sampler(trainer.model_wrapped, prompts, step=step, config=config, branches=branches)[0]
 
     with kept_random_state():

@@ -3,12 +3,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import IterableDataset
+from torch import nn
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
@@ -52,8 +54,8 @@ from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, wit
 from .arguments import check_arguments
 from .asynchronous import AheadSampling, row_encoder
 from .checkpoints import CheckpointMixin
-from .engine import check_settings, make_sampler
-from .offload import HostMemory
+from .engine import check_sampler, check_settings, make_samplers
+from .offload import HostMemory, idle_storages
 from .optimizer import choose_what_trains
 from .rollout_logs import add_log_callbacks
 from .run import MetricLog, Rewarding, Run
@@ -93,6 +95,7 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
+    _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
@@ -196,7 +199,7 @@ class MultimodalTrainer(CheckpointMixin):
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
-        self.sampler = make_sampler(self, sampler, placeholders, loaded.revision)
+        self._own_sampler, self.sampler = make_samplers(self, sampler, placeholders, loaded.revision)
         keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self)
         self._add_checkpoint_callbacks()
@@ -219,6 +222,27 @@ class MultimodalTrainer(CheckpointMixin):
     @property
     def _group_size(self) -> int:
         return self._run.group_size
+
+    def offloading(self) -> AbstractContextManager[None]:
+        """With `offload_during_generation`, the device has no memory of what sampling doesn't need."""
+        if self.host_memory is None:
+            return nullcontext()
+        # A function of the user may use these
+        others: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
+        return self.host_memory.holding(idle_storages(self.model, self.optimizer, *others))
+
+    def _check_sampler(self, rollout: Rollout) -> None:
+        check_sampler(
+            self._run,
+            self.sampler,
+            rollout,
+            corrects=self._corrects(rollout),
+            ends=self.eos_token_ids,
+            tokenizer=self._tokenizer,
+            logit_bias=self._logit_bias,
+            flight=self.in_flight,
+            is_custom=self.rollout_func is not None,
+        )
 
     # Rows and prompts
 
@@ -266,7 +290,9 @@ class MultimodalTrainer(CheckpointMixin):
         if self.args.self_check and self.model.training and prompts:
             if self.args.special_tokens_in_text == "strip":  # the check encodes the messages again
                 messages = [self.prompts.checked(each, number) for each, number in zip(messages, numbers, strict=True)]
-            self.checks.on_prompts(self.model, messages, prompts, functools.partial(check_settings, self))
+            parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
+            settings = functools.partial(check_settings, *parts, self._processor_source)
+            self.checks.on_prompts(self.model, messages, prompts, settings)
         return rollout
 
     def _rollout_of(self, rows: Sequence[EncodedRow]) -> Rollout:
@@ -347,28 +373,11 @@ class MultimodalTrainer(CheckpointMixin):
         return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
-        """What calls tools, each completion its own, as in training unless the options say otherwise."""
-        options: dict[str, Any] = {
-            "max_length": self.max_completion_length,
-            "max_turns": self.max_tool_calling_iterations,
-            "max_media": self.args.max_tool_media,
-            "ends": self.eos_token_ids,
-            "loop": getattr(self, "async_loop", None),
-            "media_rules": self.args.media_rules,
-            **options,
-        }
-        return ToolLoop(
-            model=self._unwrapped(self.model),
-            processor=self.processing_class,
-            tools=tools,
-            template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
-            audio_overlong=self.args.audio_overlong,
-            special_tokens_in_text=self.args.special_tokens_in_text or "raise",
-            isolate=self._policy.fallbacks.isolate,
-            engine_length=self.sampler.max_length,
-            anyone=self._any_process if self.sampler.is_collective else bool,
-            **options,
-        )
+        """Calls tools as in training, unless the options say otherwise."""
+        most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
+        options = {**most, "ends": self.eos_token_ids, "loop": getattr(self, "async_loop", None), **options}
+        template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+        return self._run.tool_loop(self.sampler, tools, template, **options)
 
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""

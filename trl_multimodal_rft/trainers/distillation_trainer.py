@@ -24,8 +24,6 @@ from ..rollout.views import continued
 from .base import MultimodalTrainer
 from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
-from .engine import check_engine
-from .offload import offloading
 from .rollout_logs import log_contribution
 from .setup import resolve_config
 from .teacher import (
@@ -202,7 +200,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         read = teacher_prompts(self, rollout, rows)
         asked = None if self.teacher_server is None else self.teacher_server.read(read)
         rollout.prompts = seen_under(self, rollout, self.args.student_view)
-        with offloading(self):
+        with self.offloading():
             self._sample(rollout)
         if asked is not None:
             score_on_server(self, rollout, asked)
@@ -211,7 +209,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             prompt.decoded = ()
         if asked is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
             rollout.teacher_prompts = read
-        check_engine(self, rollout)
+        self._check_sampler(rollout)
         self._rollout_log.add_completions(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)
         return rollout

@@ -11,7 +11,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from transformers import AutoProcessor, GenerationConfig
+from torch import nn
+from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerBase
+from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
@@ -23,13 +25,14 @@ from ..generation.vllm_adapters import EngineAdapter
 from ..models.quantization import is_4bit
 from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.in_flight import InFlight
-from ..rollout.ranks import sum_over_ranks
+from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
 from .finite import naming_broken_logits
-from .offload import offloading_model
+from .offload import storages, weights
+from .run import Run
 from .setup import media_limits, sampling_changes, suppress_placeholders
 
 
@@ -115,146 +118,183 @@ def make_engine(
 
 
 @contextmanager
-def generating(trainer: Any) -> Iterator[Any]:
-    """The trainer's model, ready to generate."""
-    args = trainer.args
+def ready_to_generate(
+    run: Run, wrapped: Callable[[], nn.Module], backend: DistributedBackend, generation_kwargs: dict[str, Any]
+) -> Iterator[Any]:
+    """The policy without what `wrapped` gives around it, ready to generate."""
+    args, model = run.args, wrapped()
     with (
         unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
+            model,
+            run.accelerator,
             gather_deepspeed3_params=args.ds3_gather_for_generation,
-            generation_kwargs=trainer.generation_kwargs,
+            generation_kwargs=generation_kwargs,
             gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        ) as model,
+        ) as unwrapped_model,
         torch.no_grad(),
-        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
-        naming_broken_logits(trainer.state.global_step, trainer.model.dtype),
+        backend.summon_full_params(model, recurse=False),
+        naming_broken_logits(run.step, run.policy.unwrapped(run.model()).dtype),
     ):
-        yield model
+        yield unwrapped_model
 
 
-def check_settings(trainer: Any) -> RunSettings:
-    """What the self-check compares the policy with."""
-    source = trainer._processor_source
+def check_settings(
+    run: Run,
+    sampler: Sampler,
+    own: TransformersSampler,
+    wrapped: Callable[[], nn.Module],
+    processor_source: dict[str, Any] | None,
+) -> RunSettings:
+    """
+    What the self-check compares the policy with: a processor, from its source as transformers loads it, and samples of
+    transformers.
+    """
 
     def load_processor() -> Any:
-        """The processor as transformers loads it, to compare with; one that was passed is taken as it is."""
-        return trainer.processing_class if source is None else AutoProcessor.from_pretrained(**source)
+        return run.prompts.processor if processor_source is None else AutoProcessor.from_pretrained(**processor_source)
 
     def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, shared_prefill: bool) -> Any:
-        return trainer._policy.sample(
-            trainer.model_wrapped,
+        return run.policy.sample(
+            wrapped(),
             prompts,
             config,
-            trainer._tokenizer.pad_token_id,
+            own.pad_token_id,
             shared_prefill=shared_prefill,
-            generating=functools.partial(generating, trainer),
+            generating=own.generating,
         )
 
-    samples = trainer.sampler.samples_policy and getattr(trainer, "continuous_batching_config", None) is None
     return RunSettings(
         load_processor=load_processor,
-        template_kwargs=trainer.prompts.template_kwargs,
-        generation_config=trainer.generation_config,
-        eos_token_ids=trainer.eos_token_ids,
-        sample=sample if samples else None,
-        samples_rollouts=trainer.sampler.samples_policy,
-        generating=functools.partial(generating, trainer),
-        changes=sampling_changes(trainer.args),
-        audio_overlong=trainer.args.audio_overlong,
-        engine_positions=trainer.sampler.is_engine,
+        template_kwargs=run.prompts.template_kwargs,
+        generation_config=own.config,
+        eos_token_ids=own.eos_token_ids,
+        sample=sample if sampler.samples_policy and own.continuous_batching is None else None,
+        samples_rollouts=sampler.samples_policy,
+        generating=own.generating,
+        changes=sampling_changes(run.args),
+        audio_overlong=run.args.audio_overlong,
+        engine_positions=sampler.is_engine,
     )
 
 
-def check_engine(trainer: Any, rollout: Rollout) -> None:
-    """Compares what sampled, if it isn't the policy itself, with the policy, where that is due."""
-    if trainer.sampler.samples_policy or not trainer.model.training:
+def check_sampler(
+    run: Run,
+    sampler: Sampler,
+    rollout: Rollout,
+    *,
+    corrects: bool,
+    ends: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    logit_bias: dict[int, float],
+    flight: InFlight | None,
+    is_custom: bool,
+) -> None:
+    """
+    Compares what sampled, if it isn't the policy itself, with the policy, where that is due.
+
+    Args:
+        run ([`Run`]):
+            What trains.
+        sampler ([`~rollout.samplers.Sampler`]):
+            What sampled.
+        rollout ([`~rollout.rollout.Rollout`]):
+            Its completions.
+        corrects (`bool`):
+            Whether its log-probabilities weigh completions.
+        ends (`Sequence[int]`):
+            Tokens that end a text.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its names for tokens.
+        logit_bias (`dict[int, float]`):
+            What it adds to logits.
+        flight ([`~rollout.in_flight.InFlight`], *optional*):
+            Requests of completions ahead.
+        is_custom (`bool`):
+            Whether a function of the user makes rollouts.
+    """
+    if sampler.samples_policy or not run.is_training:
         return
-    _check_logps(trainer, rollout)
-    check = trainer.checks.self_check
-    if check is not None and trainer.rollout_func is None and not trainer.tools:
-        _check_ends(trainer, rollout)
-    if sampling_changes(trainer.args):  # which make another distribution than the policy's
+    _check_logps(run, rollout, corrects)
+    check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
+    if check is not None and not is_custom and not has_tools:
+        after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, ends)
+        if any_rank(run.accelerator, bool(after.any())):
+            raise RuntimeError(
+                f"self-check: completions go on after an end of text, {tokenizer.convert_ids_to_tokens([*ends])}. Let "
+                "what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set `self_check=False` to "
+                "train anyway."
+            )
+    if sampling_changes(run.args):  # which make another distribution than the policy's
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
-        step, has_tools = trainer.state.global_step, bool(trainer.tools)
-        own = computing_dtype(trainer.accelerator, unwrapped(trainer.accelerator, trainer.model))
-        dtype = trainer.sampler.dtype or own
-        if rollout.versions is not None and trainer.in_flight.probes:  # its completions are older than the policy
-            probe = probe_engine(
-                trainer.in_flight,
-                trainer.accelerator,
-                len(rollout),
-                ends=trainer.eos_token_ids,
-                pad_token_id=trainer._tokenizer.pad_token_id,
-            )
-            trainer.checks.on_engine(trainer.model, step, probe, dtype, trainer._logit_bias, False)
-        if rollout.versions is None or has_tools:  # whose later turns aren't
-            trainer.checks.on_engine(trainer.model, step, rollout, dtype, trainer._logit_bias, has_tools)
+        own = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
+        dtype, is_old = sampler.dtype or own, rollout.versions is not None
+        if flight is not None and is_old and flight.probes:  # its completions are older than the policy
+            pad: Any = tokenizer.pad_token_id
+            probe = probe_engine(flight, run.accelerator, len(rollout), ends=ends, pad_token_id=pad)
+            run.checks.on_engine(run.model(), run.step, probe, dtype, logit_bias, False)
+        if not is_old or has_tools:  # whose later turns aren't
+            run.checks.on_engine(run.model(), run.step, rollout, dtype, logit_bias, has_tools)
 
 
-def _check_logps(trainer: Any, rollout: Rollout) -> None:
+def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
     """
     Logs the share of tokens that came without a log-probability, and says so once. Raises a `RuntimeError` if all of
     the first batch did, where they should weigh completions.
     """
-    checks, sampled, mask = trainer.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
+    checks, sampled, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampled is None:
         return
     if rollout.from_view is not None:  # which are left out by us
         mask = mask & ~rollout.from_view[:, None]
-    n_missing, n = sum_over_ranks(trainer.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
-    trainer._run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
+    n_missing, n = sum_over_ranks(run.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
+    run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
     is_first, checks.has_looked = not checks.has_looked, True
-    if is_first and n_missing == n > 0 and trainer._corrects(rollout):
+    if is_first and n_missing == n > 0 and corrects:
         raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
     if n_missing and not checks.has_warned:
         checks.has_warned = True
         logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
 
 
-def _check_ends(trainer: Any, rollout: Rollout) -> None:
-    """Raises a `RuntimeError` for completions that go on after an end of text."""
-    after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, trainer.eos_token_ids)
-    if trainer._any_process(bool(after.any())):
-        ends = trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)
-        raise RuntimeError(
-            f"self-check: completions go on after an end of text, {ends}. Let what samples stop there (vLLM: no "
-            "`ignore_eos` in `generation_kwargs`), or set `self_check=False` to train anyway."
-        )
-
-
-def make_sampler(trainer: Any, given: Sampler | None, placeholders: set[int], revision: str | None) -> Sampler:
-    """The one given, or vLLM or transformers, as the trainer's config says."""
+def make_samplers(
+    trainer: Any, given: Sampler | None, placeholders: set[int], revision: str | None
+) -> tuple[TransformersSampler, Sampler]:
+    """That of transformers, and the one to use: what is given, or vLLM, as the trainer's config says."""
     args, profile = trainer.args, functools.partial(profiling_context, trainer)
     trainer._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+    if given is not None and (args.use_vllm or not isinstance(given, Sampler)):
+        raise ValueError(
+            f"`sampler` is a {type(given).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
+            "`use_vllm`."
+        )
+    own = TransformersSampler(
+        trainer._policy,
+        trainer.accelerator,
+        trainer.generation_config,
+        trainer.eos_token_ids,
+        trainer._tokenizer.pad_token_id,
+        functools.partial(
+            ready_to_generate, trainer._run, lambda: trainer.model_wrapped, trainer._dist, trainer.generation_kwargs
+        ),
+        profile,
+        getattr(trainer, "continuous_batching_config", None),
+        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+    )
     if not args.use_vllm:
         suppress_placeholders(trainer, placeholders)
-    if given is not None:
-        if args.use_vllm or not isinstance(given, Sampler):
-            raise ValueError(
-                f"`sampler` is a {type(given).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
-                "`use_vllm`."
-            )
-        return given
-    if not args.use_vllm:
-        return TransformersSampler(
-            trainer._policy,
-            trainer.accelerator,
-            trainer.generation_config,
-            trainer.eos_token_ids,
-            trainer._tokenizer.pad_token_id,
-            functools.partial(generating, trainer),
-            profile,
-            getattr(trainer, "continuous_batching_config", None),
-            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        )
+        return own, own if given is None else given
     limits: dict[str, int] = {}
     n_tool_media = args.max_tool_media if trainer.tools else 0
     if trainer.rollout_func is None and not trainer.toolbox and n_tool_media is not None:
         found = media_limits(args, trainer.train_dataset, trainer.eval_dataset)
         limits = {kind: most + n_tool_media for kind, most in found.items()}
+
+    def without_model() -> AbstractContextManager[None]:
+        memory = trainer.host_memory
+        return nullcontext() if memory is None else memory.holding(storages(weights(trainer.model)))
+
     trainer.vllm_generation = make_engine(
         args,
         trainer.model,
@@ -264,7 +304,7 @@ def make_sampler(trainer: Any, given: Sampler | None, placeholders: set[int], re
         ends=trainer.eos_token_ids,
         revision=revision,
         media_limits=limits,
-        while_sampling=functools.partial(offloading_model, trainer),
+        while_sampling=without_model,
     )
     if trainer.tools:
         logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")
@@ -283,7 +323,7 @@ def make_sampler(trainer: Any, given: Sampler | None, placeholders: set[int], re
         step = trainer.state.global_step
         return naming_checkpoint(args.output_dir, step) if trainer.is_in_train else nullcontext()
 
-    return VLLMSampler(trainer.vllm_generation, profile, explained)
+    return own, VLLMSampler(trainer.vllm_generation, profile, explained)
 
 
 @contextmanager

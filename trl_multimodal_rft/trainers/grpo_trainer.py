@@ -30,10 +30,8 @@ from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
-from .engine import check_engine
 from .grpo_config import MultimodalGRPOConfig
 from .loss_views import add_view, dependency_head, measure_dependency, weigh_by_dependency, with_view_term
-from .offload import offloading
 from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
 
@@ -212,14 +210,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
-        with offloading(self):
+        with self.offloading():
             self._sample(rollout)
         if self.args.loss_view is not None and self.model.training:
             add_view(self._run, rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout).logps
-        check_engine(self, rollout)
+        self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)

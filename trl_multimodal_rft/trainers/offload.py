@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ..models.wrapped import is_unsharded
+from .ema import MovingAverage
 
 
 # Memory of tensors by its address in torch, so that views count once
@@ -95,10 +95,9 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
         yield getattr(parameter, "ds_tensor", parameter)
 
 
-def update_states(trainer: Any) -> Iterator[Any]:
+def update_states(model: nn.Module, optimizer: Any) -> Iterator[Any]:
     """Gradients, and all that the optimizer holds."""
-    yield from (parameter.grad for parameter in trainer.model.parameters())
-    optimizer = trainer.optimizer
+    yield from (parameter.grad for parameter in model.parameters())
     while optimizer is not None:
         # DeepSpeed steps with copies in float32, and keeps gradients apart from parameters
         names = ("param_groups", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
@@ -107,41 +106,18 @@ def update_states(trainer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)  # which engines wrap
 
 
-def idle_storages(trainer: Any) -> Storages:
-    """Memory that only scores and updates read: states, the reference, PPO's critic, and the average of weights."""
-    idle, needed = [*update_states(trainer)], [*weights(trainer.model)]
-    if trainer.rollout_func is None:  # else it may use them
-        critic, average = getattr(trainer, "critic", None), getattr(trainer, "ema", None)
-        if trainer.ref_model is not None:
-            idle += weights(trainer.ref_model)
-        if average is not None:
-            idle += average.state_dict().values()
-        # Engines gather the critic with the policy, and continuous batching casts it
-        casts = not trainer.use_vllm and getattr(trainer, "continuous_batching_config", None) is not None
-        if critic is not None and is_unsharded(trainer.accelerator) and not casts:
-            of_critic = [*weights(critic)]
-            idle += of_critic
-            ids = set(map(id, of_critic))
-            needed = [each for each in needed if id(each) not in ids]
-    kept = storages(needed)
-    return {key: storage for key, storage in storages(idle).items() if key not in kept}
-
-
-@contextmanager
-def offloading(trainer: Any) -> Iterator[None]:
-    """With `offload_during_generation`, the trainer's device has no memory of what sampling doesn't need."""
-    if trainer.host_memory is None:
-        yield
-        return
-    with trainer.host_memory.holding(idle_storages(trainer)):
-        yield
-
-
-@contextmanager
-def offloading_model(trainer: Any) -> Iterator[None]:
-    """With `offload_during_generation`, the device has no memory of the model, while an engine with a copy samples."""
-    if trainer.host_memory is None:
-        yield
-        return
-    with trainer.host_memory.holding(storages(weights(trainer.model))):
-        yield
+def idle_storages(
+    model: nn.Module,
+    optimizer: Any,
+    reference: nn.Module | None = None,
+    average: MovingAverage | None = None,
+    critic: nn.Module | None = None,
+) -> Storages:
+    """Memory that only scores and updates read: states, a reference, an average of weights, and a critic."""
+    own = [] if critic is None else [*weights(critic)]
+    ids = set(map(id, own))
+    kept = storages(each for each in weights(model) if id(each) not in ids)  # the critic may be a part of it
+    others = [] if reference is None else [*weights(reference)]
+    averaged = [] if average is None else average.state_dict().values()
+    found = storages([*update_states(model, optimizer), *others, *averaged, *own])
+    return {key: storage for key, storage in found.items() if key not in kept}

@@ -39,6 +39,7 @@ from ..models.critic import Critic, ValueHead, add_critic, policy_alone
 from ..models.modes import checkpoint_activations, fix_encoders
 from ..models.parts import freeze_backbone
 from ..models.towers import freeze_as_built
+from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
 from ..rollout.rollout import Rollout
@@ -221,6 +222,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)
+            # Engines gather it with the policy, and continuous batching casts it
+            casts = not self.use_vllm and getattr(self, "continuous_batching_config", None) is not None
+            self._idle_critic = self.critic if is_unsharded(self.accelerator) and not casts else None
             add_critic(self.model, self.critic)  # after TRL's constructor, so that no adapter is put into it
             if self.use_vllm:
                 self.vllm_generation.model = policy_alone(self.model)

@@ -20,8 +20,6 @@ from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
-from .engine import check_engine
-from .offload import offloading
 from .rloo_config import MultimodalRLOOConfig
 from .rollout_logs import log_contribution, reward_index
 from .setup import resolve_config
@@ -150,14 +148,14 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
-        with offloading(self):
+        with self.offloading():
             self._sample(rollout)
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
             rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
         if self.beta != 0:
             rollout.ref_per_token_logps = self._score_reference(rollout).logps
-        check_engine(self, rollout)
+        self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)

@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What the stages of a rollout share."""
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,12 @@ from ..policy import PolicyForward
 from ..rewards.checks import missing_instructions
 from ..rollout.environments import Environments
 from ..rollout.prompts import PromptEncoder
+from ..rollout.ranks import any_rank
 from ..rollout.reward import EarlyRewards, checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler
 from ..rollout.stream import RowStream
+from ..rollout.turns import ToolLoop
 
 
 logger = get_logger(__name__)
@@ -111,3 +115,26 @@ class Run:
     def group_size(self) -> int:
         """Completions of a prompt."""
         return self.group_sizes[not self.is_training]
+
+    def tool_loop(
+        self,
+        sampler: Sampler,
+        tools: Sequence[dict[str, Callable]],
+        template_kwargs: dict[str, Any],
+        **options: Any,
+    ) -> ToolLoop:
+        """Calls each completion's tools, with further fields of the loop."""
+        args = self.args
+        anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
+        options = {"max_media": args.max_tool_media, "media_rules": args.media_rules, "anyone": anyone, **options}
+        return ToolLoop(
+            model=self.prompts.model,
+            processor=self.prompts.processor,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            audio_overlong=args.audio_overlong,
+            special_tokens_in_text=args.special_tokens_in_text or "raise",
+            isolate=self.policy.fallbacks.isolate,
+            engine_length=sampler.max_length,
+            **options,
+        )
