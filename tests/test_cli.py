@@ -28,8 +28,8 @@ from helpers.processes import PATIENCE
 from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
-from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
-from trl_multimodal_rft.cli import COMMANDS, arguments, estimate, main, prepare
+from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, data
+from trl_multimodal_rft.cli import COMMANDS, arguments, main
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.scripts import options
@@ -48,8 +48,7 @@ def test_entry_point_and_tables_are_those_of_the_package():
     assert getattr(import_module(module), name) is main
     assert FILE.read_text() == text(), "run `python -m trl_multimodal_rft.scripts.option_table`"
     assert table()["options"] == json.loads(FILE.read_text())["options"]
-    assert arguments.LAYOUTS == tuple(prepare.LAYOUTS)
-    assert (arguments.STRATEGIES, arguments.OPTIMIZERS) == (tuple(estimate.SHARDS), tuple(estimate.OPTIMIZERS))
+    assert {*arguments.LAYOUTS.values()} == {name for name in data.__all__ if name.startswith("load_")}
 
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "gradio")
@@ -120,6 +119,7 @@ MISTAKES = [
     (["grpo", *ROWS], 1, "set `--model_name_or_path`"),
     (["rloo", *MODEL], 1, "set `--dataset_name`"),
     (["filter", *MODEL, *ROWS], 1, "set `--ablate`"),
+    (["filter", *MODEL, "--by", "accuracy", "--dataset_name", "rows.jsonl"], 1, "There is no file or folder"),
     (["check", "--dataset", "x", "--model", "y"], 2, "no option `--dataset`. Did you mean `--dataset_name`?"),
     (["estimate", "--model", "y"], 2, "no option `--model`. Did you mean `--model_name_or_path`?"),
     (["check"], 2, "`--dataset_name` and `--model_name_or_path` must be set."),

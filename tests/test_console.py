@@ -236,7 +236,7 @@ def test_run_file_starts_the_same_run(given):
     argv += ["--prompt", 'Say: "{solution}" # \\boxed{}\nNow.', "--hub_token", "hf_2", "--reward_weights", "0.5"]
     argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
     first = parse(grpo.ARGUMENTS, argv)
-    words = ["--num_processes=2", "--multi_gpu", "--mixed-precision", "bf16"]
+    words = ["--num_processes=2", "--multi_gpu", "--mixed-precision=bf16"]
     write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": words})
     text = open("out/run.yaml").read()
     assert text.startswith("# trl-multimodal-rft grpo --config out/run.yaml\nmodel_name_or_path: ")

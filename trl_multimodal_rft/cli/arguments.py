@@ -12,25 +12,38 @@ from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
-LAYOUTS = (
-    "avqa",
-    "audiomcq",
-    "mmau",
-    "geometry3k",
-    "video-r1",
-    "easyr1",
-    "verl",
-    "deepeyes",
-    "mm-eureka",
-    "charades-sta",
-    "sharegpt",
-    "llama-factory",
-    "llava",
-    "ms-swift",
-)
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+# Names of the loaders, by layout
+LAYOUTS = {
+    "avqa": "load_avqa",
+    "audiomcq": "load_audiomcq",
+    "mmau": "load_mmau",
+    "geometry3k": "load_geo3k",
+    "video-r1": "load_video_r1",
+    "easyr1": "load_easyr1",
+    "verl": "load_verl",
+    "deepeyes": "load_deepeyes",
+    "mm-eureka": "load_mm_eureka",
+    "charades-sta": "load_charades_sta",
+    **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
+}
+# Whether a strategy shards weights, gradients and optimizer state
+SHARDS = {
+    "single": (False, False, False),
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+    "fsdp2": (True, True, True),
+}
+# Bytes of optimizer state per byte of a weight (True) or per weight (False)
+OPTIMIZERS = {
+    "adamw_torch_fused": (2, True),
+    "adamw_torch": (2, True),
+    "adamw_8bit": (2 + 2 * 4 / 256, False),
+    "paged_adamw_8bit": (0, False),
+    "sgd": (0, False),
+}
 _TRUST = "run code that comes with a model"
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +113,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="name on the Hub, folder or config.json")
-    add("--strategy", choices=STRATEGIES, default="single", help="how weights, gradients and optimizer are sharded")
+    add("--strategy", choices=[*SHARDS], default="single", help="how weights, gradients and optimizer are sharded")
     add("--gpus", type=int, default=1, help="number of GPUs")
     add("--gpu_memory", type=float, default=80, help="GiB of each GPU")
     add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
@@ -121,7 +134,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action=yes_no, default=True, help="recompute activations in the backward pass")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the loaded weights")
     add("--bf16", action=yes_no, default=True, help="compute in bfloat16 (autocast)")
-    add("--optim", choices=OPTIMIZERS, default="adamw_torch_fused", help="optimizer")
+    add("--optim", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="optimizer")
     add("--freeze", nargs="+", help="parts of the model, or patterns of names, that aren't trained, as in the config")
     add("--use_peft", action="store_true", help="train LoRA adapters on all linear layers")
     add("--lora_r", type=int, default=16, help="rank of the adapters")
@@ -168,7 +181,7 @@ def families(parser: argparse.ArgumentParser) -> None:
 def prepare(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `prepare`."""
     add = parser.add_argument
-    add("layout", choices=LAYOUTS, help="layout of the dataset")
+    add("layout", choices=[*LAYOUTS], help="layout of the dataset")
     add("path", help="file or folder, or name of a dataset on the Hub")
     add("--output_dir", required=True, help="folder to write, for `--dataset_name` of other commands")
     add("--splits", nargs="+", help="splits to convert; a file is one split, which gets this name")

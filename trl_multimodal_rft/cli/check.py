@@ -5,9 +5,11 @@ import argparse
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, without_credentials
@@ -36,6 +38,8 @@ from ..scripts.prompts import with_system_message, with_texts
 
 
 _LISTED = 20  # rows and columns of a cause
+_TOKENS = ("prompt", "text", *MODALITIES)
+_POINTS = "min | median | p90 | p99 | max"  # of a distribution
 _OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
 # What the limits of a run apply to, by their options
 _LIMITED = {
@@ -66,7 +70,13 @@ class CheckedRow:
 class RowChecker(torch.utils.data.Dataset):
     """Encodes rows as trainers do, by their index."""
 
-    def __init__(self, rows: Dataset | IterableDataset | None, model: PreTrainedModel, processor: Any, args):
+    def __init__(
+        self,
+        rows: Dataset | IterableDataset | None,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        args: argparse.Namespace,
+    ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
         rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
@@ -179,56 +189,38 @@ class Rows:
         return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit of the run."""
-
-    of: str  # size
-    value: float
-    is_least: bool = False
-
-    def excludes(self, size: float) -> bool:
-        """Whether a size is beyond it."""
-        return size < self.value if self.is_least else size > self.value
-
-
-def limits_of(args: argparse.Namespace, limit: int | None, context: int | None, window: float | None) -> dict:
-    """The limits of a run by their names, each for one size."""
+def limits_of(
+    args: argparse.Namespace, limit: int | None, context: int | None, window: float | None
+) -> dict[str, tuple[str, float]]:
+    """The limits of a run by their names: the size that each applies to, and its value."""
     tokens = {"prompt": limit, "the model's context": context, "`vllm_max_model_length`": args.vllm_max_model_length}
-    limits = {name: Limit("tokens of a prompt", value) for name, value in tokens.items() if value is not None}
+    limits = {name: ("tokens of a prompt", value) for name, value in tokens.items() if value is not None}
     if window is not None:
-        limits["the model's window"] = Limit("seconds of a sound", window)
+        limits["the model's window"] = "seconds of a sound", window
     for option, sizes in _LIMITED.items():
         if (value := getattr(args, option)) is not None:
-            for of in sizes:
-                name = f"`{option}`" + " of frames" * (of == "pixels of a video")
-                limits[name] = Limit(of, value, option == "min_pixels")
+            limits |= {f"`{option}`" + " of frames" * (size == "pixels of a video"): (size, value) for size in sizes}
     return limits
 
 
+@dataclass
 class Report:
     """The findings in Markdown. Memory grows by numbers per row alone, not with texts or media."""
 
-    def __init__(
-        self,
-        dataset: str,
-        split: str,
-        model: str,
-        limit: int | None,
-        cuts: bool = False,
-        limits: Mapping[str, Limit] | None = None,
-    ):
-        self.dataset, self.split, self.model, self.limit, self.cuts = dataset, split, model, limit, cuts
-        self.limits = limits or {}
-        self.sizes: dict[str, array] = {}
-        self.beyond = dict.fromkeys(self.limits, 0)  # rows
-        self.warnings: list[str] = []
-        self.is_refused = False
-        self.rows = 0
-        self.causes: dict[tuple[str, str], Rows] = {}
-        self.overlong, self.cut = Rows(), Rows()
-        self.tokens = {name: array("q") for name in ("prompt", "text", *MODALITIES)}
-        self.media = {kind: array("q") for kind in MODALITIES}
+    title: str
+    limit: int | None  # tokens of a prompt
+    cuts: bool  # whether audio beyond the model's window is cut
+    limits: dict[str, tuple[str, float]]
+    warnings: list[str] = field(default_factory=list)
+    is_refused: bool = False
+    rows: int = 0
+    sizes: dict[str, array] = field(default_factory=dict)
+    beyond: Counter[str] = field(default_factory=Counter)  # rows, by limit
+    causes: dict[tuple[str, str], Rows] = field(default_factory=dict)
+    overlong: Rows = field(default_factory=Rows)
+    cut: Rows = field(default_factory=Rows)
+    tokens: dict[str, array] = field(default_factory=lambda: {name: array("q") for name in _TOKENS})
+    media: dict[str, array] = field(default_factory=lambda: {kind: array("q") for kind in MODALITIES})
 
     @property
     def failed(self) -> int:
@@ -244,8 +236,9 @@ class Report:
             self.media[kind].append(number)
         for name, values in row.sizes.items():
             self.sizes.setdefault(name, array("d")).extend(values)
-        for name, limit in self.limits.items():
-            self.beyond[name] += any(limit.excludes(size) for size in row.sizes.get(limit.of, ()))
+        for name, (size, value) in self.limits.items():
+            is_beyond = lt if name.startswith("`min_") else gt
+            self.beyond[name] += any(is_beyond(each, value) for each in row.sizes.get(size, ()))
         if row.is_cut:
             self.cut.add(row)
         if row.error is not None:
@@ -255,23 +248,18 @@ class Report:
             self.causes.setdefault((column, key), Rows(row.error)).add(row)
         if row.tokens is None:
             return
-        self.tokens["prompt"].append(row.tokens)
-        self.tokens["text"].append(row.tokens - sum(row.media_tokens.values()))
-        for kind, number in row.media_tokens.items():
-            self.tokens[kind].append(number)
+        text = row.tokens - sum(row.media_tokens.values())
+        for name, number in {"prompt": row.tokens, "text": text, **row.media_tokens}.items():
+            self.tokens[name].append(number)
         if self.limit is not None and row.tokens > self.limit:
             self.overlong.add(row)
 
     def text(self) -> str:
         """Writes the report."""
-        if not self.rows:
-            raise ValueError(f"{self.dataset!r} has no rows.")
-        verdict = f"All {self.rows} rows would train."
-        if self.failed:
-            verdict = f"{self._share(self.failed)} would not train."
+        verdict = f"{self._share(self.failed)} would not train."
         parts = [
-            f"# Check of {in_code(self.dataset)} ({in_code(self.split)}) with {in_code(self.model)}",
-            verdict,
+            f"# Check of {self.title}",
+            verdict if self.failed else f"All {self.rows} rows would train.",
             *(f"    {' '.join(warning.split())}" for warning in self.warnings),
             *self._causes(),
             *self._lengths(),
@@ -282,6 +270,9 @@ class Report:
 
     def _share(self, count: int) -> str:
         return f"{count} of {self.rows} rows ({100 * count / self.rows:.3g} %)"
+
+    def _listed(self, found: Rows) -> str:
+        return self._share(found.count) + f". Rows: {found.listed}" * bool(found.count)
 
     def _causes(self) -> list[str]:
         parts = ["## What would fail"] if self.causes else []
@@ -295,54 +286,46 @@ class Report:
         return parts
 
     def _lengths(self) -> list[str]:
-        if not self.tokens["prompt"]:
-            return []
         total = sum(self.tokens["prompt"])
-        rows = []
-        for name, numbers in self.tokens.items():
-            if numbers:
-                points = np.percentile(numbers, (0, 50, 90, 99, 100), method="higher")
-                rows.append([name, len(numbers), *map(int, points), f"{100 * sum(numbers) / total:.3g} %"])
-        parts = ["## Lengths", _table(["tokens of", "rows", "min", "median", "p90", "p99", "max", "share"], rows)]
-        if self.limit is not None:
+        rows = [[*row, f"{100 * sum(self.tokens[row[0]]) / total:.3g} %"] for row in _spread(self.tokens)]
+        parts = _section("## Lengths", f"tokens of | rows | {_POINTS} | share", rows)
+        if self.limit is not None and rows:
             parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
         return parts
 
     def _sizes(self) -> list[str]:
-        if not self.sizes:
-            return []
-        rows = []
-        for name, numbers in self.sizes.items():
-            points = np.percentile(numbers, (0, 50, 90, 99, 100), method="higher")
-            rows.append([name, len(numbers), *(f"{point:.6g}" for point in points)])
-        parts = ["## Sizes and limits", _table(["size", "number", "min", "median", "p90", "p99", "max"], rows)]
+        sizes = _section("## Sizes and limits", f"size | number | {_POINTS}", _spread(self.sizes))
         rows = [
-            [name, limit.of, f"{limit.value:.10g}", self._share(self.beyond[name])]
-            for name, limit in self.limits.items()
-            if limit.of in self.sizes
+            [name, size, f"{value:.10g}", self._share(self.beyond[name])]
+            for name, (size, value) in self.limits.items()
+            if size in self.sizes
         ]
-        return parts + [_table(["limit", "of", "is", "rows beyond it"], rows)] * bool(rows)
+        return sizes + _section(None, "limit | of | is | rows beyond it", rows)
 
     def _media(self) -> list[str]:
-        rows = [
-            [kind, len(numbers), min(numbers), int(np.median(numbers)), max(numbers), sum(numbers)]
-            for kind, numbers in self.media.items()
-            if numbers
-        ]
-        if not rows:
-            return []
-        parts = ["## Media of a row", _table(["kind", "rows", "min", "median", "max", "all"], rows)]
-        if self.media["audio"]:
+        found = {kind: numbers for kind, numbers in self.media.items() if numbers}
+        rows = [[kind, len(n), min(n), int(np.median(n)), max(n), sum(n)] for kind, n in found.items()]
+        parts = _section("## Media of a row", "kind | rows | min | median | max | all", rows)
+        if "audio" in found:
             parts.append(f"Audio beyond the model's window{', which is cut' * self.cuts}: {self._listed(self.cut)}")
         return parts
 
-    def _listed(self, found: Rows) -> str:
-        return self._share(found.count) + f". Rows: {found.listed}" * bool(found.count)
+
+def _spread(numbers: Mapping[str, array]) -> list[list[str]]:
+    """Rows of a table of points of distributions."""
+    rows = []
+    for name, each in numbers.items():
+        if each:
+            points = np.percentile(each, (0, 50, 90, 99, 100), method="higher")
+            rows.append([name, str(len(each)), *(f"{p:.0f}" if p.is_integer() else f"{p:.6g}" for p in points)])
+    return rows
 
 
-def _table(header: list[str], rows: list[list[Any]]) -> str:
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, *rows)]
-    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+def _section(title: str | None, header: str, rows: Sequence[Sequence[str | int]]) -> list[str]:
+    """A table under its title; nothing without rows."""
+    lines = [header, "---" + " | ---" * header.count("|"), *(" | ".join(map(str, row)) for row in rows)]
+    table = "\n".join(f"| {line} |" for line in lines)
+    return [part for part in (title, table) if part] if rows else []
 
 
 def run(args: argparse.Namespace) -> None:
@@ -365,14 +348,9 @@ def run(args: argparse.Namespace) -> None:
     window = None if audio_limit is None else audio_limit(processor)
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
-    report = Report(
-        args.dataset_name,
-        args.dataset_split,
-        args.model_name_or_path,
-        limit,
-        cuts=args.audio_overlong == "truncate",
-        limits=limits_of(args, limit, positions, window),
-    )
+    title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
+    limits = limits_of(args, limit, positions, window)
+    report = Report(title, limit, args.audio_overlong == "truncate", limits)
     try:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)
         if warning is not None:
@@ -385,6 +363,8 @@ def run(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads don't survive a fork
     for checked in check(rows, RowChecker(rows, model, processor, args), args.num_workers):
         report.add(checked)
+    if not report.rows:
+        raise ValueError(f"{args.dataset_name!r} has no rows.")
     text = report.text()
     print(text, end="")
     if args.output is not None:

@@ -5,13 +5,16 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..data.columns import MediaError
 from ..data.loading import require_module
+from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt
@@ -25,30 +28,14 @@ from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..reporting.console import parts_lines
 from ..trainers.arguments import as_names
+from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
-from .synthetic import EncoderInputs, synthetic_prompt
+from .synthetic import EncoderInputs, encoder_outputs, synthetic_prompt
 
 
 GIB = 2**30
 # Share of a GPU's memory for a run; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.9
-# Whether a strategy shards weights, gradients and optimizer state
-SHARDS = {
-    "single": (False, False, False),
-    "ddp": (False, False, False),
-    "zero1": (False, False, True),
-    "zero2": (False, True, True),
-    "zero3": (True, True, True),
-    "fsdp2": (True, True, True),
-}
-# Bytes of optimizer state per byte of a weight (True) or per weight (False)
-OPTIMIZERS = {
-    "adamw_torch_fused": (2, True),
-    "adamw_torch": (2, True),
-    "adamw_8bit": (2 + 2 * 4 / 256, False),
-    "paged_adamw_8bit": (0, False),
-    "sgd": (0, False),
-}
 # bitsandbytes: half a byte per weight, a byte per 64 weights, and a float per 256 * 64
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -75,12 +62,12 @@ class Measured:
     operations: float  # floating-point operations of an update, reference included
 
 
-def _is_sharded(args) -> bool:
+def _is_sharded(args: argparse.Namespace) -> bool:
     """Whether DeepSpeed or FSDP holds the weights, which compute in bfloat16 for any dtype of the checkpoint."""
     return args.strategy.startswith(("zero", "fsdp"))
 
 
-def _build(args, config, model_class) -> PreTrainedModel:
+def _build(args: argparse.Namespace, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     dtype = torch.bfloat16 if _is_sharded(args) and args.bf16 else getattr(torch, args.dtype)
     with no_init_weights():
         model = model_class._from_config(config, dtype=dtype)
@@ -109,8 +96,8 @@ def measure(args: argparse.Namespace) -> Measured:
     linear = [each for each in base.modules() if isinstance(each, torch.nn.Linear) and each is not lm_head]
     in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
     layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
-    ends = {id(m.weight): m.weight.numel() for m in (base.get_input_embeddings(), base.get_output_embeddings())}
     layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
+    ends = {m.weight: m.weight.numel() for m in (base.get_input_embeddings(), lm_head)}  # once where they are tied
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
@@ -143,36 +130,35 @@ def measure(args: argparse.Namespace) -> Measured:
     part = max(range(len(parts)), key=lambda i: len(parts[i]))
     largest = [prompts[i] for i in parts[part]]
     keeps = packed and not _is_sharded(args) and keeps_states(base) and part in chunk_places(prompts, parts)
-    modules = [each for each in (model, critic, head) if each is not None]
     held, peak, forward, update, of_prompt = _watch(
-        args, mode, modules, base, largest, packed, logits_from_model, encoders, keeps
+        args, mode, (model, critic, head), base, largest, packed, logits_from_model, encoders, keeps
     )
     # Of a group in chunks, the prompt counts once
     scale = of_prompt / forward * len(unique) + (1 - of_prompt / forward) * len(prompts) / len(largest)
     again = (len(parts) > 1) + (args.beta > 0)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    unique_of_part = group_by_prompt(largest) if packed else largest
     return Measured(
-        trained=sum(p.numel() for p in trained),
-        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        trained=_count(model, trained=True),
+        frozen=_count(model, trained=False),
         in_4_bits=in_4_bits if args.load_in_4bit else 0,
-        tensors=len(trained),
+        tensors=sum(p.requires_grad for p in model.parameters()),
         modules=count_parts(model),
-        critic=_count(critic, trained=True),
-        frozen_critic=_count(critic, trained=False),
+        critic=_count(critic and critic.model, trained=True),
+        frozen_critic=_count(critic and critic.model, trained=False),
         layer=layer,
         ends=sum(ends.values()),
         held=held,
         peak=peak,
         cache_per_token=_cache_bytes(args, mode, base, len(prompt) + args.completion_tokens),
         prompt_tokens=len(prompt),
-        tokens=_tokens(largest, args.completion_tokens, packed),
+        tokens=sum(map(len, unique_of_part)) + len(largest) * args.completion_tokens,
         parts=len(parts),
         operations=scale * (update + again * forward),
     )
 
 
-def _count(critic: Critic | None, trained: bool) -> int:
-    weights = critic.model.parameters() if critic is not None else ()
+def _count(model: nn.Module | None, trained: bool) -> int:
+    weights = () if model is None else model.parameters()
     return sum(weight.numel() for weight in weights if weight.requires_grad == trained)
 
 
@@ -180,13 +166,16 @@ def _take(parameter: torch.Tensor, moved: torch.Tensor) -> None:
     parameter.data = moved
 
 
-def _tokens(prompts, completion_tokens: int, packed: bool) -> int:
-    unique = group_by_prompt(prompts) if packed else prompts
-    return sum(map(len, unique)) + len(prompts) * completion_tokens
-
-
 def _watch(
-    args, mode, modules, base, prompts, packed, logits_from_model, encoders: EncoderInputs, keeps: bool
+    args: argparse.Namespace,
+    mode: FakeFloats,
+    parts: tuple[nn.Module, Critic | None, ValueHead | None],
+    base: PreTrainedModel,
+    prompts: list[EncodedPrompt],
+    packed: bool,
+    logits_from_model: bool,
+    encoders: EncoderInputs,
+    keeps: bool,
 ) -> tuple[int, int, int, int, int]:
     """
     Bytes held and at the peak; operations of the forward, of forward and backward, and of the forward of a prompt that
@@ -194,14 +183,11 @@ def _watch(
     """
     ids = torch.zeros(len(prompts), args.completion_tokens, dtype=torch.long)
     mask = torch.ones_like(ids)
-    model, rest = modules[0], modules[1:]
-    critic = next((each for each in rest if isinstance(each, Critic)), None)
-    head = next((each for each in rest if isinstance(each, ValueHead)), None)
+    model, critic, head = parts
     casts = args.bf16 and not _is_sharded(args)
-    kernels = kernels_of_gpus() if args.device == "cuda" else nullcontext()
-    with mode, kernels:
-        known = []
-        for module in modules:
+    with mode, kernels_of_gpus() if args.device == "cuda" else nullcontext():
+        known: list[torch.Tensor] = []
+        for module in [each for each in parts if each is not None]:
             for parameter in module.parameters():
                 if parameter.requires_grad:  # exists from the second micro-batch on
                     parameter.grad = torch.empty_like(parameter)
@@ -216,22 +202,17 @@ def _watch(
                     # Of gradients of earlier chunks
                     sums = [torch.empty_like(each, dtype=torch.float32) for pair in states.values() for each in pair]
                 of_prompt = watch.operations
+                temperature = 1.0 if logits_from_model else None
+                how: dict[str, Any] = {"packed": packed, "states": states}
                 scores = completion_scores(
-                    model,
-                    base,
-                    prompts,
-                    ids,
-                    mask,
-                    packed=packed,
-                    value_head=head,
-                    logits_temperature=1.0 if logits_from_model else None,
-                    states=states,
+                    model, base, prompts, ids, mask, value_head=head, logits_temperature=temperature, **how
                 )
-                loss = scores.logps.mean() + sum(out.float().mean() for out in encoders.run(base, len(prompts)))
+                loss = scores.logps.mean() + sum(
+                    out.float().mean() for out in encoder_outputs(base, encoders, len(prompts))
+                )
                 if critic is not None:
-                    values = completion_values(critic, critic.model, prompts, ids, mask, packed=packed, states=states)
-                    loss = loss + values.mean()
-                if head is not None:
+                    loss = loss + completion_values(critic, critic.model, prompts, ids, mask, **how).mean()
+                if scores.values is not None:
                     loss = loss + scores.values.mean()
             held, forward = watch.now, watch.operations
             loss.backward()
@@ -239,11 +220,11 @@ def _watch(
         return held, watch.peak, forward, watch.operations, of_prompt
 
 
-def _cache_bytes(args, mode, model, length: int, probe: int = 16) -> float:
+def _cache_bytes(args: argparse.Namespace, mode: FakeFloats, model: PreTrainedModel, length: int) -> float:
     """Bytes of keys and values per token of a completion and its prompt."""
     model.eval()
     with mode, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and not _is_sharded(args)):
-        ids = torch.zeros(1, probe, dtype=torch.long)
+        ids = torch.zeros(1, 16, dtype=torch.long)
         layers = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values.layers
     total = 0.0
     for layer in layers:
@@ -328,7 +309,7 @@ def memory(args: argparse.Namespace, measured: Measured) -> dict[str, float]:
     }
 
 
-def _states(args, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
+def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loaded: int) -> tuple[float, ...]:
     """Bytes of weights, gradients and optimizer state; trained weights have `width` bytes, frozen ones `loaded`."""
     factor, in_bytes = OPTIMIZERS[args.optim]
     if args.strategy == "fsdp2":  # accelerate casts trained weights to float32

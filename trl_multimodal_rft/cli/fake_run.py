@@ -2,14 +2,16 @@
 """Runs of models on fake tensors, to measure memory and operations."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.types import Number
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import PyTree, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from trl.kernels import chunked_logprob
 
@@ -33,9 +35,15 @@ class FakeFloats(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
         kwargs = kwargs or {}
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = _tensors(args, kwargs)
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
                 args = (args[0], self._without_masks(args[1]), *args[2:])
@@ -54,9 +62,9 @@ class FakeFloats(TorchDispatchMode):
         return self.fake.from_tensor(tensor) if _is_hidden(tensor) and tensor.numel() > self.LENGTHS else tensor
 
     @staticmethod
-    def _without_masks(indices):
+    def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Indices without boolean masks; a fake mask counts as all ones."""
-        known = []
+        known: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype == torch.bool:
                 mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
@@ -66,18 +74,12 @@ class FakeFloats(TorchDispatchMode):
         return known
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    """Tensors among arguments or results of an operator, lists included."""
-    tensors = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [each for each in value if isinstance(each, torch.Tensor)]
-    return tensors
+def _tensors(*values: PyTree) -> list[torch.Tensor]:
+    """Tensors among arguments or results of an operator."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_hidden(result) -> bool:
+def _is_hidden(result: PyTree) -> bool:
     return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
 
 
@@ -101,40 +103,51 @@ class Watch(TorchDispatchMode):
             _ATEN.addmm_: flop_registry[_ATEN.addmm],
         }
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
         kwargs = kwargs or {}
-        taken = {_key(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        taken = {tensor.untyped_storage()._cdata for tensor in _tensors(args, kwargs)}
         result = func(*args, **kwargs)
         count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
             self.operations += count(*args, **kwargs, out_val=result)
-        for tensor in _tensors((result,)):
-            key = _key(tensor)
-            if key not in taken and key not in self._sizes:
-                storage = tensor.untyped_storage()
-                self._sizes[key] = storage.nbytes()
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in taken and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, key)
+                weakref.finalize(storage, self._freed, storage._cdata)
         return result
 
     def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _attention_operations(query, key, value, *args, out_val=None, **kwargs) -> int:
+def _attention_operations(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Number, out_val: PyTree, **__: Number
+) -> int:
     return sdpa_flop_count(query.shape, *_of_all_heads(query, key, value))
 
 
-def _attention_backward_operations(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
+def _attention_backward_operations(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: torch.Tensor | Number,
+    out_val: PyTree,
+    **__: Number,
+) -> int:
     return sdpa_backward_flop_count(gradient.shape, query.shape, *_of_all_heads(query, key, value))
 
 
-def _of_all_heads(query, *states) -> list[tuple[int, ...]]:
+def _of_all_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
     """Shapes with the heads of the queries, since torch before 2.13 doesn't count others."""
     return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in states]
 
@@ -146,14 +159,11 @@ def kernels_of_gpus() -> Iterator[None]:
     labels alone with in-place tiles of logits.
     """
 
-    def fold(*args, **kwargs):
-        pass
-
-    def add_product(into, a, b):
+    def add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         # Without a temporary, as on a GPU
         torch.mm(a, b, out=into.view(a.dtype)[..., : into.size(-1)])
 
-    tiles = {"_forward_tile": fold, "_backward_tile": fold, "_addmm_fp32": add_product}
+    tiles = {**dict.fromkeys(("_forward_tile", "_backward_tile"), lambda *_, **__: None), "_addmm_fp32": add_product}
     with (
         replaced(kernels, has_varlen_kernel=lambda query: True),
         replaced(head, _has_kernel=lambda device: True),
@@ -163,7 +173,7 @@ def kernels_of_gpus() -> Iterator[None]:
 
 
 @contextmanager
-def replaced(module: Any, **functions: Callable) -> Iterator[None]:
+def replaced(module: ModuleType, **functions: Callable) -> Iterator[None]:
     """Within the context, a module has other functions, for those that don't run on fake tensors."""
     before = {name: getattr(module, name) for name in functions}
     vars(module).update(functions)

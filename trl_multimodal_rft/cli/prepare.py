@@ -7,37 +7,12 @@ from collections.abc import Callable
 
 from datasets import Dataset, DatasetDict
 
-from ..data.benchmarks import load_audiomcq, load_avqa, load_mmau
+from .. import data
 from ..data.folders import check_empty, write_folder
-from ..data.layouts import (
-    load_charades_sta,
-    load_conversations,
-    load_deepeyes,
-    load_easyr1,
-    load_geo3k,
-    load_mm_eureka,
-    load_verl,
-    load_video_r1,
-)
 from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
+from .arguments import LAYOUTS
 
 
-LAYOUTS: dict[str, Callable[..., Dataset]] = {
-    "avqa": load_avqa,
-    "audiomcq": load_audiomcq,
-    "mmau": load_mmau,
-    "geometry3k": load_geo3k,
-    "video-r1": load_video_r1,
-    "easyr1": load_easyr1,
-    "verl": load_verl,
-    "deepeyes": load_deepeyes,
-    "mm-eureka": load_mm_eureka,
-    "charades-sta": load_charades_sta,
-    "sharegpt": load_conversations,
-    "llama-factory": load_conversations,
-    "llava": load_conversations,
-    "ms-swift": load_conversations,
-}
 # Options of some layouts, by the names of their loaders' arguments
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
 _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
@@ -45,7 +20,7 @@ _OPTIONS += ("nframes", "max_pixels", "total_pixels", "contribution")
 
 def convert(args: argparse.Namespace) -> DatasetDict:
     """Reads and converts a dataset."""
-    load = LAYOUTS[args.layout]
+    load: Callable[..., Dataset] = getattr(data, LAYOUTS[args.layout])
     known = inspect.signature(load).parameters
     given = {name: getattr(args, name, None) for name in _OPTIONS}
     if "audio_dir" in known:

@@ -14,17 +14,31 @@ from .estimate import GIB, USABLE, Measured, measured_with_note, verdict
 _PER_UPDATE = {"grpo": 64, "ppo": 64, "sft": 32}
 _ACCELERATE = {"single": "single_gpu", "ddp": "multi_gpu", "fsdp2": "fsdp2"}
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
-# Options of vLLM in the config
+# Keys of the config, and those that a switch brings
+_KEYS = (
+    "model_name_or_path",
+    "accelerate_config",
+    "num_processes",
+    "bf16",
+    "dtype",
+    "gradient_checkpointing",
+    "optim",
+)
+_KEYS += ("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_microbatch")
+_KEYS_OF_SAMPLING = ("steps_per_generation", "num_generations", "max_completion_length", "packing", "beta")
+_SWITCHES = {
+    "shared_trunk": (),
+    "use_peft": ("lora_r", "lora_alpha", "lora_target_modules", "learning_rate"),
+    "load_in_4bit": (),
+}
 _VLLM = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode")
+_OF_SAMPLING = {"use_vllm": _VLLM, "offload_during_generation": ()}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the config."""
-    print(suggest(args), end="")
-
-
-def suggest(args: argparse.Namespace) -> str:
-    """The first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones."""
+    """
+    Prints the first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones.
+    """
     limit = USABLE * args.gpu_memory * GIB
     smallest, known = float("inf"), {}
     n_weights = 0
@@ -59,7 +73,8 @@ def suggest(args: argparse.Namespace) -> str:
             for steps in _steps(args, batch):
                 fits, peak, measured = judged({**options, **batch, "steps_per_generation": steps})
                 if fits:
-                    return _text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured)
+                    print(_text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured), end="")
+                    return
     least = f"at least {smallest / GIB:.3g} GiB" if smallest < float("inf") else "more"
     raise ValueError(
         f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes {least}. Take a smaller model, "
@@ -106,41 +121,25 @@ def _steps(args: argparse.Namespace, batch: dict[str, Any]) -> list[int]:
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:
     samples = args.trainer != "sft"
-    keys = {
-        "model_name_or_path": args.model_name_or_path,
+    values = {
+        **vars(args),
+        **options,
         "accelerate_config": _ACCELERATE[options["strategy"]],
-        **({"num_processes": args.gpus} if args.gpus > 1 else {}),
-        "bf16": args.bf16,
-        "dtype": options.get("dtype", args.dtype),
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "optim": args.optim,
-        "per_device_train_batch_size": options["per_device_train_batch_size"],
-        "gradient_accumulation_steps": options["gradient_accumulation_steps"],
+        "num_processes": args.gpus,
         "max_tokens_per_microbatch": measured.tokens,
+        "max_completion_length": args.completion_tokens,
+        "lora_alpha": 2 * args.lora_r,
+        "lora_target_modules": "all-linear",
+        "learning_rate": 1e-5,
     }
-    if samples:
-        keys |= {
-            "steps_per_generation": options["steps_per_generation"],
-            "num_generations": args.num_generations,
-            "max_completion_length": args.completion_tokens,
-            "packing": args.packing,
-            "beta": args.beta,
-        }
-    if options.get("shared_trunk"):
-        keys["shared_trunk"] = True
-    if options.get("use_peft"):
-        keys |= {"use_peft": True, "lora_r": args.lora_r, "lora_alpha": 2 * args.lora_r}
-        keys |= {"lora_target_modules": "all-linear", "learning_rate": 1e-5}
-    if options.get("load_in_4bit"):
-        keys["load_in_4bit"] = True
-    if args.use_vllm and samples:
-        keys |= {"use_vllm": True, **{name: getattr(args, name) for name in _VLLM}}
-    if args.offload_during_generation and samples:
-        keys["offload_during_generation"] = True
-    lines = [
+    values["shared_trunk"] &= args.trainer == "ppo"
+    switches = {**_SWITCHES, **(_OF_SAMPLING if samples else {})}
+    names = [*_KEYS, *(_KEYS_OF_SAMPLING if samples else ())]
+    names += [each for switch, others in switches.items() if values[switch] for each in (switch, *others)]
+    keys = {name: values[name] for name in names if name != "num_processes" or args.gpus > 1}
+    return (
         f"# {peak / GIB:.3g} of {args.gpu_memory:g} GiB of each GPU, with prompts of {measured.prompt_tokens} tokens "
-        f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with",
+        f"and completions of {args.completion_tokens}, by `trl-multimodal-rft estimate`. Run it with\n"
         f"# trl-multimodal-rft {args.trainer} --config FILE --dataset_name ...{' --reward_funcs ...' * samples} "
-        "--output_dir ...",
-    ]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(keys, sort_keys=False)
+        f"--output_dir ...\n{yaml.safe_dump(keys, sort_keys=False)}"
+    )

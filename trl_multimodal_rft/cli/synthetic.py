@@ -3,8 +3,8 @@
 
 import argparse
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.modeling_outputs import ModelOutput
 
 from ..data.columns import MediaRef
@@ -23,24 +23,22 @@ from ..encoding.prompts import EncodedPrompt, encode_prompt
 from ..families import AUDIO_EXTRACTORS, AUDIO_MASKS, family_of
 
 
-@dataclass
-class EncoderInputs:
-    """Inputs of encoders for a model without a processor; the prompt's length includes their features."""
-
-    inputs: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # by modality
-
-    def run(self, model: PreTrainedModel, prompts: int) -> Iterator[torch.Tensor]:
-        """Runs the encoders for a number of prompts."""
-        for modality, inputs in self.inputs.items():
-            encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
-            inputs = {
-                name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
-                for name, value in inputs.items()
-            }
-            yield from _tensors(encode(**inputs))
+# By modality, for a model without a processor; the prompt's length includes the features
+EncoderInputs = dict[str, dict[str, torch.Tensor]]
 
 
-def _tensors(output) -> list[torch.Tensor]:
+def encoder_outputs(model: PreTrainedModel, inputs: EncoderInputs, prompts: int) -> Iterator[torch.Tensor]:
+    """Runs the encoders for a number of prompts."""
+    for modality, one in inputs.items():
+        encode = getattr(model, f"get_{modality}_features", None) or model.get_encoder(modality=modality)
+        several = {
+            name: torch.cat([value] * prompts).to(model.dtype if value.is_floating_point() else value.dtype)
+            for name, value in one.items()
+        }
+        yield from _tensors(encode(**several))
+
+
+def _tensors(output: ModelOutput | torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(output, ModelOutput):
         pooled = getattr(output, "pooler_output", None)
         output = output["last_hidden_state"] if pooled is None else pooled
@@ -69,7 +67,7 @@ def synthetic_prompt(model: PreTrainedModel, args: argparse.Namespace) -> tuple[
     return _lengthened(prompt, args.prompt_tokens, family_of(model).token_field_fill), encoders
 
 
-def _processor(name: str):
+def _processor(name: str) -> ProcessorMixin | PreTrainedTokenizerBase | None:
     if Path(name).is_file():
         return None
     try:
@@ -78,7 +76,14 @@ def _processor(name: str):
         return None
 
 
-def _encoded(model, processor, images: int, size: int, seconds: float, rules: MediaRules) -> EncodedPrompt:
+def _encoded(
+    model: PreTrainedModel,
+    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    images: int,
+    size: int,
+    seconds: float,
+    rules: MediaRules,
+) -> EncodedPrompt:
     blocks = []
     for i in range(images):
         # Some models need fewer tokens for uniform images
@@ -110,7 +115,7 @@ def _lengthened(prompt: EncodedPrompt, length: int, fill: Mapping[str, int]) -> 
 
 def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float) -> EncoderInputs:
     """Inputs of encoders by their configs, for the usual kinds of encoders."""
-    inputs = {}
+    inputs = EncoderInputs()
     if images:
         vision = model.config.vision_config
         encode: Any = model.get_image_features
@@ -137,4 +142,4 @@ def _from_config(model: PreTrainedModel, images: int, size: int, seconds: float)
         names = inspect.signature(encode).parameters if encode else {}
         for name in set(AUDIO_MASKS) & set(names):
             inputs["audio"][name] = torch.ones(windows, frames, dtype=torch.long)
-    return EncoderInputs(inputs)
+    return inputs

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..trainers.base import MultimodalTrainer
 from .config import EvaluationConfig
@@ -77,7 +84,7 @@ class GenerationEvalCallback(TrainerCallback):
         self._logged: dict[str, float] = {}  # its metrics
         self._last_step = -1
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._last_step = -1
         # Early stopping reads the metrics, so it has to run after this callback. The handler is iterating over the old
         # list
@@ -85,15 +92,22 @@ class GenerationEvalCallback(TrainerCallback):
         stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:
             self._evaluate(state, control)
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.freq == "epoch" and state.global_step != self._last_step:
             self._evaluate(state, control)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs,
+    ):
         # A trainer with several datasets evaluates more than once in a step, and `freq` comes before it
         current = self.trainer.is_in_train and state.global_step == self._last_step
         if not current and (self.freq is None or self.trainer.is_in_train and self._chooses(args, metrics)):
@@ -102,19 +116,19 @@ class GenerationEvalCallback(TrainerCallback):
         if current and metrics is not None:
             metrics.update(self._logged)
 
-    def _chooses(self, args, metrics: dict[str, float] | None) -> bool:
+    def _chooses(self, args: TrainingArguments, metrics: dict[str, float] | None) -> bool:
         """Whether one of these metrics selects the best weights."""
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if args.metric_for_best_model is None or metrics is None or name in metrics:
             return False
         return self.result is None or name in self._logged
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         # The trainer may have loaded the best weights since
         if state.global_step != self._last_step or args.load_best_model_at_end:
             self._evaluate(state, control)
 
-    def _evaluate(self, state, control) -> None:
+    def _evaluate(self, state: TrainerState, control: TrainerControl) -> None:
         self.result = evaluate_trainer(self.trainer, self.eval_dataset, self.reward_funcs, self.args)
         self._last_step = state.global_step
         if self.output_dir is not None:

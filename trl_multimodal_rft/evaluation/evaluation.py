@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """An evaluation's loop over batches: collect prompts, sample, call reward functions, keep a record of each row."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch import nn
-from transformers import GenerationConfig, ProcessorMixin, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl import is_conversational
 
 from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs, strip_media
@@ -86,14 +87,15 @@ class Evaluation:
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
         self.config = _generation_config(self.encoder, self.tokenizer, args)
         self._check_columns(dataset, "all")
-        self.rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else _Rows(dataset)
-        if args.group_by is not None and args.group_by not in self.rows.__getitems__([0])[0]:
+        stored = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
+        self.row: Callable[[int], Row] = lambda i: Row(i, dataset[i]) if stored is None else stored[i]
+        if args.group_by is not None and args.group_by not in self.row(0):
             raise ValueError(
                 f"`group_by` is {args.group_by!r}, a column that the rows don't have; name one of theirs."
             )
         if args.group_by in MEDIA_COLUMNS:
             raise ValueError(f"`group_by` is {args.group_by!r}, a column of media; name one of text or numbers.")
-        self.loop: Any = None  # of async functions
+        self.loop: asyncio.AbstractEventLoop | None = None  # of async functions
         self.left_out: set[str] = set()  # columns with something else than text and numbers
         self.logged: list[tuple[str, float]] = []  # by reward functions
         self.skipped: dict[int, str] = {}  # unreadable rows
@@ -138,7 +140,7 @@ class Evaluation:
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
 
-    def _check_columns(self, at: Any, extent: Literal["all", "first"]) -> None:
+    def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
         """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
@@ -153,7 +155,7 @@ class Evaluation:
         """The records of a batch, what reward functions logged, and the batch's unreadable rows."""
         seed = int(np.random.SeedSequence([self.args.seed, place]).generate_state(1)[0])
         set_seed(seed)
-        batch = self.rows.__getitems__(list(indices))
+        batch = list(map(self.row, indices))
         if place < self.accelerator.num_processes and not columns_known(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
@@ -239,7 +241,7 @@ class Evaluation:
         first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
         for place in range(first, first + n):
             try:
-                others = self._media_of(self.rows.__getitems__([place % n])[0], kind)
+                others = self._media_of(self.row(place % n), kind)
             except MediaError:  # its batch reports it
                 continue
             if others and not same_prompt(others, media):
@@ -359,17 +361,9 @@ class Evaluation:
         return rewards, extras, metrics
 
 
-class _Rows:
-    """Rows of a sequence, read as those of a dataset are."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]):
-        self._rows = rows
-
-    def __getitems__(self, indices: list[int]) -> list[Row]:
-        return [Row(index, self._rows[index]) for index in indices]
-
-
-def _generation_config(encoder: PromptEncoder, tokenizer: Any, args: EvaluationConfig) -> GenerationConfig:
+def _generation_config(
+    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
+) -> GenerationConfig:
     given = encoder.model.generation_config
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
     ends = [end for end in dict.fromkeys([tokenizer.eos_token_id, *ends]) if end is not None]
@@ -397,6 +391,7 @@ def extracted_answer(completion: str, choices: Sequence[str] | None = None) -> s
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value of a column can be written to a table."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

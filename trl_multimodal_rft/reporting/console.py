@@ -6,9 +6,19 @@ import re
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
-from transformers import Trainer, TrainerCallback
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -54,14 +64,14 @@ class CompactLogCallback(TrainerCallback):
         self._since = 0.0  # start of the time that isn't in `_seconds` yet
         self._seconds, self._steps = 0.0, 0  # of training since the last line
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._show_parts(state)
         self._needs_example, self._since, self._seconds, self._steps = True, time.perf_counter(), 0.0, 0
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._needs_parts = True
 
-    def _show_parts(self, state) -> None:
+    def _show_parts(self, state: TrainerState) -> None:
         if self._needs_parts and state.is_world_process_zero:
             self._needs_parts = False
             model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
@@ -117,21 +127,20 @@ class CompactLogCallback(TrainerCallback):
             print(f"rewards: {', '.join(shown)}")
         print(end="", flush=True)
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         now = time.perf_counter()  # before other callbacks evaluate
         self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, self._pace(state))
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._since = time.perf_counter()
 
-    def on_save(self, args, state, control, **kwargs):
-        self._since = time.perf_counter()
+    on_save = on_evaluate
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
         if self.trainer.is_in_train:  # other callbacks may log before this one begins
@@ -145,7 +154,7 @@ class CompactLogCallback(TrainerCallback):
             self._print(state, [*metric_parts(logs), *self._pace(state)])
             self._seconds, self._steps = 0.0, 0
 
-    def _pace(self, state) -> list[str]:
+    def _pace(self, state: TrainerState) -> list[str]:
         if not self._steps:
             return []
         pace = self._seconds / self._steps
@@ -153,26 +162,24 @@ class CompactLogCallback(TrainerCallback):
         return [f"{seconds} s/step", f"{_duration(pace * (state.max_steps - state.global_step))} left"]
 
     @staticmethod
-    def _print(state, parts: Iterable[str]) -> None:
+    def _print(state: TrainerState, parts: Iterable[str]) -> None:
         print(" | ".join([f"step {state.global_step}/{state.max_steps}", *parts]), flush=True)
 
 
 def waiting_display(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
     """The one of these callbacks that waits for the first example."""
-    for callback in callbacks:
-        if isinstance(callback, CompactLogCallback) and callback._needs_example:
-            return callback
-    return None
+    displays = (each for each in callbacks if isinstance(each, CompactLogCallback) and each._needs_example)
+    return next(displays, None)
 
 
 # Parts of the model
 
 
-def show_parts(trainer: Any) -> None:
+def show_parts(trainer: Trainer) -> None:
     """Prints the parts of the model, what is trained of them and at which rates, where no callback does."""
     callbacks = trainer.callback_handler.callbacks
     if trainer.is_world_process_zero() and not any(isinstance(each, CompactLogCallback) for each in callbacks):
-        model = trainer.model
+        model = cast(nn.Module, trainer.model)
         print(*parts_lines(count_parts(model), rates_of_parts(model, trainer.args)), sep="\n", flush=True)
 
 
@@ -182,12 +189,9 @@ def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequen
     lines = []
     for part, (size, n_trained) in parts.items():
         rate = " and ".join(f"{each:g}" for each in (rates or {}).get(part, ()))
-        lines.append(f"  {part:<15}{_count(size):>8}  {_trained(size, n_trained)}{rate and f' at {rate}'}")
+        what = "trained" if n_trained == size else f"{_count(n_trained)} trained" if n_trained else "frozen"
+        lines.append(f"  {part:<15}{_count(size):>8}  {what}{rate and f' at {rate}'}")
     return [*lines, f"  {'total':<15}{_count(total):>8}  {_count(trained)} trained"]
-
-
-def _trained(total: int, trained: int) -> str:
-    return "trained" if trained == total else f"{_count(trained)} trained" if trained else "frozen"
 
 
 def _count(number: int) -> str:
@@ -200,14 +204,13 @@ def _count(number: int) -> str:
 # Prompts
 
 
-def described_media(messages: Any) -> dict[str, list[str | None]]:
+def described_media(messages: str | list[dict[str, Any]]) -> dict[str, list[str | None]]:
     """Durations and sizes of media, by kind."""
     described: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
-        try:
+        text = None
+        with suppress(MediaError, ImportError):
             text = _described(ref)
-        except (MediaError, ImportError):
-            text = None
         described.setdefault(ref.kind, []).append(text)
     return described
 
@@ -224,7 +227,7 @@ def _described(ref: MediaRef) -> str | None:
 
 def prompt_text(
     input_ids: Sequence[int],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     placeholders: Mapping[str, set[int]],
     media: Mapping[str, Sequence[str | None]],
 ) -> str:
@@ -235,14 +238,12 @@ def prompt_text(
         found = _spans(ids, tokens, len(described))
         texts = described if len(found) == len(described) else [None] * len(found)
         spans += [(start, stop, kind, text) for (start, stop), text in zip(found, texts, strict=True)]
-    pieces, done = [], 0
+    shown, done = "", 0
     for start, stop, kind, text in sorted(spans):
-        if start < done:  # interleaved media, such as a video with its audio
-            continue
-        pieces.append(tokenizer.decode(ids[done:start], skip_special_tokens=False))
-        pieces.append(f"<{kind}: {stop - start} tokens{f', {text}' if text else ''}>")
-        done = stop
-    return "".join([*pieces, tokenizer.decode(ids[done:], skip_special_tokens=False)])
+        if start >= done:  # else interleaved media, such as a video with its audio
+            shown += f"{tokenizer.decode(ids[done:start])}<{kind}: {stop - start} tokens{f', {text}' if text else ''}>"
+            done = stop
+    return f"{shown}{tokenizer.decode(ids[done:])}"
 
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
@@ -304,7 +305,7 @@ def metric_parts(logs: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def evaluation_parts(logs: Mapping[str, Any], datasets: Any) -> list[str]:
+def evaluation_parts(logs: Mapping[str, Any], datasets: Dataset | dict[str, Dataset] | None) -> list[str]:
     """The main metrics of an evaluation."""
     names = [name for name in (datasets if isinstance(datasets, dict) else ()) if f"eval_{name}_runtime" in logs]
     prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
@@ -317,7 +318,7 @@ def evaluation_parts(logs: Mapping[str, Any], datasets: Any) -> list[str]:
     return [" ".join(["eval", *names[:1], first]), *others]
 
 
-def _number(value: Any) -> str:
+def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.0e}"

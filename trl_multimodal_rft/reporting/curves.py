@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.loading import require_module
 from ..families import MODALITIES
@@ -197,24 +197,24 @@ class TrainingCurvesCallback(TrainerCallback):
         self._next_time = -math.inf
         self._has_ended = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._next_time = -math.inf
         self._has_ended = False
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         # Other callbacks may evaluate and log after the end of training
         if self._has_ended or time.perf_counter() >= self._next_time:
             self._write(args, state)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._has_ended = True
         self._write(args, state)
 
-    def _write(self, args, state) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         metrics = _logged(state.log_history)
         if not state.is_world_process_zero or not any(_curves(panel, metrics) for panel in _PANELS):
             return
-        start, folder = time.perf_counter(), Path(args.output_dir)
+        start, folder = time.perf_counter(), Path(str(args.output_dir))
         title = f"{folder.absolute().name}: update {state.global_step} of {state.max_steps}"
         figure = figure_of(state.log_history, title)
         try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 logger = get_logger(__name__)
@@ -51,7 +51,7 @@ class EqualRewardsHint(TrainerCallback):
         differs = live if self.grouped else (known - known.mean()).abs() > 1e-6 * known.mean().abs()
         self._since = None if differs.any() or not len(known) else step if self._since is None else self._since
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         history = state.log_history
         steps = 0 if None in self._named or self._since is None else state.global_step - self._since
         constant = {name: found for name, found in constant_rewards(history).items() if found[0] >= self.patience}

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import PushInProgress
 
 
 logger = get_logger(__name__)
@@ -24,7 +25,7 @@ def how_to_upload(repo: str, folder: str, private: bool) -> str:
     return shlex.join(["hf", "upload", repo, folder, ".", *(["--private"] if private else []), *excluded])
 
 
-def is_running(push: Any) -> bool:
+def is_running(push: PushInProgress | None) -> bool:
     """Whether a `PushInProgress` is still uploading."""
     return push is not None and not push.is_done()
 
@@ -44,10 +45,10 @@ def warn_of_failures(push: Any, checkpoint: Path) -> None:
 class SaveBeforePush(TrainerCallback):
     """Saves the model before its repository is created, in case the Hub refuses."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
-    def on_push_begin(self, args, state, control, **kwargs):
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self.trainer.hub_model_id is None:
             self.trainer.save_model(_internal_call=True)
             self.trainer.create_model_card()

@@ -8,24 +8,29 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Audio, Features, Image, List, Video
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
-from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs
+from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio, require_module
 from .hub import PRIVATE
+
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 logger = get_logger(__name__)
@@ -41,19 +46,8 @@ _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[EncodedMedium]]
-
-
-def encode_prompt_media(refs: list[MediaRef], max_bytes: float) -> PromptMedia:
-    """Encodes the media of a prompt for logs."""
-    media: PromptMedia = {}
-    for ref in refs:
-        name = ref.column.split("[")[0]
-        if name not in MEDIA_COLUMNS:
-            name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
-        medium = encode_medium(ref, max_bytes)
-        max_bytes -= len(medium.data)
-        media.setdefault(name, []).append(medium)
-    return media
+# Media with their names in a board
+Labelled = list[tuple[EncodedMedium, str]]
 
 
 class MediaLog:
@@ -64,18 +58,11 @@ class MediaLog:
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(
-        self,
-        n_rows: int,
-        max_prompts: int | None,
-        max_megabytes: float,
-        process_index: int = 0,
-        num_processes: int = 1,
-    ):
+    def __init__(self, n_rows: int, max_prompts: int | None, max_megabytes: float, accelerator: Accelerator):
         self.n_rows = n_rows
         self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
         self.max_bytes = max_megabytes * 1e6
-        self.process_index, self.num_processes = process_index, num_processes
+        self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_seen = 0
         self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit
         self._groups: deque[int] = deque(maxlen=n_rows)  # for each row, the first row of its prompt
@@ -127,11 +114,19 @@ class MediaLog:
                     self._warn_once("failed", f"The table of completions is without the media of a prompt: {media}.")
 
     def _encoded(self, row: int) -> PromptMedia | str:
-        """The media of a prompt, or why they can't be logged."""
+        """The media of a prompt, or the reason that they can't be logged."""
+        media, left = PromptMedia(), self.max_bytes
         try:
-            return encode_prompt_media(self._refs[row], self.max_bytes)
+            for ref in self._refs[row]:
+                name = ref.column.split("[")[0]
+                if name not in MEDIA_COLUMNS:
+                    name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
+                medium = encode_medium(ref, left)
+                left -= len(medium.data)
+                media.setdefault(name, []).append(medium)
         except (MediaError, ImportError) as error:
             return str(error)
+        return media
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -149,13 +144,6 @@ class MediaLog:
 
 
 # Tables
-
-
-def completions_frame(logs: dict[str, Any], step: int) -> pd.DataFrame:
-    """TRL's logs as a table, with TRL's columns."""
-    table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
-    of_rewards = {} if "rewards" not in logs else {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
-    return pd.DataFrame({**table, **of_rewards})
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
@@ -190,22 +178,17 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial.replace(path)
 
 
-def _label(name: str, prompt: int, index: int, count: int) -> str:
-    """The name of a medium in a board."""
-    return f"completions/{name}/{prompt}" + (f".{index}" if count > 1 else "")
-
-
-def _labels(found: list[tuple[EncodedMedium, str]]) -> str:
-    return ", ".join(label for _, label in found)
-
-
 def _file(medium: EncodedMedium, label: str, folder: Path) -> str:
     path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
     path.write_bytes(medium.data)
     return str(path)
 
 
-def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -> pd.DataFrame:
+def _labels(found: Labelled) -> str:
+    return ", ".join(label for _, label in found)
+
+
+def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[Labelled], Any]) -> pd.DataFrame:
     """Adds the columns of media, whose cells `cell` makes from pairs of medium and label."""
     prompts = {i: number for number, i in enumerate(i for i, row in enumerate(media) if row)}
     columns = {}
@@ -213,9 +196,9 @@ def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable) -
         cells: list[Any] = [None] * len(media)
         for i, row in enumerate(media):
             found = row.get(column, ())
-            labels = [_label(name, prompts[i], j, len(found)) for j in range(len(found))]
             if found:
-                cells[i] = cell(list(zip(found, labels, strict=True)))
+                label = f"completions/{name}/{prompts[i]}"
+                cells[i] = cell([(each, f"{label}.{j}" if len(found) > 1 else label) for j, each in enumerate(found)])
         columns[name] = pd.Series(cells, index=frame.index, dtype=object)
     return frame.assign(**columns)
 
@@ -225,7 +208,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
-    def cell(found):
+    def cell(found: Labelled) -> list:
         return [types[medium.kind](_file(medium, label, folder)) for medium, label in found]
 
     table = _with_cells(frame, media, cell)
@@ -245,7 +228,7 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     trackio = require_module("trackio", "logging")
     played = {}
 
-    def cell(found):
+    def cell(found: Labelled) -> str | list:
         pictures = []
         for medium, label in found:
             path = _file(medium, label, folder)
@@ -261,14 +244,14 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
     return {"completions": trackio.Table(dataframe=_with_cells(frame, media, cell)), **played}
 
 
-def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
+def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
     """Writes the table as text, and images, audio and frames of videos under the names in its cells."""
 
-    def cell(found):
+    def cell(found: Labelled) -> str:
         for medium, label in found:
             if medium.kind == "audio":
                 samples, rate = read_audio(medium.ref())
-                writer.add_audio(label, samples[None], step, sample_rate=round(rate))
+                writer.add_audio(label, samples[None], step, sample_rate=round(rate or 0))
             elif medium.kind == "image":
                 writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
             else:
@@ -281,10 +264,8 @@ def write_tensorboard(writer, frame: pd.DataFrame, media: list[PromptMedia], ste
     writer.flush()
 
 
-def _markdown(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+def _markdown(value: str | float | None) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
 
 
@@ -298,7 +279,7 @@ class MediaLogCallback(TrainerCallback):
     def __init__(self, trainer: Any, log: MediaLog):
         self.trainer, self.log = trainer, log
         self.folder = Path(trainer.args.output_dir, PRIVATE)
-        self._writer: Any = None  # TensorBoard's, for logs that aren't published
+        self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
         self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
         self._evaluating = False
         if trainer.accelerator.is_main_process:
@@ -309,48 +290,50 @@ class MediaLogCallback(TrainerCallback):
             with suppress(OSError):
                 Path(trainer.args.output_dir, tables.name).rmdir()  # TRL's empty one
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if control.should_log or control.should_training_stop:
             self.log.gather()
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if not self._evaluating:  # else the metrics are logged before the media are gathered
             self._write(state.global_step)
 
-    def on_prediction_step(self, args, state, control, **kwargs):
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._evaluating = True
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self._evaluating = False
         self.log.gather()
         self._write(state.global_step)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+        self._writer = None
 
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
-        trainer, log = self.trainer, self.log
-        if not trainer.accelerator.is_main_process or not trainer._logs["prompt"]:
-            return
-        if self._logged == (step, log.n_seen):  # the final log of training
+        trainer, log, logs = self.trainer, self.log, self.trainer._logs
+        is_last = self._logged == (step, log.n_seen)  # the final log of training
+        if not trainer.accelerator.is_main_process or not logs["prompt"] or is_last:
             return
         self._logged = step, log.n_seen
         if is_rich_available():
             print_prompt_completions_sample(
-                trainer._logs["prompt"],
-                trainer._logs["completion"],
-                trainer._logs.get("rewards", {}),
-                trainer._logs.get("advantages"),
+                logs["prompt"],
+                logs["completion"],
+                logs.get("rewards", {}),
+                logs.get("advantages"),
                 step,
                 trainer.num_completions_to_print,
-                extra=dict(trainer._logs.get("extra", {})),
+                extra=dict(logs.get("extra", {})),
             )
-        frame, media = completions_frame(trainer._logs, step), log.rows()
+        table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
+        if "rewards" in logs:
+            table |= {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
+        frame, media = pd.DataFrame(table), log.rows()
         columns = [*trainer.card_notes.columns, *(_TOOL_COLUMNS if trainer.tools else ())]
         path = self.folder / "completions" / f"completions_{step:05d}.parquet"
         write_parquet(frame, media, path, columns if trainer.log_multimodal else ())
@@ -381,7 +364,7 @@ class MediaLogCallback(TrainerCallback):
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 write_tensorboard(self._private_writer(callback), frame, media, step)
 
-    def _private_writer(self, callback: TensorBoardCallback) -> Any:
+    def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
         """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
         place = Path(callback.logging_dir or "runs").absolute()
         if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):

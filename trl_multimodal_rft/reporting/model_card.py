@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment
-from transformers import is_wandb_available
+from transformers import ProcessorMixin, is_wandb_available
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..algorithms.advantages import ESTIMATORS
@@ -69,6 +69,9 @@ PAPERS: dict[str, Any] = {
     "contrast_view": paper_of(contrast_bonus),
 }
 
+
+# The interval of the held-out accuracy in a log
+_INTERVAL = "{eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
 
 # Options that are named where they are on, and where they are set
 _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "dynamic_sampling", "replay_buffer_size")
@@ -135,11 +138,9 @@ def held_out_lines(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not measured:
         return []
     first, last = measured[0], measured[-1]
-    line = f"{last['eval_accuracy']:.1%}"
-    if "eval_accuracy_low" in last:
-        line += " ({eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows)".format(**last)
+    interval = f" ({_INTERVAL})".format(**last) if "eval_accuracy_low" in last else ""
     before = f", {first['eval_accuracy']:.1%} before training" if first["step"] == 0 else ""
-    return [("Held-out accuracy", line + before)]
+    return [("Held-out accuracy", f"{last['eval_accuracy']:.1%}{interval}{before}")]
 
 
 def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: str | None) -> list[EvalResult] | None:
@@ -147,16 +148,17 @@ def held_out_results(history: list[dict[str, Any]], task: str | None, dataset: s
     last = next((logs for logs in reversed(history) if "eval_accuracy" in logs), None)
     if last is None:
         return None
-    interval = ", confidence interval {eval_accuracy_low:.1%} to {eval_accuracy_high:.1%}, of {eval_rows:.0f} rows"
-    result = EvalResult(
-        task_type=task or "text-generation",
-        dataset_type=dataset or "custom",
-        dataset_name=dataset or "held-out rows",
-        metric_type="accuracy",
-        metric_name="Held-out accuracy" + (interval.format(**last) if "eval_accuracy_low" in last else ""),
-        metric_value=round(last["eval_accuracy"], 4),
-    )
-    return [result]
+    interval = f", confidence interval {_INTERVAL}".format(**last) if "eval_accuracy_low" in last else ""
+    return [
+        EvalResult(
+            task_type=task or "text-generation",
+            dataset_type=dataset or "custom",
+            dataset_name=dataset or "held-out rows",
+            metric_type="accuracy",
+            metric_name=f"Held-out accuracy{interval}",
+            metric_value=round(last["eval_accuracy"], 4),
+        )
+    ]
 
 
 def quick_start(
@@ -306,7 +308,7 @@ def _divergence(options: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rate(processor) -> int:
+def _rate(processor: ProcessorMixin) -> int:
     """Sampling rate of a processor's audio."""
     names = ("feature_extractor", "audio_processor")
     return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
@@ -324,7 +326,7 @@ def _cited(name: str) -> str:
     return "" if paper is None else f", {paper.link}"
 
 
-def _listed(words) -> str:
-    words = list(words)
-    parts = [", ".join(words[:-1]), *words[-1:]]
+def _listed(words: Iterable[str]) -> str:
+    *others, last = [*words] or [""]
+    parts = [", ".join(others), last]
     return " and ".join(part for part in parts if part)

@@ -12,7 +12,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from ..rewards.named import load_reward_funcs, load_reward_recipe
 from ..rollout.tools import load_tools
 from .option_table import options
-from .options import launched_parser, read_keys, shipped
+from .options import launched_parser
 
 
 @dataclass
@@ -30,7 +30,7 @@ class PromptArguments(ScriptArguments, DatasetMixtureConfig):
 
 
 @dataclass
-class RunArguments:
+class RunArguments(PromptArguments):
     """Arguments of scripts that train."""
 
     disable_compact_log: bool = field(
@@ -43,7 +43,7 @@ class RunArguments:
     )
     # What the user set, on the command line and in its config, and the command that starts the run
     given: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    command: str | None = field(default=None, init=False, repr=False)
+    command: str = field(default="", init=False, repr=False)
 
 
 @dataclass
@@ -118,12 +118,12 @@ class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
 
 
 @dataclass
-class DistillationScriptArguments(RunArguments, ToolArguments, PromptArguments):
+class DistillationScriptArguments(RunArguments, ToolArguments):
     """Arguments of distillation."""
 
 
 @dataclass
-class SFTScriptArguments(RunArguments, PromptArguments):
+class SFTScriptArguments(RunArguments):
     """Arguments of supervised training."""
 
     completion: str | None = field(
@@ -163,6 +163,5 @@ def parse(
         for cls in arguments
     )
     if isinstance(made[0], RunArguments):
-        config = read_keys(shipped("recipes", parsed["config"])) if "config" in parsed else {}
-        made[0].given = {**parsed, **{name: config[name] for name in ("env",) if config.get(name)}}
+        made[0].given = parsed
     return made

@@ -16,6 +16,7 @@ from ..evaluation.result import summary
 from ..models.pretrained import load_trained
 from .arguments import RFTScriptArguments, ToolArguments
 from .inputs import load_split, model_init_kwargs, with_prompts
+from .preflight import check_given
 
 
 BENCHMARKS: dict[str, tuple[Callable, list[str]]] = {
@@ -50,9 +51,7 @@ class EvaluationArguments(ToolArguments):
 
 def load_rows(script_args: RFTScriptArguments, evaluation_args: EvaluationArguments, split: str) -> Dataset:
     """The rows to answer."""
-    name, benchmark = script_args.dataset_name, evaluation_args.benchmark
-    if name is None:
-        raise ValueError("No dataset to evaluate on; set `--dataset_name`.")
+    name, benchmark = str(script_args.dataset_name), evaluation_args.benchmark
     if script_args.dataset_streaming:
         raise ValueError("An evaluation needs the number of rows; drop `--dataset_streaming` and set `--max_rows`.")
     audio: dict[str, Any] = {} if evaluation_args.audio_dir is None else {"audio_dir": evaluation_args.audio_dir}
@@ -74,9 +73,8 @@ def evaluate_by_name(
     accelerator: Accelerator,
 ) -> tuple[Dataset, EvaluationResult]:
     """Evaluates a model on a dataset, both by their names."""
-    name = model_args.model_name_or_path
-    if name is None:
-        raise ValueError("No model to evaluate; set `--model_name_or_path`.")
+    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
+    name = str(model_args.model_name_or_path)
     if model_args.use_peft:
         raise ValueError(
             "`--use_peft` makes a new adapter; to evaluate one, name its folder as `--model_name_or_path`."

@@ -17,6 +17,7 @@ from ..data.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult
 from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name
+from .preflight import check_medium
 
 
 # In the folder of the rows
@@ -153,11 +154,7 @@ def _text(report: dict[str, Any]) -> str:
 def _checked(config: EvaluationConfig, by: str) -> EvaluationConfig:
     """The config, which samples several completions of each row where their share is the pass rate."""
     if by == "contribution":
-        if config.ablate is None:
-            raise ValueError(
-                "Name the medium that answers need: set `--ablate` to audio, image or video; or keep rows of medium "
-                "difficulty with `--by accuracy`."
-            )
+        check_medium(config.ablate)
         return config
     if config.ablate is not None:
         raise ValueError("`--by accuracy` answers rows with their media only; leave out `--ablate`.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.utils import DatasetConfig
 
@@ -15,6 +16,7 @@ from ..data.named import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
+from .preflight import check_given
 from .prompts import with_system_message, with_texts
 
 
@@ -34,10 +36,10 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
         if script_args.dataset_name is not None:
             logger.warning("`datasets` takes precedence, as in TRL; `dataset_name` is ignored.")
         rows = _mixture(script_args, split)
-    elif script_args.dataset_name is None:
-        raise ValueError("The run has no dataset; set `--dataset_name` to a name on the Hub, a folder or a file.")
     else:
-        rows = load_rows(script_args.dataset_name, script_args.dataset_config, split, script_args.dataset_streaming)
+        rows = load_rows(
+            str(script_args.dataset_name), script_args.dataset_config, split, script_args.dataset_streaming
+        )
     return with_prompts(rows, script_args)
 
 
@@ -64,8 +66,7 @@ def _located(part: DatasetConfig) -> DatasetConfig:
 
 def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
     """Arguments of a trainer, from those of a script."""
-    if model_args.model_name_or_path is None:
-        raise ValueError("The run has no model; set `--model_name_or_path` to a name on the Hub or a folder.")
+    check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
     training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
@@ -83,14 +84,16 @@ def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args:
         functions = script_args.load_rewards(default)
         inputs["reward_funcs"] = functions if judge is None else [judge, *functions]
     if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
-        source = (model_args.model_name_or_path, model_args.model_revision, training_args.trust_remote_code)
+        source = str(model_args.model_name_or_path), model_args.model_revision, training_args.trust_remote_code
         inputs["processing_class"] = _with_chat_template(script_args.chat_template_path, *source)
     if isinstance(script_args, ToolArguments) and script_args.tools:
         inputs |= script_args.tool_inputs()
     return inputs
 
 
-def _with_chat_template(path: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
+def _with_chat_template(
+    path: str, name: str, revision: str | None, trust_remote_code: bool
+) -> ProcessorMixin | PreTrainedTokenizerBase:
     """The processor of a model, with the chat template in a file or that of another model."""
     file = Path(path).expanduser()
     if file.is_file():

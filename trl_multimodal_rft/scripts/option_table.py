@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The table of options, from the config classes; `python -m trl_multimodal_rft.scripts.option_table` writes it."""
 
+import argparse
 import enum
 import importlib
 import json
@@ -49,7 +50,7 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
     return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
 
 
-def _option(action: Any, group: str, optional: bool) -> dict[str, Any]:
+def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, Any]:
     kind = getattr(action.type, "__name__", "str")
     kind = "bool" if kind in ("string_to_bool", "str_to_bool") else kind
     kind = "str" if action.choices is not None or kind == "DebugOption" else kind

@@ -42,8 +42,7 @@ class Key(NamedTuple):
     """The value of a key in a config file, as YAML and as text."""
 
     value: Any
-    text: str | None
-    texts: list[str | None] | None
+    text: str | list | dict
     where: str
 
 
@@ -60,29 +59,16 @@ def read_config(path: str) -> dict[str, Key]:
                 raise ValueError(f"{path}:{key.start_mark.line + 1}: `{key.value}` is set twice; remove one.")
             written.add(key.value)
         loader.flatten_mapping(node)
-        return {
-            str(key.value): Key(
-                loader.construct_object(value, deep=True),
-                _text(value),
-                [_text(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else None,
-                f"{path}:{key.start_mark.line + 1}",
-            )
-            for key, value in node.value
-        }
+        texts, keys = yaml.BaseLoader(""), {}
+        for key, value in node.value:
+            typed, text = (each.construct_object(value, deep=True) for each in (loader, texts))
+            keys[str(key.value)] = Key(typed, text, f"{path}:{key.start_mark.line + 1}")
+        return keys
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{path}{line}: it isn't YAML: {error.problem or error.context}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: it isn't text in UTF-8; name a YAML file.") from error
-
-
-def read_keys(path: str) -> dict[str, Any]:
-    """Values of a config file."""
-    return {name: key.value for name, key in read_config(path).items()}
-
-
-def _text(node: yaml.Node) -> str | None:
-    return node.value if isinstance(node, yaml.ScalarNode) else None
 
 
 def shipped(folder: str, name: str) -> str:
@@ -107,12 +93,14 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parses a command line. Unknown options end the process before missing ones do."""
         required = [action for action in self._actions if action.required and action.option_strings]
         for action in required:
             action.required = False
-        parsed, rest = self.parse_known_args(args, namespace)
+        parsed, rest = self.parse_known_args(args, namespace or argparse.Namespace())
         for word in rest:
             if word.startswith("--"):
                 self.error(f"there is no option `{word.split('=')[0]}`." + self._near(word.split("=")[0][2:]))
@@ -123,13 +111,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{' and '.join(missing)} must be set.")
         return parsed
 
-    def _check_value(self, action, value):
+    def _check_value(self, action: argparse.Action, value: str) -> None:
         if action.choices is not None and value not in action.choices:
             names = [str(each) for each in action.choices]
             near = did_you_mean(str(value), names)
             raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(names)}.{near}")
 
-    def _get_value(self, action, arg_string):
+    def _get_value(self, action: argparse.Action, arg_string: str) -> str | float | bool | list | dict | None:
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -152,8 +140,9 @@ class Parser(argparse.ArgumentParser):
         if name is not None and not {"-h", "--help", "--help-all"} & {*argv}:
             keys = read_config(shipped("recipes", name))
             if of_run is None:
-                env = keys.pop("env", Key({}, None, None, "")).value or {}
-                os.environ.update({name: str(value) for name, value in env.items()})
+                if "env" in keys and (env := keys.pop("env").value):
+                    os.environ.update({name: str(value) for name, value in env.items()})
+                    values.env = env
             else:
                 keys = of_run(keys)
             self._set_values(keys, values, ignores_others=of_run is not None)
@@ -199,10 +188,10 @@ class Parser(argparse.ArgumentParser):
         if isinstance(key.value, bool) and (action.nargs == 0 or kind == "bool"):
             return key.value
         is_json = kind in ("json", "loads") and not isinstance(key.value, str)
-        if key.value is None or is_json or (kind == "str" and key.text is None and not takes_several):
+        if key.value is None or is_json or (kind == "str" and not isinstance(key.text, str) and not takes_several):
             return key.value
-        words = key.texts if takes_several and key.texts is not None else [key.text]
-        words = [json.dumps(key.value) if word is None else word for word in words]
+        words = key.text if takes_several and isinstance(key.text, list) else [key.text]
+        words = [word if isinstance(word, str) else json.dumps(key.value) for word in words]
         if action.nargs == 0:
             return self._get_value(argparse.Action([], action.dest, type=_bool), words[0])
         return self._get_values(action, words)
@@ -230,19 +219,19 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=32)
 
-    def _format_action_invocation(self, action):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [each for each in action.option_strings if "-" not in each.lstrip("-") or each == "--help-all"]
         if not names:
             return super()._format_action_invocation(action)
         if getattr(action, "has_opposite", False):
             names.append(f"--no_{action.dest}")
-        values = "" if action.nargs == 0 else self._format_args(action, action.metavar or action.dest.upper())
+        values = "" if action.nargs == 0 else self._format_args(action, str(action.metavar or action.dest.upper()))
         return ", ".join(names) + f" {values}" * bool(values)
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         default = getattr(action, "shown_default", action.default)
         is_trivial = default is None or default is False or default in (argparse.SUPPRESS, [], {})
-        if not action.option_strings or is_trivial or "efault" in action.help:
+        if not action.option_strings or is_trivial or "efault" in str(action.help):
             return action.help
         shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
         return f"{action.help} (default: {shown.replace('%', '%%')})"

@@ -3,27 +3,18 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from datasets import (
-    Audio,
-    Dataset,
-    Features,
-    Image,
-    IterableDataset,
-    LargeList,
-    List,
-    Value,
-    Video,
-    concatenate_datasets,
-)
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets.features.features import require_decoding
 
 from ..data.columns import TEACHER
 
 
 # Columns that `--system_prompt` changes
 _PROMPTS = ("prompt", f"{TEACHER}prompt")
+
+Prompt = str | list[dict[str, Any]]
 
 # "{{word}}" or "{word}"
 _NAMES = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -40,14 +31,14 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
                 f"The dataset has no column {name!r}, only {sorted(columns)}; name those in `--{option}`, and write "
                 f"`{{{{{name}}}}}` for braces around a word."
             )
-        if _holds_media(features.get(name)):
+        if require_decoding(features.get(name), ignore_decode_attribute=True):
             raise ValueError(
                 f"The column {name!r} has media, not text; in `--{option}`, write `<image>`, `<audio>` "
                 "or `<video>` where a medium goes."
             )
 
-    def filled(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        return {option: _filled(text, row, place, option) for option, text in texts.items()}
+    def filled(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {option: _filled(text, row, number, option) for option, text in texts.items()}
 
     return _with_columns(dataset, list(named), {option: Value("string") for option in texts}, filled)
 
@@ -64,7 +55,7 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
         )
     made = {name: features.get(name) for name in _PROMPTS if name == "prompt" or name in (columns or ())}
     for name, feature in made.items():
-        if _holds_media(feature):
+        if require_decoding(feature, ignore_decode_attribute=True):
             raise ValueError(
                 f"The column {name!r} has media among its messages, which `--system_prompt` doesn't support; write "
                 "the system message into the column."
@@ -72,10 +63,8 @@ def with_system_message(dataset: Dataset | IterableDataset, text: str | None) ->
         if feature is None or isinstance(feature, Value):
             made[name] = List({"role": Value("string"), "content": Value("string")})
 
-    put = partial(_with_system, text)
-
-    def after_system(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        return {name: put(row[name], place, name) for name in _PROMPTS if name in row}
+    def after_system(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {name: _with_system(str(text), row[name], number, name) for name in _PROMPTS if name in row}
 
     return _with_columns(dataset, [*made], made, after_system)
 
@@ -101,34 +90,26 @@ def _with_columns(
     return concatenate_datasets([dataset.select_columns(rest), made], axis=1) if rest else made
 
 
-def _filled(template: str, row: Mapping[str, Any], place: int, option: str) -> str:
+def _filled(template: str, row: Mapping[str, Any], number: int, option: str) -> str:
     def value(match: re.Match) -> str:
         literal, name = match.groups()
         if literal:
             return f"{{{literal}}}"
         if not isinstance(row.get(name), (str, int, float)):
             raise ValueError(
-                f"row {place}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text and "
-                "numbers; name another column, or add one with the text."
+                f"row {number}, column {name!r}: it is {type(row.get(name)).__name__}, but `--{option}` takes text "
+                "and numbers; name another column, or add one with the text."
             )
         return str(row[name])
 
     return _NAMES.sub(value, template)
 
 
-def _with_system(text: str, prompt: Any, place: int, name: str) -> Any:
+def _with_system(text: str, prompt: Prompt | None, number: int, name: str) -> Prompt | None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if name != "prompt" and (messages is None or messages[0]["role"] == "system"):
         return messages
     if not messages or messages[0]["role"] == "system":
-        raise ValueError(f"row {place}, column 'prompt': it has a system message; leave out `--system_prompt`.")
+        raise ValueError(f"row {number}, column 'prompt': it has a system message; leave out `--system_prompt`.")
     blocks = isinstance(messages[0]["content"], list)
     return [{"role": "system", "content": [{"type": "text", "text": text}] if blocks else text}, *messages]
-
-
-def _holds_media(feature: Any) -> bool:
-    if isinstance(feature, (list, List, LargeList)):
-        return any(map(_holds_media, feature if isinstance(feature, list) else [feature.feature]))
-    if isinstance(feature, dict):
-        return any(map(_holds_media, feature.values()))
-    return isinstance(feature, (Audio, Image, Video))

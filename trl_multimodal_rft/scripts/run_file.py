@@ -21,56 +21,39 @@ _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECAS
 
 def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
     """Writes the options that the user of a run set."""
-    keys = {**given, **launch_keys(given.get("launch") or ())}
+    keys = {**given, **_launch_keys(given.get("launch") or ())}
     if keys.get("debug") in (True, "", []):  # tracebacks
         del keys["debug"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
     path = Path(folder, NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(_plain(without_secrets(keys)), sort_keys=False, allow_unicode=True, width=119)
+    text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
     path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")
 
 
-def launch_keys(words: Sequence[str]) -> dict[str, Any]:
+def _launch_keys(words: Sequence[str]) -> dict[str, Any]:
     """Arguments of `accelerate launch` as a config file has them."""
-    keys: dict[str, Any] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, separator, value = word.partition("=")
-            name = name.removeprefix("--").replace("-", "_")
-            keys[name] = yaml.safe_load(value) if separator else True
-        elif name:
-            keys[name] = yaml.safe_load(word)
-    return keys
+    pairs = (word.removeprefix("--").partition("=") for word in words)
+    return {name.replace("-", "_"): yaml.safe_load(value) if separator else True for name, separator, value in pairs}
 
 
-def without_secrets(value: Any, *, is_environment: bool = False) -> Any:
-    """Values without tokens, keys and passwords, also within dictionaries as JSON."""
+def _without_secrets(value: Any, *, is_environment: bool = False) -> Any:
+    """Values in types that YAML has, without tokens, keys and passwords, also within dictionaries as JSON."""
+    value = getattr(value, "value", value)  # of an enumeration
     if isinstance(value, str) and value.startswith("{"):
         try:
             parsed = json.loads(value)
         except ValueError:
             return value
-        kept = without_secrets(parsed)
+        kept = _without_secrets(parsed)
         return value if kept == parsed else json.dumps(kept)
     if isinstance(value, (list, tuple)):
-        return [without_secrets(each) for each in value]
+        return [_without_secrets(each) for each in value]
     if not isinstance(value, Mapping):
-        return value
+        return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
     secret = _SECRET_VARIABLE if is_environment else _SECRET
     return {
-        name: without_secrets(each, is_environment=name == "env")
+        str(name): _without_secrets(each, is_environment=name == "env")
         for name, each in value.items()
         if not secret.search(str(name))
     }
-
-
-def _plain(value: Any) -> Any:
-    """The same in types that YAML has."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    value = getattr(value, "value", value)  # of an enumeration
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

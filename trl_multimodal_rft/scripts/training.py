@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
@@ -19,7 +19,8 @@ from trl import ModelConfig
 from ..reporting.console import CompactLogCallback
 from ..reporting.curves import TrainingCurvesCallback
 from ..reporting.hub import how_to_upload
-from .arguments import RunArguments
+from ..trainers.checkpoints import CheckpointMixin
+from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import NAME, write_run_file
 
@@ -29,9 +30,9 @@ logger = get_logger(__name__)
 
 def run(
     name: str,
-    trainer_class: type,
-    script_args: Any,
-    training_args: Any,
+    trainer_class: type[CheckpointMixin],
+    script_args: RunArguments,
+    training_args: TrainingArguments,
     model_args: ModelConfig,
     **inputs: Any,
 ) -> None:
@@ -44,7 +45,7 @@ def run(
 
 
 @contextmanager
-def output_folder(script_args: RunArguments, training_args: Any) -> Iterator[None]:
+def output_folder(script_args: RunArguments, training_args: TrainingArguments) -> Iterator[None]:
     """Redirects the files of a dry run to a temporary folder."""
     if not script_args.dry_run:
         yield
@@ -60,11 +61,11 @@ def output_folder(script_args: RunArguments, training_args: Any) -> Iterator[Non
 class _OneStep(TrainerCallback):
     """Ends a run after its first step, with a log and nothing else."""
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         control.should_log = control.should_training_stop = True
         control.should_evaluate = control.should_save = False
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         control.should_evaluate = control.should_save = False
 
 
@@ -76,7 +77,7 @@ def curves() -> list[TrainerCallback]:
     return []
 
 
-def train(trainer: Any, script_args: Any) -> None:
+def train(trainer: CheckpointMixin, script_args: RunArguments) -> None:
     """
     Writes the user's options to `run.yaml`, trains, or resumes if the config says so, and saves the model and its
     card. A dry run takes one step and saves nothing.
@@ -102,7 +103,7 @@ def train(trainer: Any, script_args: Any) -> None:
     trainer.create_model_card(dataset_name=script_args.dataset_name)
 
 
-def finish(trainer: Any, script_args: Any) -> None:
+def finish(trainer: CheckpointMixin, script_args: RunArguments) -> None:
     """Pushes to the Hub if the config says so, prints the next commands, and ends trackers and processes."""
     if trainer.args.push_to_hub and not script_args.dry_run:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -111,7 +112,7 @@ def finish(trainer: Any, script_args: Any) -> None:
     trainer.accelerator.end_training()
 
 
-def next_lines(trainer: Any, script_args: Any) -> list[str]:
+def next_lines(trainer: CheckpointMixin, script_args: RunArguments) -> list[str]:
     """The next commands for a trained model."""
     args, folder = trainer.args, trainer.args.output_dir
     model = ["--model_name_or_path", folder]
@@ -124,7 +125,7 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
     for name in ("reward_funcs", "tools"):
         if named := getattr(script_args, name, None):
             data += [f"--{name}", *([named] if isinstance(named, str) else named)]
-    if getattr(script_args, "reward_recipe", None):
+    if isinstance(script_args, RFTScriptArguments) and script_args.reward_recipe:
         data += ["--reward_recipe", json.dumps(script_args.reward_recipe)]
         data += ["--reward_label_column", script_args.reward_label_column]
     name = args.hub_model_id or f"USER/{Path(folder).name}"
@@ -140,7 +141,7 @@ def next_lines(trainer: Any, script_args: Any) -> list[str]:
     ]
 
 
-def _how_to_resume(trainer: Any, script_args: Any, prefix: str = "Resume with: ") -> str:
+def _how_to_resume(trainer: CheckpointMixin, script_args: RunArguments, prefix: str = "Resume with: ") -> str:
     """The command that resumes a run; a finished one needs more steps."""
     folder, state = trainer.args.output_dir, trainer.state
     config = [] if script_args.given is None else ["--config", str(Path(folder, NAME))]

@@ -162,8 +162,7 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, Ro
             args.generation_batch_size,
             args.max_logged_media if args.log_multimodal else 0,
             args.max_logged_megabytes,
-            trainer.accelerator.process_index,
-            trainer.accelerator.num_processes,
+            trainer.accelerator,
         )
         trainer.add_callback(MediaLogCallback(trainer, log))
     if trainer.reward_funcs:
