@@ -41,7 +41,8 @@ class Causal:
     """
     Attention of a prompt and of text behind it: each token sees the last `window` tokens up to itself (`None`: all),
     and the prompt's tokens those from the first to before the second place in `prompt` `(P, 2)`, if there is one: none
-    before the window, and none more than `ahead` tokens later (`None`: any).
+    before the window, and none more than `ahead` tokens later (`None`: any). Where these have gaps, `prompt` is a
+    boolean mask `(P, P)`.
     """
 
     window: int | None = None
@@ -50,7 +51,7 @@ class Causal:
 
 
 # Attention of a prompt and of text behind it in layers of one type: for each token, the first that it sees and the one
-# behind the last, `(T, 2)`, or `None` for plain causal
+# behind the last, `(T, 2)`, a boolean mask where it doesn't see all between, or `None` for plain causal
 LayerMask = torch.Tensor | Causal | None
 
 
@@ -635,7 +636,12 @@ def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | N
 
 
 def seen_within(spans: torch.Tensor, n: int) -> torch.Tensor:
-    """Which of `n` tokens are within spans from a first token to before an end, `(R, 2)`: `(R, n)`."""
+    """
+    Which of the first `n` tokens are within spans from a first token to before an end, `(R, 2)`, or are marked in rows
+    of a boolean mask: `(R, n)`.
+    """
+    if spans.dtype == torch.bool:
+        return spans[:, :n]
     places = torch.arange(n, device=spans.device)
     return (places >= spans[:, :1]) & (places < spans[:, 1:])
 

@@ -98,19 +98,26 @@ def _described_masks(
     masks = masks if isinstance(masks, dict) else {None: masks}
     masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}
     for kind, mask in masks.items():
-        if mask is not None and mask.dim() != 2:
+        if mask is not None and mask.dim() != 2 and (mask.dim() != 4 or mask.dtype != torch.bool):
             raise NotImplementedError(
-                f"{type(model).__name__} creates masks for its layers of type {kind!r} in which tokens don't see all "
-                "between the first and the last that they see, so its prompts can't be shared."
+                f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
+                "can't be shared."
             )
     return {kind: None if mask is None else _described(mask, size) for kind, mask in masks.items()}
+
+
+def _spans(mask: torch.Tensor) -> torch.Tensor | None:
+    """For each row of a boolean mask the first and the end of what it sees, `(R, 2)`; `None` if any row has gaps."""
+    starts, ends = (each.to(torch.uint8).argmax(1) for each in (mask, mask.flip(1)))
+    spans = torch.stack([starts, mask.size(1) - ends], dim=1)
+    return spans if mask.sum(1).equal(spans[:, 1] - starts) else None
 
 
 @contextmanager
 def _masks_by_rows() -> Iterator[None]:
     """
     Within the context, transformers creates masks for sdpa as `(T, 2)`, the first token that each token sees and the
-    one behind the last, where it sees those between. It creates a few rows at a time, as whole masks may be large.
+    one behind the last, if it sees all between. It creates a few rows at a time, as whole masks may be large.
     """
     make: Any = masking_utils.sdpa_mask
 
@@ -122,10 +129,9 @@ def _masks_by_rows() -> Iterator[None]:
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
             mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **given)
-            starts, ends = (each.to(torch.uint8).argmax(-1) for each in (mask[0, 0], mask[0, 0].flip(1)))
-            spans.append(torch.stack([starts, kv_length - ends], dim=1))
-            if not (mask[0, 0].sum(1) == spans[-1][:, 1] - starts).all():
-                return mask
+            spans.append(_spans(mask[0, 0]))
+            if spans[-1] is None:
+                return make(q_length=q_length, q_offset=q_offset, **given)
         return torch.cat(spans)
 
     interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -138,15 +144,22 @@ def _masks_by_rows() -> Iterator[None]:
 
 def _described(mask: torch.Tensor, size: int) -> LayerMask:
     """A mask of a prompt and of text behind it, without what follows from a window."""
-    index, (first, end) = torch.arange(len(mask)), mask.unbind(1)
-    window = None if first[-1] == 0 else len(mask) - int(first[-1])
-    follows = (end == index + 1) & (first == (index - (window or len(mask)) + 1).clamp(min=0))
-    if not follows[size - 1 :].all():
-        return mask
+    whole = mask[0, 0] if mask.dim() == 4 else None
+    spans = mask if whole is None else _spans(whole[size - 1 :])
+    if spans is None:
+        return whole
+    (first, end), total = spans.unbind(1), int(spans[-1, 1])
+    index = torch.arange(total - len(spans), total)
+    window = None if first[-1] == 0 else total - int(first[-1])
+    follows = (end == index + 1) & (first == (index - (window or total) + 1).clamp(min=0))
+    if not follows[size - 1 - total :].all():
+        return mask if whole is None else whole
+    if whole is not None:
+        return Causal(window, whole[:size, :size].clone(), None)
     if follows.all():
         return Causal(window)
     back, ahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
-    return Causal(window, mask[:size], ahead if back < (window or size) else None)
+    return Causal(window, spans[:size], ahead if back < (window or size) else None)
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:
