@@ -117,6 +117,24 @@ def test_windows_are_those_of_a_short_prompt(name):
     assert windows[0] == windows[1] and windows[0]["sliding_attention"] == (8, None)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_masks_of_images_are_made_by_rows(name, monkeypatch):
+    """Tokens of an image, or of a prefix, see later ones."""
+    model, prompts = build(name)
+    prompt = next(each for each in prompts if each.media)
+    whole = masks.linear_masks(model, prompt, 5)
+    prompt.mask_cache.clear()
+    monkeypatch.setattr(masks, "_MASK_ELEMENTS", 3 * len(prompt))
+    squares = Squares()
+    squares.size = len(prompt)
+    with squares:
+        found = masks.linear_masks(model, prompt, 5)
+    assert not squares.found and found.keys() == whole.keys()
+    for kind, mask in found.items():
+        assert (mask.window, mask.ahead) == (whole[kind].window, whole[kind].ahead)
+        assert mask.prompt.equal(whole[kind].prompt) and (mask.prompt[:, 1] > torch.arange(len(prompt)) + 1).any()
+
+
 class Scores(TorchFunctionMode):
     """Records pairs of queries and keys that attention without a variable-length kernel computes in a decoder."""
 

@@ -40,8 +40,8 @@ MASK_ALIGNMENT = 16
 class Causal:
     """
     Attention of a prompt and of text behind it: each token sees the last `window` tokens up to itself (`None`: all),
-    and the prompt's tokens those of a boolean mask `prompt` `(P, P)`, if there is one: none before the window, and
-    none more than `ahead` tokens later (`None`: any).
+    and the prompt's tokens those from the first to before the second place in `prompt` `(P, 2)`, if there is one: none
+    before the window, and none more than `ahead` tokens later (`None`: any).
     """
 
     window: int | None = None
@@ -49,7 +49,8 @@ class Causal:
     ahead: int | None = 0
 
 
-# Attention of a prompt and of text behind it in layers of one type: a boolean mask, or `None` for plain causal
+# Attention of a prompt and of text behind it in layers of one type: for each token, the first that it sees and the one
+# behind the last, `(T, 2)`, or `None` for plain causal
 LayerMask = torch.Tensor | Causal | None
 
 
@@ -366,7 +367,9 @@ class PrefixLayout:
         allowed = []
         for (own_window, _, prompt), length in zip(causal, block.sizes, strict=True):
             rows, columns = (each.clamp(0, length - 1) for each in (queries[:, :, None], keys[:, None]))
-            seen = (distance >= 0) & (distance < own_window) if prompt is None else prompt[rows, columns]
+            seen = (distance >= 0) & (distance < own_window)
+            if prompt is not None:
+                seen = (columns >= prompt[rows, 0]) & (columns < prompt[rows, 1])
             allowed.append((seen & (keys >= 0)[:, None] & (keys < length)[:, None]) | (distance == 0))
         device = self.restore_index.device
         seen = to_device(torch.cat(allowed), device)
@@ -390,10 +393,10 @@ class PrefixLayout:
         """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""
         device = self.restore_index.device
         if isinstance(mask, torch.Tensor):
-            return mask[start:end, :end].to(device)
+            return seen_within(mask[start:end].to(device), end)
         mask = mask or Causal()
         if mask.prompt is not None and end == len(mask.prompt):
-            return mask.prompt[start:].to(device)
+            return seen_within(mask.prompt[start:].to(device), end)
         seen = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
         return seen if mask.window is None else seen.triu(start - mask.window + 1)
 
@@ -629,6 +632,12 @@ def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | N
         if mask.window != window and (mask.window is not None or window is None or reach > window):
             return None
     return window, all(mask.prompt is None for mask in causal)
+
+
+def seen_within(spans: torch.Tensor, n: int) -> torch.Tensor:
+    """Which of `n` tokens are within spans from a first token to before an end, `(R, 2)`: `(R, n)`."""
+    places = torch.arange(n, device=spans.device)
+    return (places >= spans[:, :1]) & (places < spans[:, 1:])
 
 
 def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:

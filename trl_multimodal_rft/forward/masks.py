@@ -19,6 +19,9 @@ from .trees import Node, prompt_trees
 # Layer types whose tokens interact through attention alone
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
+# Elements of a mask that are made at a time
+_MASK_ELEMENTS = 2**24
+
 # Functions of transformers that create sliding-window masks
 _MASKS_WITH_WINDOWS = {
     "create_sliding_window_causal_mask",
@@ -49,8 +52,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     type), cached on the prompt.
 
     They hold all that a family does to its masks: sliding windows, bidirectional images or prefixes. A causal mask
-    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layout.Causal`] is boolean, at least
-    `(P + n_new, P + n_new)`.
+    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layout.Causal`] is that of
+    [`~forward.layout.LayerMask`], of at least `P + n_new` tokens.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -82,7 +85,7 @@ def _described_masks(
     total = size + n_new
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
-    with attention_implementation(model, "sdpa"):
+    with attention_implementation(model, "sdpa"), _masks_by_rows():
         masks = create(
             config=_without_pointwise_layers(windows_as_forwarded(model)),
             inputs_embeds=torch.empty(1, total, 0),
@@ -95,35 +98,55 @@ def _described_masks(
     masks = masks if isinstance(masks, dict) else {None: masks}
     masks = {kind: mask for kind, mask in masks.items() if kind is None or kind in ATTENTION_LAYERS}
     for kind, mask in masks.items():
-        if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
+        if mask is not None and mask.dim() != 2:
             raise NotImplementedError(
-                f"{type(model).__name__} creates no 4D boolean mask for its layers of type {kind!r}, so its prompts "
-                "can't be shared."
+                f"{type(model).__name__} creates masks for its layers of type {kind!r} in which tokens don't see all "
+                "between the first and the last that they see, so its prompts can't be shared."
             )
-    return {kind: None if mask is None else _described(mask[0, 0], size) for kind, mask in masks.items()}
+    return {kind: None if mask is None else _described(mask, size) for kind, mask in masks.items()}
+
+
+@contextmanager
+def _masks_by_rows() -> Iterator[None]:
+    """
+    Within the context, transformers creates masks for sdpa as `(T, 2)`, the first token that each token sees and the
+    one behind the last, where it sees those between. It creates a few rows at a time, as whole masks may be large.
+    """
+    make: Any = masking_utils.sdpa_mask
+
+    def by_rows(q_length: int, kv_length: int, q_offset: int = 0, **given: Any) -> torch.Tensor | None:
+        local_size = given.get("local_size")
+        if given.pop("allow_is_causal_skip", True) and (local_size is None or kv_length < local_size):
+            return None
+        given |= {"kv_length": kv_length, "allow_is_causal_skip": False}
+        spans = []
+        for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
+            mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **given)
+            starts, ends = (each.to(torch.uint8).argmax(-1) for each in (mask[0, 0], mask[0, 0].flip(1)))
+            spans.append(torch.stack([starts, kv_length - ends], dim=1))
+            if not (mask[0, 0].sum(1) == spans[-1][:, 1] - starts).all():
+                return mask
+        return torch.cat(spans)
+
+    interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    interface["sdpa"] = by_rows
+    try:
+        yield
+    finally:
+        del interface["sdpa"]
 
 
 def _described(mask: torch.Tensor, size: int) -> LayerMask:
     """A mask of a prompt and of text behind it, without what follows from a window."""
-    seen = int(mask[-1].sum())
-    window = None if seen == len(mask) else seen
-
-    def by_rows(first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        # A few at a time, as long prompts have large masks
-        for rows in torch.arange(first, last).split(1024):
-            yield mask[rows[0] : rows[-1] + 1, :last], rows[:, None] - torch.arange(last)
-
-    def follows(first: int, last: int) -> bool:
-        expected = (allowed.equal((far >= 0) & (far < (window or last))) for allowed, far in by_rows(first, last))
-        return all(expected)
-
-    if not follows(size - 1, len(mask)):
+    index, (first, end) = torch.arange(len(mask)), mask.unbind(1)
+    window = None if first[-1] == 0 else len(mask) - int(first[-1])
+    follows = (end == index + 1) & (first == (index - (window or len(mask)) + 1).clamp(min=0))
+    if not follows[size - 1 :].all():
         return mask
-    if follows(0, size):
+    if follows.all():
         return Causal(window)
-    reaches = [(far[allowed].max(), -far[allowed].min()) for allowed, far in by_rows(0, size)]
-    back, ahead = (int(max(each)) for each in zip(*reaches, strict=True))
-    return Causal(window, mask[:size, :size].clone(), ahead if back < (window or size) else None)
+    back, ahead = int((index - first)[:size].max()), int((end - index - 1)[:size].max())
+    return Causal(window, mask[:size], ahead if back < (window or size) else None)
 
 
 def trees_of(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], lengths: Sequence[int]) -> list[Node]:

@@ -376,10 +376,8 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
         return 1
     # A recurrent state can't be cropped. Leaving the last token out is exact if no earlier one attends to it.
     masks = [(prompt, mask) for prompt in prompts for mask in linear_masks(model, prompt, 1).values()]
-    allowed = [(prompt, mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
-    sees_last = any(
-        mask is not None and bool(mask[: len(prompt) - 1, len(prompt) - 1].any()) for prompt, mask in allowed
-    )
+    allowed = [(len(prompt), mask.prompt if isinstance(mask, Causal) else mask) for prompt, mask in masks]
+    sees_last = any(spans is not None and bool((spans[: n - 1, 1] >= n).any()) for n, spans in allowed)
     return 0 if sees_last or min(map(len, prompts)) < 2 else -1
 
 
