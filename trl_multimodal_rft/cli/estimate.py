@@ -120,10 +120,8 @@ def measure(args: argparse.Namespace) -> Measured:
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)
     ]
-    places = [
-        view * n_prompts + i // group for view in range(n_views) for i in range(args.per_device_train_batch_size)
-    ]
-    prompts = [unique[place] for place in places]
+    completions = range(args.per_device_train_batch_size)
+    prompts = [unique[view * n_prompts + i // group] for view in range(n_views) for i in completions]
     lengths = [args.completion_tokens] * len(prompts)
     budget = args.max_tokens_per_microbatch
     parts = [list(range(len(prompts)))] if budget is None else split_by_tokens(prompts, lengths, budget, packed)

@@ -110,14 +110,14 @@ class Evaluation:
         functions = [*self.reward_funcs.values(), *self.toolbox.tools]
         with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop:
             for first in range(0, len(batches), ranks):
-                place = first + self.accelerator.process_index
-                if place < len(batches):
-                    found, logged, skipped = self._answer_batch(place, batches[place])
+                batch_index = first + self.accelerator.process_index
+                if batch_index < len(batches):
+                    found, logged, skipped = self._answer_batch(batch_index, batches[batch_index])
                     records += found
                     self.logged += logged
                     self.skipped |= skipped
                 elif self.policy.is_collective:  # the first batch once more, which the other ranks' calls wait for
-                    self._answer_batch(place, batches[0])
+                    self._answer_batch(batch_index, batches[0])
         return self._result(records)
 
     def _result(self, records: list[dict[str, Any]]) -> EvaluationResult:
@@ -151,12 +151,12 @@ class Evaluation:
         if warning is not None:
             logger.warning_once(warning)  # also of one evaluation after the other
 
-    def _answer_batch(self, place: int, indices: Sequence[int]) -> tuple[list, list, dict[int, str]]:
+    def _answer_batch(self, batch_index: int, indices: Sequence[int]) -> tuple[list, list, dict[int, str]]:
         """The records of a batch, what reward functions logged, and the batch's unreadable rows."""
-        seed = int(np.random.SeedSequence([self.args.seed, place]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.row, indices))
-        if place < self.accelerator.num_processes and not columns_known(self.dataset):
+        if batch_index < self.accelerator.num_processes and not columns_known(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
         rows = [row for row in batch if row.number not in skipped]
@@ -239,9 +239,9 @@ class Evaluation:
             return view
         n = len(self.dataset)
         first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
-        for place in range(first, first + n):
+        for index in range(first, first + n):
             try:
-                others = self._media_of(self.row(place % n), kind)
+                others = self._media_of(self.row(index % n), kind)
             except MediaError:  # its batch reports it
                 continue
             if others and not same_prompt(others, media):
@@ -321,8 +321,8 @@ class Evaluation:
             ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], places: list[tuple[int, EncodedPrompt]], _: list[int]):
-            branches.asked = places
+        def complete(prompts: list[EncodedPrompt], turns: list[tuple[int, EncodedPrompt]], _: list[int]):
+            branches.asked = turns
             return policy.complete(prompts, config, branches), None
 
         ids = policy.complete(rollout.prompts, config, branches)

@@ -251,13 +251,13 @@ def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tup
     The spans of placeholders, one per medium if there are enough. Smaller gaps are within a medium, such as ends of
     rows or times of frames.
     """
-    places = [place for place, token in enumerate(ids) if token in placeholders]
-    gaps = [(after - before, i) for i, (before, after) in enumerate(zip(places, places[1:], strict=False))]
+    indices = [index for index, token in enumerate(ids) if token in placeholders]
+    gaps = [(after - before, i) for i, (before, after) in enumerate(zip(indices, indices[1:], strict=False))]
     between = {i for gap, i in gaps if gap > 1}
     if 0 < n_media <= len(between):
         between = {i for _, i in sorted(gaps, key=lambda each: (-each[0], each[1]))[: n_media - 1]}
-    starts = [place for i, place in enumerate(places) if i == 0 or i - 1 in between]
-    stops = [place + 1 for i, place in enumerate(places) if i in between or i == len(places) - 1]
+    starts = [index for i, index in enumerate(indices) if i == 0 or i - 1 in between]
+    stops = [index + 1 for i, index in enumerate(indices) if i in between or i == len(indices) - 1]
     return list(zip(starts, stops, strict=True))
 
 

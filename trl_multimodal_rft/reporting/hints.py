@@ -23,15 +23,11 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
         called = [logs for logs in history if key in logs]
         reward = called[0][key]
         values = [(logs[key], logs[f"rewards/{name}/std"]) for logs in called]
-        if all(_is_constant(mean, std) and abs(mean - reward) <= 1e-6 * abs(reward) for mean, std in values):
+        # `None` with fewer than two rewards
+        if all(None not in each and max(each[1], abs(each[0] - reward)) <= 1e-6 * abs(each[0]) for each in values):
             before = next(i for i, logs in enumerate(history) if key in logs) - 1
             found[name] = (history[-1]["step"] - (0 if before < 0 else history[before]["step"]), reward)
     return found
-
-
-def _is_constant(mean: float | None, std: float | None) -> bool:
-    # `None` with fewer than two rewards
-    return mean is not None and std is not None and std <= 1e-6 * abs(mean)
 
 
 class EqualRewardsHint(TrainerCallback):

@@ -366,9 +366,9 @@ class MediaLogCallback(TrainerCallback):
 
     def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
         """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
-        place = Path(callback.logging_dir or "runs").absolute()
-        if not place.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
+        folder = Path(callback.logging_dir or "runs").absolute()
+        if not folder.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
             return callback.tb_writer
         if self._writer is None:
-            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / place.name))
+            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / folder.name))
         return self._writer
