@@ -14,7 +14,7 @@ from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, Mult
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe, format_reward
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
-from trl_multimodal_rft.trainers import base
+from trl_multimodal_rft.trainers import run as shared
 
 
 def rows(prompt="What is it?", conversational=True, **columns):
@@ -235,7 +235,7 @@ def test_what_no_prompt_asks_for_is_said_before_the_first_update(
 ):
     told = []
     monkeypatch.setattr(
-        base.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
+        shared.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
     )
     made = [{"prompt": [{"role": "user", "content": prompts[i % len(prompts)]}], "solution": "x"} for i in range(8)]
     trainer = None

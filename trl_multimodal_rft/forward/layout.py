@@ -12,6 +12,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import IMAGE_SIZES
+from .layer_masks import Causal, LayerMask, seen_within
 from .trees import Node, leaf, walk
 
 
@@ -34,25 +35,6 @@ _COPIED_KEYS = 2**14
 
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Causal:
-    """
-    Attention of a prompt and of text behind it: each token sees the last `window` tokens up to itself (`None`: all),
-    and the prompt's tokens those from the first to before the second place in `prompt` `(P, 2)`, if there is one: none
-    before the window, and none more than `ahead` tokens later (`None`: any). Where these have gaps, `prompt` is a
-    boolean mask `(P, P)`.
-    """
-
-    window: int | None = None
-    prompt: torch.Tensor | None = None
-    ahead: int | None = 0
-
-
-# Attention of a prompt and of text behind it in layers of one type: for each token, the first that it sees and the one
-# behind the last, `(T, 2)`, a boolean mask where it doesn't see all between, or `None` for plain causal
-LayerMask = torch.Tensor | Causal | None
 
 
 @dataclass(eq=False)
@@ -633,17 +615,6 @@ def _window(masks: Sequence[LayerMask], reaches: Sequence[int]) -> tuple[int | N
         if mask.window != window and (mask.window is not None or window is None or reach > window):
             return None
     return window, all(mask.prompt is None for mask in causal)
-
-
-def seen_within(spans: torch.Tensor, n: int) -> torch.Tensor:
-    """
-    Which of the first `n` tokens are within spans from a first token to before an end, `(R, 2)`, or are marked in rows
-    of a boolean mask: `(R, n)`.
-    """
-    if spans.dtype == torch.bool:
-        return spans[:, :n]
-    places = torch.arange(n, device=spans.device)
-    return (places >= spans[:, :1]) & (places < spans[:, 1:])
 
 
 def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from .layout import Causal, LayerMask, group_by_prompt
+from .layer_masks import Causal, LayerMask
+from .layout import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
 from .trees import Node, prompt_trees
 
@@ -52,8 +53,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
     type), cached on the prompt.
 
     They hold all that a family does to its masks: sliding windows, bidirectional images or prefixes. A causal mask
-    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layout.Causal`] is that of
-    [`~forward.layout.LayerMask`], of at least `P + n_new` tokens.
+    instead would be wrong by up to 2 nats, silently. A mask that is no [`~forward.layer_masks.Causal`] is that of
+    [`~forward.layer_masks.LayerMask`], of at least `P + n_new` tokens.
     """
     cached_for, cached = prompt.mask_cache.get("linear", (-1, {}))
     if cached_for >= n_new:
@@ -129,9 +130,9 @@ def _masks_by_rows() -> Iterator[None]:
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
             mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **given)
-            spans.append(_spans(mask[0, 0]))
-            if spans[-1] is None:
+            if (own := _spans(mask[0, 0])) is None:
                 return make(q_length=q_length, q_offset=q_offset, **given)
+            spans.append(own)
         return torch.cat(spans)
 
     interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS

@@ -123,7 +123,7 @@ class AheadSampling:
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""
         run, flight, rewarding = self.run, self.flight, self.run.rewarding
-        chosen = [each for each in rewarding if only_waits(each[1])]
+        chosen = [each for each in zip(*rewarding.functions(), strict=True) if only_waits(each[1])]
         # Results of tools follow, and a group that is sampled from two prompts comes in two parts
         if not chosen or self.has_tools or run.args.rollout_view is not None:
             return {}

@@ -207,10 +207,13 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_run(self) -> Run:
         args, loop = self.args, getattr(self, "async_loop", None)
-        functions = self.reward_func_names, self.reward_funcs, self.reward_processing_classes
+
+        def functions():
+            return self.reward_func_names, self.reward_funcs, self.reward_processing_classes
+
         logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
-        rewarding = Rewarding(*functions, self.chat_template_kwargs, args.media_rules, *how)
+        rewarding = Rewarding(functions, self.chat_template_kwargs, args.media_rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
         sizes = self.num_generations, self.num_generations_eval
@@ -238,7 +241,7 @@ class MultimodalTrainer(CheckpointMixin):
             rollout,
             corrects=self._corrects(rollout),
             ends=self.eos_token_ids,
-            tokenizer=self._tokenizer,
+            tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),
             logit_bias=self._logit_bias,
             flight=self.in_flight,
             is_custom=self.rollout_func is not None,

@@ -168,7 +168,7 @@ def check_settings(
         template_kwargs=run.prompts.template_kwargs,
         generation_config=own.config,
         eos_token_ids=own.eos_token_ids,
-        sample=sample if sampler.samples_policy and own.continuous_batching is None else None,
+        sample=None if sampler.is_engine or own.continuous_batching is not None else sample,
         samples_rollouts=sampler.samples_policy,
         generating=own.generating,
         changes=sampling_changes(run.args),
@@ -274,7 +274,7 @@ def make_samplers(
         trainer.accelerator,
         trainer.generation_config,
         trainer.eos_token_ids,
-        trainer._tokenizer.pad_token_id,
+        getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id,
         functools.partial(
             ready_to_generate, trainer._run, lambda: trainer.model_wrapped, trainer._dist, trainer.generation_kwargs
         ),

@@ -166,9 +166,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
         if args.soft_overlong_cache is not None:
             penalty = get_soft_overlong_punishment(args.max_completion_length, args.soft_overlong_cache)
-            self.reward_funcs.append(penalty)
-            self.reward_processing_classes.append(None)
-            self.reward_func_names[:] = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
+            self.reward_funcs = [*self.reward_funcs, penalty]
+            self.reward_processing_classes = [*self.reward_processing_classes, None]
+            self.reward_func_names = distinct_names([*self.reward_func_names, "soft_overlong_punishment"])
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
         self._reward_scale = RunningScale()
         if args.kl_target is None:

@@ -2,7 +2,7 @@
 """What the stages of a rollout share."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +52,7 @@ class MetricLog:
 class Rewarding:
     """Calls the reward functions of a run."""
 
-    names: list[str]
-    functions: list[Any]
-    processors: list[Any]  # of reward models
+    functions: Callable[[], tuple[list[str], list[Any], list[Any]]]  # names, functions, and processors of models
     template_kwargs: dict[str, Any]
     media_rules: MediaRules
     state: Callable[[], TrainerState]
@@ -67,21 +65,24 @@ class Rewarding:
         self, rollout: Rollout, early: EarlyRewards | None = None, *, only_first: bool = False, logs: bool = True
     ) -> torch.Tensor:
         """Rewards of this rank's completions, `(N, functions)`, but for `early` ones; the first function's alone."""
+        names, functions, processors = self.functions()
         if not self.was_called:
             self.was_called = True
-            for warning in missing_instructions(self.functions, self.names, rollout.messages):
+            for warning in missing_instructions(functions, names, rollout.messages):
                 logger.warning(warning)
-        chosen = slice(1 if only_first else None)
-        parts = self.names[chosen], self.functions[chosen], self.processors[chosen]
-        functions = checked_functions(rollout, *parts, self.template_kwargs, self.media_rules)
+        n = 1 if only_first else None
+        checked = checked_functions(
+            rollout, names[:n], functions[:n], processors[:n], self.template_kwargs, self.media_rules
+        )
         given = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
         return reward_rollout(
-            rollout, functions, {"trainer_state": self.state(), **given}, self.loop, self.profile, early
+            rollout, checked, {"trainer_state": self.state(), **given}, self.loop, self.profile, early
         )
 
-    def __iter__(self) -> Iterator[tuple[str, Any, Any]]:
-        """Names, functions and processors."""
-        return zip(self.names, self.functions, self.processors, strict=True)
+    @property
+    def names(self) -> list[str]:
+        """Those of the functions."""
+        return self.functions()[0]
 
 
 @dataclass
