@@ -30,7 +30,7 @@ from ...rollout.rollout import Rollout
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
-from ..models.bare_inputs import bare_inputs, bare_prompt
+from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience
@@ -258,7 +258,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return [item for i in torch.randperm(len(groups), generator=generator).tolist() for item in groups[i]]
 
     def _filtered(self, micro_batches: list[Rollout]) -> list[Rollout]:
-        """The micro-batches of an update, with weights of the actions by their entropies, if only some are to count."""
+        """The micro-batches of an update, with weights of the actions by their entropies where only some count."""
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
@@ -330,15 +330,13 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
-        names, model = self._media_names, self.actor.base_model
-        media = {names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
+        media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         ids = item.sequences[: len(item.sequences) - len(item.action_mask)].cpu()
         for other in others:
             same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
             if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
                 return other
-        bare_inputs(model, ids[None], media, 0)  # which checks them
-        return bare_prompt(model, ids, media)
+        return bare_prompt(self.actor.base_model, ids, media)
 
     # Metrics
 
