@@ -22,7 +22,7 @@ from ..data.columns import iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.media import decode_media
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, outputs_of_files, processor_outputs
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, hears_videos, outputs_of_files, processor_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config
@@ -482,6 +482,8 @@ class _Check(Measure):
 
     def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
         inputs = self.model_inputs(target.plain)
+        if hears_videos(self.model, target.prompt.input_ids):
+            inputs["use_audio_in_video"] = torch.tensor(True)
         own = functools.partial(self.model_logps, inputs, target.prompt, ids)
         logps = self.attempt("the model's forward", own)
         score: Callable[[], Any] = own if logps is not None else functools.partial(self._generate, inputs, ids)

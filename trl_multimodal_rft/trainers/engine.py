@@ -168,7 +168,7 @@ def check_settings(
         template_kwargs=run.prompts.template_kwargs,
         generation_config=own.config,
         eos_token_ids=own.eos_token_ids,
-        sample=None if sampler.is_engine or own.continuous_batching is not None else sample,
+        sample=sample if sampler.samples_policy and own.continuous_batching is None else None,
         samples_rollouts=sampler.samples_policy,
         generating=own.generating,
         changes=sampling_changes(run.args),
