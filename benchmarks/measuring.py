@@ -156,11 +156,9 @@ class Sampling:
 
     def __init__(self, sampler: "Sampler", sample: Callable):
         self.sampler, self.sample = sampler, sample
-        self.max_length, self.is_collective = sampler.max_length, sampler.is_collective
 
-    def invalidate_weights(self) -> None:
-        """Marks the policy's weights as changed outside an optimizer step."""
-        self.sampler.invalidate_weights()
+    def __getattr__(self, name: str):
+        return getattr(self.__dict__["sampler"], name)
 
     def __call__(self, *args, **kwargs):
         """Samples token ids and their log-probabilities."""
