@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -330,18 +331,19 @@ class FakeServer:
         config = {"port": port, "model_config": model_config, "version": "", "world_size": 1, "unit": 0.0}
         config |= {"slots": 256, "words": [*range(50, 150)], **options}
         self.process = subprocess.Popen([sys.executable, __file__, json.dumps(config)], stdin=subprocess.PIPE)
-        while True:
-            try:
-                self._ask("/health")
-                break
-            except OSError:
-                assert self.process.poll() is None
-                time.sleep(0.02)
+        self._ask("/health")
 
     def _ask(self, path: str, body: Any = None) -> Any:
+        """Asks again where the server isn't there yet, or is gone for a while."""
         request = Request(self.url + path, None if body is None else json.dumps(body).encode())
-        with urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except (OSError, HTTPException):
+                assert self.process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
 
     def fault(self, kind: str, after: int = 0, count: int = 1, seconds: float = 0.0) -> None:
         """

@@ -504,7 +504,8 @@ class _Check(Measure):
     def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
         """Log-probabilities of completions `(B, N)` by `generate`, one by one; `None` if it returns no logits."""
         config = copy.deepcopy(self.settings.generation_config)
-        config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1)
+        # Scripted completions go on after an end of text
+        config.update(max_new_tokens=ids.size(1), min_new_tokens=None, do_sample=False, num_beams=1, eos_token_id=None)
         config.update(return_dict_in_generate=True, output_logits=True)
         results = []
         as_config = as_generation_config(self.model, config)
