@@ -21,7 +21,7 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...families import family_of
-from ...forward.scoring import left_pad
+from ...forward.inputs import left_pad
 from ...models.modes import evaluation_mode
 from ...policy import Fallbacks, PolicyForward
 from ...rollout.prompts import PromptEncoder
