@@ -318,7 +318,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             if sequence.modalities:
                 ignored, placeholders = args.ignored_media_columns or (), self.data_collator.placeholders
                 shown = {**row, "prompt": row.get("messages") or row["prompt"]}
-                messages = rows_to_messages([shown], ignored, placeholders, args.media_rules)[0]["prompt"]
+                messages = rows_to_messages([shown], ignored, placeholders, args.rules)[0]["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
             display.show_example(ids[: int(learned.int().argmax())].tolist(), messages, ids[learned].tolist())
 
