@@ -83,7 +83,7 @@ def train(trainer: CheckpointMixin, script_args: RunArguments) -> None:
     card. A dry run takes one step and saves nothing.
     """
     if not script_args.disable_compact_log:
-        trainer.add_callback(CompactLogCallback(trainer))
+        trainer.add_callback(CompactLogCallback())
     if script_args.dry_run:
         trainer.add_callback(_OneStep())
         trainer.train()
