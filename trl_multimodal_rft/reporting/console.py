@@ -7,10 +7,12 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Unpack
+from itertools import chain
+from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.optim import Optimizer
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,7 +31,7 @@ from ..data.loading import load_image, read_audio
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
-from .events import Event
+from .events import EventPart
 
 
 PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # transformers'
@@ -73,21 +75,29 @@ class CompactLogCallback(TrainerCallback):
         self._trainer_name, self.needs_example = trainer_name, True
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        optimizer: Optimizer,
+        **_: EventPart,
     ):
-        self._show_parts(args, state, parts)
+        self._show_parts(args, state, model, optimizer)
         self._since, self._seconds, self._steps = time.perf_counter(), 0.0, 0
 
-    def _show_parts(self, args: TrainingArguments, state: TrainerState, parts: Event) -> None:
+    def _show_parts(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
+    ) -> None:
         if self._trainer_name is not None and state.is_world_process_zero:
-            model = extract_model_from_parallel(parts["model"])
+            model = extract_model_from_parallel(model)
             trained = type(unwrapped(None, model)).__name__
             print(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
             self._trainer_name = None
             rates = rates_of_parts(model, args)
             # An optimizer that was passed has its own rates
-            held = {group.get("initial_lr", group["lr"]) for group in parts["optimizer"].param_groups}
-            show_parts(model, rates if held.issuperset(*rates.values()) else {})
+            held = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
+            show_parts(model, rates if held.issuperset(chain(*rates.values())) else {})
 
     def show_example(
         self,
@@ -137,31 +147,32 @@ class CompactLogCallback(TrainerCallback):
             print(f"rewards: {', '.join(shown)}")
         print(end="", flush=True)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # before other callbacks evaluate
         self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, self._pace(state))
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._since = time.perf_counter()
 
     on_save = on_evaluate
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **parts: Unpack[Event]
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        model: nn.Module,
+        optimizer: Optimizer,
+        **_: EventPart,
     ):
         if not state.is_world_process_zero or not logs:
             return
-        self._show_parts(args, state, parts)  # other callbacks may log before this one begins
+        self._show_parts(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
             self._print(state, [f"trained in {_duration(logs['train_runtime'])}"])
         elif any(name.startswith("eval_") for name in logs):

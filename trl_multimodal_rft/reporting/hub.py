@@ -5,14 +5,13 @@ import shlex
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Unpack
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import PushInProgress
 
-from .events import Event
+from .events import EventPart
 
 
 logger = get_logger(__name__)
@@ -50,7 +49,5 @@ class SaveBeforePush(TrainerCallback):
     def __init__(self, save: Callable[[], None]):
         self.save = save
 
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self.save()

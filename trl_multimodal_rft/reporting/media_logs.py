@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio, require_module
-from .events import Event
+from .events import EventPart
 from .hub import PRIVATE
 
 
@@ -300,33 +300,27 @@ class MediaLogCallback(TrainerCallback):
             with suppress(OSError):
                 Path(str(args.output_dir), TABLES).rmdir()  # TRL's empty one
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if control.should_log or control.should_training_stop:
             self.log.gather()
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if not self._evaluating:  # else the metrics are logged before the media are gathered
             self._write(state.global_step)
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart
     ):
         self._evaluating = True
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._evaluating = False
         self.log.gather()
         self._write(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Unpack[Event]
-    ):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._writer is not None:
             self._writer.close()
         self._writer = None

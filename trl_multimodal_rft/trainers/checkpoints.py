@@ -82,6 +82,10 @@ class CheckpointMixin(Trainer):
     _metrics: Any
     _stream: Any
     card_notes: CardNotes
+    _name: Any  # these two are TRL's, for a card
+    _paper: Any
+    max_completion_length: Any
+    chat_template_kwargs: Any
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
