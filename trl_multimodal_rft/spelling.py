@@ -102,18 +102,18 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
     if not text.endswith(")"):
         return text, None
     try:
-        call: Any = ast.parse(text.strip(), mode="eval").body
-        if call.args:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
             raise ValueError("settings need names")
         return ast.unparse(call.func), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (AttributeError, SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
         ) from None
 
 
-def recipe_names(recipe: Any) -> list[str]:
+def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
     """Names of the functions in a `reward_recipe`, each once."""
     weights = [*recipe.values()] if isinstance(recipe, dict) else []
     if not weights or not all(
