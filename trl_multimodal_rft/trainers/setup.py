@@ -47,6 +47,7 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments, template_for_tools
+from ..rollout.views import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 
 
@@ -466,7 +467,8 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
 
 def _of_reference(trainer: Any) -> tuple[str, ...]:
     """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    compared = getattr(trainer.args, "dependency_temperature", None) is not None
+    view = getattr(trainer.args, "loss_view_settings", LossView())
+    compared = view.temperature is not None
     return ("log_probs", "entropy") if compared else ("log_probs",)
 
 
