@@ -23,11 +23,12 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import arguments, main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError, MediaRef, rows_to_messages
-from trl_multimodal_rft.data.rows import DatasetRows
-from trl_multimodal_rft.data.rules import MediaRules
-from trl_multimodal_rft.data.sizes import media_size
+from trl_multimodal_rft.data.reading import decoding as loading
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.reading.sizes import media_size
+from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.row.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 

@@ -27,11 +27,18 @@ from helpers.files import image_file, load, ref, sound_file
 from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
-from trl_multimodal_rft.data import images, loading
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.containers import check_complete
-from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
-from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
+from trl_multimodal_rft.data.reading import decoding as loading
+from trl_multimodal_rft.data.reading import images
+from trl_multimodal_rft.data.reading.containers import check_complete
+from trl_multimodal_rft.data.reading.decoding import (
+    load_audio,
+    load_image,
+    load_video,
+    load_with_qwen_vl_utils,
+    read_audio,
+)
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, MediaRules
 
 
 RATE = 16000

@@ -18,10 +18,10 @@ from PIL import ExifTags, Image
 from qwen_vl_utils.vision_process import to_rgb
 from test_media_sources import answer, site  # noqa: F401
 
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-from trl_multimodal_rft.data.rules import PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.reading import decoding as loading
+from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.reading.rules import PROTOCOLS, MediaRules
 from trl_multimodal_rft.versions import is_torchcodec_usable
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaRef
-from trl_multimodal_rft.data.rules import DEFAULT_RULES
+from trl_multimodal_rft.data.reading import decoding as loading
+from trl_multimodal_rft.data.reading.refs import MediaRef
+from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES
 
 from .chats import RATE, video
 

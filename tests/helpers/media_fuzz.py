@@ -24,9 +24,9 @@ import torch
 from PIL import Image, features
 
 from helpers.files import LISTS, image_file, sound_file, video_file
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError, MediaRef
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading import decoding as loading
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
+from trl_multimodal_rft.data.reading.rules import MediaRules
 
 
 RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datasets import Dataset, DatasetDict
 
 from .. import data
-from ..data.folders import check_empty, write_folder
-from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
+from ..data.reading.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
+from ..data.rows.folders import check_empty, write_folder
 from .arguments import LAYOUTS
 
 

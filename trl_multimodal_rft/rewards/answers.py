@@ -13,7 +13,7 @@ from itertools import accumulate
 from numbers import Real
 from typing import Any
 
-from ..data.choices import listed_letters, read_letter
+from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .checks import Completion, RowError, given_column
 

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
 from .answers import completion_text, extract_answer, normal_form, references_of
 from .checks import Completion, RowError, given_column
 

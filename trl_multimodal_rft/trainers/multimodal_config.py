@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
-from ..data.unread import check_ignored
+from ..data.reading.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
+from ..data.rows.unread import check_ignored
 from ..rollout.views import as_schedule
 from ..views import as_view
 from .arguments import (
@@ -382,7 +382,7 @@ class MultimodalArguments(SamplingArguments):
             Number of optimizer steps after which a kept group is dropped.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
-            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
+            itself, is to a half, see [`~data.rows.row.difficulty.DifficultySampler`] and
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 

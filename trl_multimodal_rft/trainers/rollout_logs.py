@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
-from ..data.columns import strip_media
+from ..data.rows.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import CompactLogCallback, waiting_display
 from ..reporting.hints import EqualRewardsHint

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from ..data.columns import TEACHER, TEACHER_COLUMNS
+from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
