@@ -21,7 +21,7 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.checks.media_contribution import is_due
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
-from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, paired_interval
 from trl_multimodal_rft.rewards import accuracy_reward

@@ -7,8 +7,8 @@ from datasets import Audio, Dataset, Features, Image, Json, List, Value, Video, 
 from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import iter_refs
-from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
-from trl_multimodal_rft.data.rows.row.counts import most_media
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.counts import most_media
 from trl_multimodal_rft.families import MODALITIES
 
 

@@ -14,7 +14,7 @@ from helpers import rloo_runs
 from helpers.trainer_utils import InjectedOurs, Recorded, Recording, image_rows, keys, logged, make_trainer, run, saved
 
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.data.rows.row.difficulty import DifficultySampler, difficulty_sampler
+from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficulty_sampler
 from trl_multimodal_rft.rollout.advantages import out_of_range
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse

@@ -16,7 +16,7 @@ from helpers.files import write_film
 from PIL import Image
 
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding import media
 from trl_multimodal_rft.encoding.join import join_media, same_prompt
 from trl_multimodal_rft.encoding.prompts import (

@@ -24,8 +24,8 @@ from trl_multimodal_rft.data import (
     load_video_r1,
 )
 from trl_multimodal_rft.data.reading.refs import iter_refs
-from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
-from trl_multimodal_rft.data.rows.row.features import undecoded
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.features import undecoded
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 
 

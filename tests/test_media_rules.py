@@ -22,9 +22,9 @@ from trl_multimodal_rft.data.reading.decoding import load_image, load_video
 from trl_multimodal_rft.data.reading.files import encode_medium
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
 from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
-from trl_multimodal_rft.data.rows.row.columns import rows_to_messages
-from trl_multimodal_rft.data.rows.row.features import restore_rows, undecoded
-from trl_multimodal_rft.data.rows.row.fingerprint import differences, fingerprint
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
+from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.rewards import RemoteReward
 

@@ -28,8 +28,8 @@ from trl_multimodal_rft.data.reading import http as http_client
 from trl_multimodal_rft.data.reading.decoding import decoding, load_audio, load_image, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, without_credentials
 from trl_multimodal_rft.data.reading.rules import MediaRules
-from trl_multimodal_rft.data.rows.row.features import restore_rows, undecoded
-from trl_multimodal_rft.data.rows.row.unread import check_columns
+from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
+from trl_multimodal_rft.data.rows.unread import check_columns
 
 
 RED = (200, 30, 40)

@@ -34,7 +34,7 @@ from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.data.rows.row.features import restore_media
+from trl_multimodal_rft.data.rows.features import restore_media
 from trl_multimodal_rft.rewards import RewardModel, model
 
 

@@ -382,7 +382,7 @@ class MultimodalArguments(SamplingArguments):
             Number of optimizer steps after which a kept group is dropped.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
-            itself, is to a half, see [`~data.rows.row.difficulty.DifficultySampler`] and
+            itself, is to a half, see [`~data.rows.difficulty.DifficultySampler`] and
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 

@@ -98,7 +98,7 @@ class MediaRef:
             Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
         row (`int`):
             Number of the row in its dataset, or in a list of rows.
-        rules ([`~data.rules.MediaRules`], *optional*):
+        rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes.
     """
 

@@ -52,7 +52,7 @@ def undecoded(dataset: D) -> "D | StoredRows": ...
 
 
 def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
-    """A dataset whose rows hold the media of features that decode as [`~data.rows.row.columns.Encoded`]."""
+    """A dataset whose rows hold the media of features that decode as [`~data.reading.refs.Encoded`]."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
@@ -84,7 +84,7 @@ class StoredRows:
 
 
 def restore_media(value: D) -> D:
-    """Undoes [`~data.rows.row.columns.rows_to_messages`] for functions that read prompts."""
+    """Undoes [`~data.rows.columns.rows_to_messages`] for functions that read prompts."""
     if isinstance(value, MediaRef):
         return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):

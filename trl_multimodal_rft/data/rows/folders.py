@@ -42,7 +42,7 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
 
     Raises:
         `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
-        [`~data.rows.row.columns.MediaError`]: If a medium can't be read. The message names the row and the column.
+        [`~data.reading.refs.MediaError`]: If a medium can't be read. The message names the row and the column.
 
     Example:
     ```python
