@@ -197,7 +197,7 @@ class CheckpointMixin(Trainer):
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
-        return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None

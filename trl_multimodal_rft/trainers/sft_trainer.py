@@ -318,7 +318,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             if sequence.modalities:
                 ignored, placeholders = args.ignored_media_columns or (), self.data_collator.placeholders
                 shown = {**row, "prompt": row.get("messages") or row["prompt"]}
-                messages = rows_to_messages([shown], ignored, placeholders, args.media_rules)[0]["prompt"]
+                messages = rows_to_messages([shown], ignored, placeholders, args.rules)[0]["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
             prompt, target = ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
             display.show_example(self.data_collator.model, self.processing_class, prompt, messages, target)
