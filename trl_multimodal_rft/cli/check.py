@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.initialization import no_init_weights
 
 from ..data.reading.refs import MediaError, iter_refs, without_credentials
-from ..data.reading.rules import RULE_NAMES, MediaRules
+from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
@@ -54,6 +54,10 @@ _LIMITED = {
 }
 
 
+def _rules(args: argparse.Namespace) -> MediaRules:
+    return rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES})
+
+
 @dataclass
 class CheckedRow:
     """Findings about a row."""
@@ -80,7 +84,7 @@ class RowChecker(torch.utils.data.Dataset):
     ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
-        rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
+        rules = _rules(args)
         self.encoder = PromptEncoder(
             model,
             processor,
@@ -199,7 +203,7 @@ def limits_of(
     if window is not None:
         limits["the model's window"] = "seconds of a sound", window
     for option, sizes in _LIMITED.items():
-        if (value := getattr(args, option)) is not None:
+        if (value := getattr(_rules(args), option)) is not None:
             limits |= {f"`{option}`" + " of frames" * (size == "pixels of a video"): (size, value) for size in sizes}
     return limits
 
