@@ -2,23 +2,25 @@
 """Weights and logits that aren't finite."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from ..rollout.ranks import any_rank
 from .checkpoint_files import local_part
 
 
 @torch.no_grad()
-def refuse_broken_weights(model: nn.Module, any_process: Callable[[bool], bool], step: int, consequence: str) -> None:
+def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
     """Raises if trained weights aren't finite. All processes have to call this."""
     trained = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
     trained = {name: value for name, value in trained.items() if value.numel() > 0}
     # The largest weight isn't finite if one isn't
     largest = nn.utils.get_total_norm(trained.values(), math.inf)
-    if any_process(not largest.isfinite().item()):
+    if any_rank(accelerator, not largest.isfinite().item()):
         broken = [f", such as {name!r}" for name, value in trained.items() if not value.isfinite().all()]
         raise FloatingPointError(
             f"Weights aren't finite after step {step}{''.join(broken[:1])}, so {consequence}. "

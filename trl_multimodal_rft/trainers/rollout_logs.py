@@ -1,22 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a trainer logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
-from ..reporting.console import CompactLogCallback, waiting_display
+from ..reporting.console import waiting_display
 from ..reporting.hints import EqualRewardsHint
-from ..reporting.media_logs import MediaLog, MediaLogCallback
+from ..reporting.media_logs import MediaLog
 from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
@@ -37,7 +38,7 @@ class RolloutLog:
     pending: dict[str, list[float]]  # and to `log_metric`
     media: MediaLog | None
     hint: EqualRewardsHint | None
-    display: Callable[[], CompactLogCallback | None]  # a console that waits for the first example
+    callbacks: CallbackHandler | None  # on the main process, where a console may wait for the first example
 
     def add(
         self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
@@ -64,7 +65,9 @@ class RolloutLog:
         if self.media is not None:
             shown = rollout.completions if self.run.toolbox.tools else None
             self.media.add(rollout.messages, self.run.group_size, shown)
-        display = self.display() if self.run.is_training else None
+        display = None
+        if self.callbacks is not None and self.run.is_training:
+            display = waiting_display(self.callbacks.callbacks)
         if display is not None:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
@@ -149,29 +152,18 @@ class ReadMetrics(TrainerCallback):
     on_prediction_step = on_step_end
 
 
-def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, RolloutLog]:
-    """
-    Adds the callbacks that read metrics, log completions and hint at equal rewards; returns what holds the media to
-    log, the metrics to read, and what logs rollouts.
-    """
-    args, log, pending, hint = trainer.args, None, PendingMetrics(), None
-    trainer.add_callback(ReadMetrics(pending))
-    if args.log_completions:
-        trainer.log_completions = False  # TRL's tables hold no audio or video
-        log = MediaLog(
-            args.generation_batch_size,
-            args.max_logged_media if args.log_multimodal else 0,
-            args.max_logged_megabytes,
-            trainer.accelerator,
-        )
-        trainer.add_callback(MediaLogCallback(trainer, log))
-    if trainer.reward_funcs:
-        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-        hint = EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
-        trainer.add_callback(hint)
+def media_log(run: Run) -> MediaLog | None:
+    """What holds the media of completions that are logged, with `log_completions`."""
+    args = run.args
+    if not args.log_completions:
+        return None
+    most = args.max_logged_media if args.log_multimodal else 0
+    return MediaLog(args.generation_batch_size, most, args.max_logged_megabytes, run.accelerator)
 
-    def display() -> CompactLogCallback | None:
-        return waiting_display(trainer.callback_handler.callbacks) if trainer.is_world_process_zero() else None
 
-    extra, metrics = (getattr(trainer, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
-    return log, pending, RolloutLog(trainer._run, trainer._logs, extra, metrics, log, hint, display)
+def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
+    """The hint at equal rewards, of runs with rewards."""
+    if not run.rewarding.names:
+        return None
+    estimator = ESTIMATORS.get(run.args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
+    return EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
