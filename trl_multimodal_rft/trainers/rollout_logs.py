@@ -10,7 +10,6 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
@@ -163,7 +162,4 @@ def media_log(run: Run) -> MediaLog | None:
 
 def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
     """The hint at equal rewards, of runs with rewards."""
-    if not run.rewarding.names:
-        return None
-    estimator = ESTIMATORS.get(run.args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-    return EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
+    return EqualRewardsHint(grouped=run.args.compares_groups) if run.rewarding.names else None
