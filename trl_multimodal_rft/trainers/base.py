@@ -382,7 +382,7 @@ class MultimodalTrainer(CheckpointMixin):
             logps,
             tool_mask,
             ends=self.eos_token_ids,
-            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to_multiple_of=self.pad_to_multiple_of,  # pyrefly: ignore[bad-argument-type]
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
