@@ -146,7 +146,9 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        self._fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
+        # Without an accelerator: the model is whole on each rank, and its forwards are never collective
+        fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
+        self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
             model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
@@ -235,7 +237,7 @@ class Actor(nn.Module):
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
-        if return_output or self._fallbacks.logits_from_model:
+        if return_output or self.policy_forward.fallbacks.logits_from_model:
             output = self.model(input_ids=sequences, **inputs)
             if output.logits.shape[:2] != sequences.shape:
                 raise ValueError(
@@ -265,7 +267,7 @@ class Actor(nn.Module):
         if not self.packing_samples:
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
-        scores = PolicyForward(fallbacks=self._fallbacks, temperature=self.temperature).score(
+        scores = self.policy_forward.score(
             self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
         logps = scores.logps[mask][None].float()

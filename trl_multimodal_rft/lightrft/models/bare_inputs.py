@@ -37,12 +37,7 @@ def bare_inputs(
                     "pass rows with clips of one length at a time."
                 )
     if not given:
-        given = token_fields(model, sequences)
-        videos = any(modality_of(name) == "video" for name in media)
-        if "mm_token_type_ids" in given and videos and not (given["mm_token_type_ids"] == 2).any():
-            raise MediaError(
-                "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
-            )
+        given = _checked_fields(model, sequences, media)
         for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
             given[name] = given[name].clone()
             given[name][:, -num_actions:] = fill
@@ -58,7 +53,9 @@ def bare_prompt(
     """A prompt from bare tensors, on the CPU; without `fields`, per-token fields are read off the ids."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
-    fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
+    fields = {name: value.cpu() for name, value in (fields or {}).items()}
+    check_media(model, [ids], media)
+    fields = fields or _checked_fields(model, ids, media)
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))
 
@@ -135,6 +132,19 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
         for end in ("start", "end"):
             with_ends[input_ids == getattr(model.config, f"{modality}_{end}_token_id", -1)] = _TOKEN_TYPES[modality]
     return {name: with_ends if name in TOKEN_FIELDS_WITH_ENDS else types for name in names}
+
+
+def _checked_fields(
+    model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same for ids with media; videos must have placeholders of their own."""
+    fields = token_fields(model, input_ids)
+    videos = any(modality_of(name) == "video" for name in media)
+    if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
+        raise MediaError(
+            "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
+        )
+    return fields
 
 
 def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

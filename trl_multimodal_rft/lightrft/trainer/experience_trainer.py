@@ -30,7 +30,7 @@ from ...rollout.rollout import Rollout
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
-from ..models.bare_inputs import bare_inputs, bare_prompt
+from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience
@@ -175,17 +175,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         check_samples(items, "action_mask", *self._action_fields)
         self._clear_metrics()
         statistics = self._buffer_statistics(items)
-        n_actions = torch.stack([item.action_mask.sum() for item in items]).sum().float().to(self.actor.device)
-        n_tokens = self.accelerator.reduce(n_actions).item() / (n // size)
+        n_tokens = self._count_actions(items) / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
             order = self._shuffled(items)
             for start in range(0, n, size * window):
-                part = order[start : start + size * window]
-                weights = self._weights_by_entropy(part)
-                for first in range(0, len(part), size):
-                    micro = slice(first, first + size)
-                    self._train_micro_batch(part[micro], weights and weights[micro], n_tokens)
+                rollout = self._rollout_of(order[start : start + size * window], n_tokens)
+                for micro_batch in self._filtered(rollout.micro_batches(window)):
+                    self._train_micro_batch(micro_batch)
         self.is_first_epoch = True
         return statistics | self._mean_metrics()
 
@@ -204,15 +201,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._pad_token)
-        weights = None if entropy_mask is None else [item.action_entropy for item in items]
         check_samples(items, "action_mask", *self._action_fields)
         if self._half_done != trained:
             self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
         self._clear_metrics()
         self.state.global_step = global_steps
         self._trained = self._half_done = trained
+        rollout = self._rollout_of(items, self._count_actions(items))
+        if entropy_mask is not None:
+            rollout.token_weights = rollout.old_entropies
         try:
-            self._train_micro_batch(items, self._weights_by_entropy(items) if weights is None else weights)
+            self._train_micro_batch(rollout if entropy_mask is not None else self._filtered([rollout])[0])
         finally:
             self._trained = {"policy", "critic"}
         return self._mean_metrics()
@@ -222,15 +221,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if n := self._n_micro_batches % window:
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
-    def _train_micro_batch(
-        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None = None
-    ) -> None:
-        """
-        Trains on a micro-batch as a step of `Trainer`'s loop does. Given `n_tokens`, the mean number of actions in a
-        micro-batch of all ranks, actions weigh the same in all of them.
-        """
+    def _train_micro_batch(self, micro_batch: Rollout) -> None:
+        """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
-        batch = self._inputs_of(items, weights, n_tokens)
+        mask = micro_batch.loss_mask
+        counts = torch.stack([mask.sum(), (mask * micro_batch.scorable[:, None]).sum()]).float()
+        self._action_counts.append(self.accelerator.reduce(counts).tolist())
         self._n_micro_batches += 1
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends)
@@ -240,7 +236,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
         syncs = ends or self.is_deepspeed_enabled
         with nullcontext() if syncs else self.accelerator.no_sync(model=model):
-            self.training_step(model, batch, None)
+            self.training_step(model, micro_batch, None)
+        micro_batch.release()
         if not ends:
             return
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
@@ -260,20 +257,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
         return [item for i in torch.randperm(len(groups), generator=generator).tolist() for item in groups[i]]
 
-    def _weights_by_entropy(self, items: list[BufferItem]) -> list[torch.Tensor] | None:
-        """Weights of the actions of an update by their entropies; `None` counts all."""
-        args, device = self.args, self.actor.device
-        if args.top_entropy_quantile == 1:
-            return None
-        check_samples(items, "action_entropy")
-        size = args.per_device_train_batch_size if args.entropy_scope == "micro_batch" else len(items)
-        weights = []
-        for part in (items[start : start + size] for start in range(0, len(items), size)):
-            columns = ([item.action_entropy for item in part], [item.action_mask.long() for item in part])
-            entropies, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in columns)
-            chosen = self._token_filter.weights(entropies, mask).cpu()
-            weights += [row[: len(item.action_mask)] for row, item in zip(chosen, part, strict=True)]
-        return weights
+    def _filtered(self, micro_batches: list[Rollout]) -> list[Rollout]:
+        """The micro-batches of an update, with weights of the actions by their entropies where only some count."""
+        size = self._token_filter.window or 1
+        for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
+            part = micro_batches[start : start + size]
+            self._token_filter.mark(part, [each.old_entropies for each in part])
+        return micro_batches
+
+    def _count_actions(self, items: list[BufferItem]) -> float:
+        """Number of the actions of all ranks."""
+        counts = torch.stack([item.action_mask.sum() for item in items])
+        return self.accelerator.reduce(counts.sum().float().to(self.actor.device)).item()
 
     # Batches
 
@@ -289,12 +284,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             fields["base_action_log_probs"] = "ref_per_token_logps"
         if self.critic is not None:
             fields |= {"returns": "returns", "values": "old_values"}
+        if self._token_filter.is_on:
+            fields["action_entropy"] = "old_entropies"
         return fields
 
-    def _inputs_of(
-        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
-    ) -> Rollout:
-        """The micro-batch as a rollout: prompts, and completions padded on the right."""
+    def _rollout_of(self, items: list[BufferItem], n_tokens: float) -> Rollout:
+        """
+        The samples as a rollout: prompts, and completions padded on the right. Actions weigh the same in all
+        micro-batches of the same `n_tokens`, their mean number in those of all ranks.
+        """
         device = self.actor.device
         pins = self.args.dataloader_pin_memory and device.type == "cuda"
 
@@ -309,10 +307,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
         mask = placed([item.action_mask.long() for item in items])
         scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()
-        counts = torch.stack([mask.sum(), (mask * scorable[:, None]).sum()]).float()
-        self._action_counts.append(self.accelerator.reduce(counts).tolist())
-        n_tokens = self._action_counts[-1][0] if n_tokens is None else n_tokens
-        ones = torch.ones_like(mask, dtype=torch.float32)
         rollout = Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
@@ -324,24 +318,25 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             num_items_in_batch=torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
             scorable=scorable,
-            token_weights=ones if weights is None else placed([row.float() for row in weights]),
+            token_weights=torch.ones_like(mask, dtype=torch.float32),
             step=self.state.global_step,
         )
-        for field, name in self._action_fields.items():
+        known = dict(self._action_fields)
+        if all(item.action_entropy is not None for item in items):
+            known["action_entropy"] = "old_entropies"
+        for field, name in known.items():
             rollout[name] = placed([getattr(item, field).float() for item in items])
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
-        names, model = self._media_names, self.actor.base_model
-        media = {names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
+        media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
         ids = item.sequences[: len(item.sequences) - len(item.action_mask)].cpu()
         for other in others:
             same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
             if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
                 return other
-        bare_inputs(model, ids[None], media, 0)  # which checks them
-        return bare_prompt(model, ids, media)
+        return bare_prompt(self.actor.base_model, ids, media)
 
     # Metrics
 
