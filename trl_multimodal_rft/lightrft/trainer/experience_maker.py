@@ -41,6 +41,7 @@ from .experience import (  # noqa: F401  some of them only for users of LightRFT
 )
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
+from .replay_buffer_utils import TYPES
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages, penalize_length
 
@@ -357,35 +358,29 @@ class NaiveExperienceMaker(RolloutAdvantages):
             completion), `response_length`, `total_length`, `num_actions` and `truncated`, all `(B,)` except the
             number of actions, and metrics of `reward_fn` as `reward_metrics`. The models' modes stay unchanged.
         """
-        mask, rollout = samples.action_mask, self._rollout(samples)
-        base_logps = values = bootstrap = None
+        mask, rollout, critic = samples.action_mask, self._rollout(samples), self.critic
+        base_logps = None
         logps, entropy = self._action_log_probs(self.actor, rollout)
         if self.initial_model is not None:
             is_policy = self.initial_model is self.actor
             with self.actor.model.disable_adapter() if is_policy else nullcontext():
                 base_logps, _ = self._action_log_probs(self.initial_model, rollout)
-        if self.critic is not None:
-            values, bootstrap = self._state_values(samples, rollout)
+        values, bootstrap = (None, None) if critic is None else self._state_values(critic, samples, rollout)
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
             kl = approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
-        info = {
+        info: dict[str, Any] = {
             "reward": rewards.to(self.device),
             "kl": (kl * mask).sum(1) / mask.sum(1).clamp(min=1),
             "response_length": samples.response_length,
             "total_length": samples.total_length,
             "num_actions": samples.num_actions,
         }
-        if samples.truncated is not None:
-            info["truncated"] = samples.truncated
-        if bootstrap is not None:
-            info["bootstrap"] = bootstrap
-        if metrics:
-            info["reward_metrics"] = metrics
-        kinds = set().union(*(p.modalities for p in samples.encoded_prompts or []))
-        cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
-        cls = cls if kinds else Experience
+        others = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
+        info |= {name: value for name, value in others.items() if value is not None}
+        modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
+        cls, _ = TYPES[not modalities <= {"audio"}, "audio" in modalities]
         return cls(
             sequences=samples.sequences,
             action_log_probs=logps,
@@ -398,7 +393,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info=info,
             kl=kl,
             action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
-            **(media_fields(samples.encoded_prompts, cls) if kinds else {}),
+            **(media_fields(samples.encoded_prompts or [], cls) if modalities else {}),
         )
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -412,7 +407,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
     def _rollout(self, samples: Samples) -> Rollout:
         """Samples as the trainers score them."""
-        n_actions, prompts = int(samples.num_actions), samples.encoded_prompts
+        n_actions, prompts = samples.num_actions, samples.encoded_prompts
         if prompts is None:
             rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
             prompts = [bare_prompt(self.actor.base_model, ids[keep], {}) for ids, keep in rows]
@@ -425,27 +420,27 @@ class NaiveExperienceMaker(RolloutAdvantages):
             packed=self.actor.packing_samples,
         )
 
-    def _state_values(self, samples: Samples, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _state_values(
+        self, critic: nn.Module, samples: Samples, rollout: Rollout
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after truncated
         completions, `(B,)`, 0 after others.
         """
-        critic: Any = self.critic
-        bootstraps, mask, cut = self.strategy.bootstrap_truncated, samples.action_mask, samples.truncated
+        mask, cut = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
             if isinstance(critic, Critic):
-                forward, cut = self.actor.policy_forward, cut if bootstraps else None
-                values, after = score_values(forward, critic, critic, rollout, len(rollout), cut)
-                return values, after if bootstraps else None
+                values, after = score_values(self.actor.policy_forward, critic, critic, rollout, len(rollout), cut)
+                return values, None if cut is None else after
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
-            if bootstraps:
+            if cut is not None:
                 # The state before a further token, whatever that is; truncated completions fill all columns
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([each, cut[:, None].to(each.dtype)], 1) for each in (mask, attention_mask)
                 )
             values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
-        return (values[:, :-1], values[:, -1]) if bootstraps else (values, None)
+        return (values, None) if cut is None else (values[:, :-1], values[:, -1])
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""
