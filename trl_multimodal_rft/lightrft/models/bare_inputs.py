@@ -3,7 +3,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +12,8 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_
 from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ...forward.scoring import to_model
 
+
+Rows = torch.Tensor | Sequence[torch.Tensor]
 
 # Numbers of the modalities in per-token fields, as processors write them
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
@@ -147,7 +148,7 @@ def _checked_fields(
     return fields
 
 
-def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Media of each row, as slices of those of all rows, by the rows' placeholders."""
     check_media(model, rows, media)
     placeholders = _placeholders(model)
@@ -183,7 +184,7 @@ def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
     return result
 
 
-def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> None:
+def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> None:
     """
     Checks that a batch's placeholders match its media, row by row where their tensors allow it. Models don't: most
     raise with too few features, but some silently run with too many or none.
@@ -217,7 +218,7 @@ def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
 
 
 def has_too_few_placeholders(
-    model: PreTrainedModel, rows: Any, modality: str, tensors: dict[str, torch.Tensor]
+    model: PreTrainedModel, rows: Rows, modality: str, tensors: dict[str, torch.Tensor]
 ) -> bool:
     """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
     counts = _token_counts(model, modality, tensors)
@@ -229,12 +230,12 @@ def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:
     return placeholder_token_ids(model, model)
 
 
-def _masks(rows, ids: set[int]) -> list[torch.Tensor]:
+def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
     """Where each row holds one of the ids, on the CPU."""
     return [torch.isin(row.cpu(), torch.tensor(sorted(ids), dtype=row.dtype)) for row in rows]
 
 
-def _token_counts(model, modality, tensors) -> list[int] | None:
+def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torch.Tensor]) -> list[int] | None:
     """Number of tokens of each medium, where the tensors give it."""
     grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
     if grid is not None:
@@ -251,7 +252,9 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
     return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
 
-def _count_media(model, modality, masks, tensors) -> list[int]:
+def _count_media(
+    model: PreTrainedModel, modality: str, masks: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> list[int]:
     sizes = _token_counts(model, modality, tensors)
     if sizes is not None:
         counts, used = [], 0

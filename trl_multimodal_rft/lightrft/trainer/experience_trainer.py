@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ... import models
 from ...algorithms.critic import explained_variance
 from ...algorithms.losses import LOSSES
 from ...data.features import undecoded
@@ -101,10 +103,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     # Hooks of the trainer
 
-    def _make_critic(self, value_model):
+    def _make_critic(self, value_model: str | PreTrainedModel | models.Critic | None) -> nn.Module | None:
         return Critic.of(super()._make_critic(value_model))
 
-    def _prepare_inputs(self, inputs):
+    def _prepare_inputs(self, inputs: Rollout) -> Rollout:
         return inputs
 
     def _counts_for_kl(self):

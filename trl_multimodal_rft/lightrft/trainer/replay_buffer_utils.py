@@ -30,7 +30,7 @@ from .experience import (
     Record,
     VisionRecord,
 )
-from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_rows
+from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, set_media, split_rows
 
 
 @dataclass(eq=False)
@@ -166,19 +166,16 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     if isinstance(experience, VisionRecord):
         columns["raw_images"] = _raw_images(experience.raw_images, size)
     _, item_type = TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
-    items: list[Any] = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
+    items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
     for index, item in enumerate(items):
         _n_actions(item, index)
 
     media = media_tensors(experience)
     rows = media_rows(experience, media)
-    known = {field.name for field in fields(item_type)}
     for name, tensor in media.items():
         for item, part in zip(items, split_rows(tensor, rows[name]), strict=True):
-            if part is not None and name in known:
-                setattr(item, name, part)
-            elif part is not None:
-                item.extra_media = {**(item.extra_media or {}), name: part}
+            if part is not None:
+                set_media(item, name, part)
     return items
 
 
