@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Measures the size of the code and its ties to TRL: overrides, classes, private names, import circles, lines.
+Measures the size of the code, its types and names, how a step passes through its layers, and its ties to TRL.
 
 `house.json` holds the upper bounds, which `test_house.py` checks. Changes lower them, and raise one only for a reason,
 which stands in the file.
@@ -14,6 +14,7 @@ python tests/house.py --changed-since HEAD~3   # prints the test files that impo
 """
 
 import ast
+import dis
 import importlib.util
 import inspect
 import json
@@ -23,9 +24,11 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import CodeType, FrameType
 
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +141,69 @@ def tests_changed_since(commit: str) -> list[str]:
     return sorted(str(known[name].relative_to(ROOT)) for name in affected if name.startswith("test_"))
 
 
-# Types
+# Layers
+
+
+def layers() -> list[str]:
+    """Returns the modules of the table of layers in docs/architecture.md, in its order."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    return re.findall(r"^\| \[`(\w+)[`./py]+\]", page, re.MULTILINE)
+
+
+def calls_against_layers() -> dict[str, list[str]]:
+    """
+    Returns the calls of functions in a layer by functions of one above it in the table, which can't import them: of
+    a rollout (from `_draw`), and of a prompt's encoding (from `encode_prompt`), in one step of GRPO on images.
+
+    What lies between the two in other packages, such as a model's `forward`, is left out. Generators count where they
+    are made, not where they go on.
+    """
+    from helpers.trainer_utils import image_rows, run
+
+    order, starts = layers(), {"_draw": "a rollout", "encode_prompt": "a prompt"}
+    found: dict[str, set[str]] = {name: set() for name in starts.values()}
+
+    @cache
+    def layer(code: CodeType) -> int | None:
+        """Returns the index of a function's layer, or none outside of the package."""
+        path = Path(code.co_filename)
+        with suppress(ValueError):
+            return order.index(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+
+    @cache
+    def start(code: CodeType) -> int:
+        """Returns the last index of instructions with which a function has just been called."""
+        made = [each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_GENERATOR"]
+        return made[0] if made else sys.maxsize
+
+    def at(frame: FrameType) -> str:
+        return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"
+
+    def trace(frame: FrameType, event: str, _) -> None:
+        code = frame.f_code
+        if event != "call" or layer(code) is None or frame.f_lasti > start(code):
+            return
+        caller = frame.f_back
+        while caller is not None and layer(caller.f_code) is None:
+            caller = caller.f_back
+        if caller is None or layer(caller.f_code) >= layer(code):
+            return
+        call = f"{at(caller)} -> {at(frame)}"
+        while caller is not None:
+            if caller.f_code.co_name in starts and layer(caller.f_code) is not None:
+                found[starts[caller.f_code.co_name]].add(call)
+                return
+            caller = caller.f_back
+
+    sys.setprofile(trace)
+    try:
+        run(trainers()["GRPO"], "qwen2_5_vl", image_rows(), max_steps=1, beta=0.04)
+    finally:
+        sys.setprofile(None)
+    return {name: sorted(calls) for name, calls in found.items()}
+
+
+# Names and types
 
 
 @cache
@@ -151,6 +216,32 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg
     given = function.args
     stars = [each for each in (given.vararg, given.kwarg) if each is not None]
     return [*given.posonlyargs, *given.args, *given.kwonlyargs, *stars]
+
+
+def glossary() -> tuple[list[str], set[str]]:
+    """Returns the terms of docs/glossary.md, and the words in code that don't occur in names."""
+    _, _, text = (ROOT / "docs" / "glossary.md").read_text().partition("| term |")
+    table, _, below = text.partition("\n\n")
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    words = " ".join([*(row[2] for row in rows if len(row) == 3), below.partition("such as")[2]])
+    return [row[0] for row in rows], {*re.findall(r"`(\w+)`", words)}
+
+
+def names_outside_the_glossary() -> list[str]:
+    """Returns names of functions, classes, parameters, attributes and modules that the glossary excludes."""
+    found, (_, words) = [], glossary()
+    for module, tree in trees().items():
+        names = {module.rpartition(".")[2]}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names |= {node.name, *(each.arg for each in parameters(node))}
+            elif isinstance(node, ast.ClassDef):
+                names |= {node.name, *(each.target.id for each in node.body if isinstance(each, ast.AnnAssign))}
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) == "self" else set()  # others may not be ours
+        spelled = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_") for name in names}
+        found += [f"{module}: {name}" for name in sorted(names) if words & {*spelled[name]}]
+    return found
 
 
 def takes_a_trainer() -> list[str]:
@@ -303,6 +394,8 @@ def measure() -> dict:
         "private methods overridden in tests": overridden_in_tests(),
         "import circles": [" <-> ".join(circle) for circle in import_circles()],
         "modules with unittest.mock": [str(path.relative_to(PACKAGE)) for path in mocks],
+        "calls against the layers": calls_against_layers(),
+        "names outside the glossary": names_outside_the_glossary(),
         "functions that take a trainer": takes_a_trainer(),
         "private names of other objects": private_of_others(),
         "fields of a rollout": [field.name for field in fields(Rollout)],
@@ -353,9 +446,9 @@ def _main() -> None:
         return
     found = measure()
     for key, value in found.items():
-        if key == "own classes":
-            for trainer, classes in value.items():
-                print(f"own classes of {trainer}: {len(classes)}: {', '.join(classes)}")
+        if key in ("own classes", "calls against the layers"):
+            for part, names in value.items():
+                print(f"{key} of {part}: {len(names)}: {', '.join(names)}")
         elif key == "too long":
             for kind, each in value.items():
                 print(f"{kind} over {LIMITS[kind]} lines: {len(each)}")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-LAYERS = re.findall(r"^\| \[`(\w+)[`./py]+\]", PAGE, re.MULTILINE)  # in the order of the table
+LAYERS = house.layers()
 PACKAGE = ROOT / "trl_multimodal_rft"
 NO_LAYER = {"__init__", "lazy"}
 
@@ -45,3 +45,9 @@ def test_page_has_every_override():
 
 def test_page_is_short():
     assert len(PAGE.split()) <= 1390
+
+
+def test_glossary_is_short_and_has_one_word_per_concept():
+    terms, words = house.glossary()
+    assert 20 <= len(terms) <= 30 and terms == sorted({*terms}) and {"place", "medium", "refuse", "given"} <= words
+    assert not words & {word for term in terms for word in term.split()}

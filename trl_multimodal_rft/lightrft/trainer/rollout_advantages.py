@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
+from ...algorithms.advantages import estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
@@ -45,7 +45,7 @@ class RolloutAdvantages:
         """
         args, accelerator = self.strategy, self.strategy.accelerator
         sizes, infos = [len(each.sequences) for each in experiences], [info_of(each) for each in experiences]
-        in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
+        in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
                 f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
@@ -75,8 +75,6 @@ class RolloutAdvantages:
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
                 mask=self._gather(_joined(experiences, _MASK).int()),
                 kl_coef=self._kl_coef,
-                norm_level=args.norm_level,
-                weight=args.cpgd_weight,
                 old_logps=old_logps,
                 ref_logps=ref_logps,
             )
@@ -87,14 +85,14 @@ class RolloutAdvantages:
     ) -> None:
         """Advantages and returns of all experiences from the results of [`process_experiences`]."""
         infos, rewards, mask = [info_of(each) for each in experiences], torch.cat(shaped), _joined(experiences, _MASK)
-        if not ESTIMATORS[self.strategy.advantage_estimator].per_token:
+        if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([info["reward"] for info in infos])
         else:
             logps = [_joined(experiences, name) for name in (_LOGPS if self._kl_coef else ())]
             per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
-            if self.strategy.advantage_estimator == "gae":
+            if self.strategy.estimator.name == "gae":
                 values, bootstrap = _joined(experiences, "values"), None
                 if all("bootstrap" in info for info in infos):
                     bootstrap = torch.cat([info["bootstrap"] for info in infos])
