@@ -81,7 +81,7 @@ class MediaArguments(KnownKeywords):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.
         media_rules (`dict[str, Any]` or `str`, *optional*):
-            From where media may come, and how large they may be, by names of fields of [`~data.reading.rules.MediaRules`];
+            From where media may come, and how large they may be, by fields of [`~data.reading.rules.MediaRules`];
             JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
             leaves out keeps its default.
         media_dir (`str`, *optional*):
