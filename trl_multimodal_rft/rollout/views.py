@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
-from ..data.columns import MediaRef, iter_refs
+from ..data.reading.refs import MediaRef, iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt

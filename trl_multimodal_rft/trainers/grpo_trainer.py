@@ -199,7 +199,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
-            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
@@ -260,13 +260,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _estimate(self, rollout: Rollout) -> None:
         """Advantages from the rewards of all ranks."""
-        args, n, per_func = self.args, len(rollout), rollout.rewards_per_func
+        args, n, per_func, size = self.args, len(rollout), rollout.rewards_per_func, self._run.group_size
         rewards = weighted_sum(per_func, self.reward_weights, rollout.bonus)
-        zero_std = is_std_zero(rewards, self._group_size, args.scale_rewards)
+        zero_std = is_std_zero(rewards, size, args.scale_rewards)
         group_ids = self.accelerator.gather(rollout.group_ids)
         shaped = self._shape_rewards(rewards)
         if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, self._group_size)
+            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
         rollout.live = local_rows(self.accelerator, live, n)
