@@ -232,7 +232,7 @@ def test_vision_opd_is_that_of_the_paper(k, adapter):
     or over all, from a teacher that sees the crop, whose weights are an average of the student's.
     """
     rate, family, rows = 0.3, "qwen2_5_vl", told_rows("image")
-    options = {"beta": 0.5, "loss_top_k": k or 0, "self_teacher": "ema", "teacher_update_rate": rate, "max_steps": 3}
+    options = {"beta": 0.5, "loss_top_k": k or 0, "self_teacher": f"ema(rate={rate})", "max_steps": 3}
     objects = {"teacher_model": None, **({"peft_config": LORA} if adapter else {})}
     run = distill(Watched, family, rows, objects, learning_rate=0.3, **options)
     trainer, average = run.trainer, None
@@ -329,7 +329,7 @@ def test_tools_work_as_in_trl():
 
 
 SEVERAL = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}
-AVERAGE = {"self_teacher": "ema", "teacher_update_rate": 0.3}
+AVERAGE = {"self_teacher": "ema(rate=0.3)"}
 
 
 @pytest.mark.parametrize("options", slow_but([{}, SEVERAL, {**SEVERAL, **AVERAGE}], {**SEVERAL, **AVERAGE}))
@@ -418,8 +418,12 @@ REFUSED = {
     "adapter of a teacher": ({}, {"self_teacher": "base"}, "but there is a teacher"),
     "average of a teacher": ({}, {"self_teacher": "ema"}, "but there is a teacher"),
     "average of a server": ({"teacher_model": None}, {**SERVER, "self_teacher": "ema"}, "but there is a teacher"),
-    "rate": ({"teacher_model": None}, {"self_teacher": "ema", "teacher_update_rate": 0.0}, "above 0 and at most 1"),
-    "rate of no average": ({"teacher_model": None}, {"teacher_update_rate": 0.1}, "no effect without `self_teacher"),
+    "rate": ({"teacher_model": None}, {"self_teacher": "ema(rate=0.0)"}, "above 0 and at most 1"),
+    "rate of no average": (
+        {"teacher_model": None},
+        {"self_teacher": "base(rate=0.1)"},
+        "no effect without an average",
+    ),
     "settings of a model": ({}, {"teacher_model_init_kwargs": {"dtype": "float32"}}, "is a model already"),
     "no view": ({}, {"teacher_view": "blanc"}, "blank"),
     "top of one": ({}, {"loss_top_k": 1, "loss_add_tail": False}, "raise `loss_top_k`"),

@@ -307,9 +307,7 @@ def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options)
     result = ours(
         Scoring,
         top_entropy_quantile=0.3,
-        entropy_scope=scope,
-        entropy_source=source,
-        entropy_renormalize=renormalize,
+        entropy_source=f"{source}(scope={scope!r}, renormalize={renormalize})",
         beta=0.1,
         kl_estimator="k2",
         **{**REUSED, "learning_rate": 0.05},
@@ -340,7 +338,10 @@ def test_entropy_filter_works_in_evaluation():
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "max_steps": 1}
     for scope in ("batch", "sequence"):
         result = ours(
-            top_entropy_quantile=0.3, entropy_scope=scope, objects={"eval_dataset": image_rows(2)}, **options
+            top_entropy_quantile=0.3,
+            entropy_source=f"rollout(scope={scope!r})",
+            objects={"eval_dataset": image_rows(2)},
+            **options,
         )
         moments = [moment for moment in result.trainer.micro_batches if not moment.training]
         weights = weights_by_hand(moments, scope, 0.3, False, [moment.entropies for moment in moments])
@@ -358,8 +359,8 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
         (ROLLOUT, [0, 0], [0, 0]),
         ({**TWO, **ROLLOUT}, [2, 2], [0, 0]),
         ({**TWO, **CURRENT}, [2, 2], [0, 0]),
-        ({**CURRENT, "entropy_scope": "sequence"}, [0, 0], [0, 0]),
-        ({**CURRENT, "entropy_scope": "micro_batch"}, [0, 0], [0, 0]),
+        ({**CURRENT, "entropy_source": "current(scope='sequence')"}, [0, 0], [0, 0]),
+        ({**CURRENT, "entropy_source": "current(scope='micro_batch')"}, [0, 0], [0, 0]),
         ({"beta": 0.1}, [0, 0], [0, 0]),
         ({"beta": 0.1, "kl_in_reward": True}, [1, 1], [0, 0]),
         ({"beta": 0.1, "kl_in_reward": True, **ROLLOUT}, [1, 1], [0, 0]),
@@ -370,7 +371,7 @@ ROLLOUT, CURRENT = ({"top_entropy_quantile": 0.5, "entropy_source": source} for 
         ({**TWO, "steps_per_generation": 4}, [2, 0], [4, 0]),
         ({**TWO, "steps_per_generation": 3}, [3, 3], [3, 3]),
         ({**MISALIGNED, **ROLLOUT}, [2, 0], [2, 0]),
-        ({**MISALIGNED, **ROLLOUT, "entropy_scope": "sequence"}, [0, 0], [2, 0]),
+        ({**MISALIGNED, **ROLLOUT, "entropy_source": "rollout(scope='sequence')"}, [0, 0], [2, 0]),
         ({**MISALIGNED, **CURRENT}, [2, 2], [2, 0]),
         ({**MISALIGNED, "beta": 0.1, "kl_in_reward": True}, [2, 0], [2, 0]),
         ({**MISALIGNED, "dynamic_sampling": True}, [2, 0], [2, 0]),

@@ -70,7 +70,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             ({"advantage_estimator": name, "num_generations": 1}, f"={CANONICAL.get(name, name)!r}` compares the")
             for name in ("group_norm", "grpo", "rloo", "reinforce++_baseline", "cpgd", "dr_grpo")
         ),
-        *(({name: "other"}, f"`{name}` must be one of") for name in ("entropy_scope", "entropy_source")),
+        ({"entropy_source": "other"}, "`entropy_source` must be one of 'rollout', 'current', got 'other'"),
+        ({"entropy_source": "rollout(scope='other')"}, "`scope` of `entropy_source` must be one of 'batch', 'sequ"),
+        ({"entropy_source": "rollout(scoop='batch')"}, "has no setting 'scoop', only ['scope', 'renormalize']. Did"),
+        ({"entropy_source": "rollout(renormalize='no')"}, "`renormalize` of `entropy_source` must be `True` or `Fal"),
         *(
             ({"advantage_estimator": f"{name}({setting}='other')"}, f"`{setting}` of {name!r} must be one of")
             for name, setting in (("reinforce_baseline", "norm_level"), ("cpgd", "weight"))
@@ -80,7 +83,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         *(({"top_entropy_quantile": value}, "`top_entropy_quantile` must be above 0") for value in (0.0, -0.1, 1.1)),
         (
             {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 2, "steps_per_generation": 3},
-            "`entropy_scope='batch'` needs the whole batch of an optimizer step",
+            "The scope 'batch' of `entropy_source` needs the whole batch of an optimizer step",
         ),
         *(
             ({"soft_overlong_cache": n, "max_completion_length": 8}, f"`soft_overlong_cache` ({n})")
@@ -123,7 +126,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             for name, value in (("importance_sampling_level", "sequence"), ("loss_type", "gmpo"))
         ),
         ({"advantage_estimator": "reinforce", "loss_type": "gmpo"}, "`loss_type='gmpo'` takes one advantage per"),
-        ({"loss_type": "gmpo", "entropy_renormalize": True}, "`entropy_renormalize` has no effect with"),
+        (
+            {"loss_type": "gmpo", "entropy_source": "rollout(renormalize=True)"},
+            "`renormalize` of `entropy_source` has no effect with",
+        ),
         ({"loss_type": "cpgd(drift_coef=-1.0)"}, "`drift_coef` of 'cpgd' must be at least 0, got -1.0"),
         ({"loss_type": "cpgd(drift_clamp=0.0)"}, "`drift_clamp` of 'cpgd' must be above 0, got 0.0"),
         ({"loss_type": "cpgd(drift_clamp='2')"}, "`drift_clamp` of 'cpgd' must be a number, got the text '2'"),
@@ -252,7 +258,7 @@ def test_config_of_rloo_refuses_estimators():
                 "steps_per_generation": 3,
                 "num_generations": 3,
                 "per_device_train_batch_size": 1,
-                "entropy_scope": "micro_batch",
+                "entropy_source": "rollout(scope='micro_batch')",
             },
             {},
         ),

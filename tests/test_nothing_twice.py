@@ -103,7 +103,11 @@ def test_the_update_scores_what_grpo_asks_for(loss):
     ("kind", "options", "scored"),
     [
         ("grpo", {"steps_per_generation": 4}, (4, 2)),
-        ("grpo", {"num_iterations": 2, "top_entropy_quantile": 0.5, "entropy_scope": "sequence"}, (2, 0)),
+        (
+            "grpo",
+            {"num_iterations": 2, "top_entropy_quantile": 0.5, "entropy_source": "rollout(scope='sequence')"},
+            (2, 0),
+        ),
         ("grpo", {"num_iterations": 2, "top_entropy_quantile": 0.5}, (2, 2)),
         ("rloo", {"num_iterations": 2, "beta": 0.0}, (2, 0)),
         ("rloo", {"num_iterations": 2, "beta": 0.0, "steps_per_generation": 4}, (4, 2)),
@@ -167,7 +171,7 @@ def test_every_loss_leaves_them_out_or_needs_them(loss):
         ("grpo", {"beta": 0.1}, 0.0),
         ("grpo", {"entropy_coef": 0.01}, 0.0),
         ("grpo", {"top_entropy_quantile": 0.5}, 0.0),
-        ("grpo", {"top_entropy_quantile": 0.5, "entropy_scope": "sequence"}, 0.5),
+        ("grpo", {"top_entropy_quantile": 0.5, "entropy_source": "rollout(scope='sequence')"}, 0.5),
         ("grpo", {"max_tokens_per_microbatch": 48}, 0.5),
         ("grpo", {"num_iterations": 2}, 0.5),
     ],

@@ -46,6 +46,7 @@ from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
+from trl_multimodal_rft.rollout.token_filter import EntropySource
 
 
 TRL_TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "sft": SFTTrainer}
@@ -190,7 +191,7 @@ def other_budget(draw: Draw, config) -> dict | None:
 def other_accumulation(draw: Draw, config) -> dict | None:
     options = draw.options
     averaged = {"entropy_coef", "ptx_coef"} & options.keys() or options.get("loss_type") == "bnpo"
-    if is_random(draw) or averaged or options.get("entropy_scope") == "micro_batch":
+    if is_random(draw) or averaged or "scope='micro_batch'" in options.get("entropy_source", ""):
         return None  # a mean over the tokens of a micro-batch
     steps, size = config.gradient_accumulation_steps, config.per_device_train_batch_size
     new = 1 if steps > 1 else 2
@@ -210,8 +211,8 @@ def as_trl(draw: Draw, config) -> dict | None:
     if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or config.keep_groups_together:
         return None
     if draw.kind == "grpo":
-        scope, filtered = (config.entropy_scope, config.entropy_source), config.top_entropy_quantile < 1
-        if not config.loss.sequence_level or (filtered and scope != ("micro_batch", "current")):
+        source, filtered = config.entropy_settings, config.top_entropy_quantile < 1
+        if not config.loss.sequence_level or (filtered and source != EntropySource("current", "micro_batch")):
             return None
     return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}
 

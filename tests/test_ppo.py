@@ -287,8 +287,7 @@ def test_rates_and_schedules_are_those_by_hand():
         lr_scheduler_type="linear",
         warmup_steps=2,
         value_learning_rate=0.06,
-        value_lr_scheduler_type="cosine",
-        value_warmup_steps=0.2,
+        value_lr_scheduler_type="cosine(warmup_steps=0.2)",
         **{**ONCE, "max_steps": 5},
     )
     assert logged(result, "learning_rate") == pytest.approx([0.02 * x for x in (0, 1 / 2, 1, 2 / 3, 1 / 3)])

@@ -408,7 +408,7 @@ def test_one_part_alone(part, tmp_path):
 @pytest.mark.parametrize("scope", ["batch", "sequence", "micro_batch"])
 def test_tokens_of_high_entropy(scope, tmp_path):
     share = 0.3
-    options = {"top_entropy_quantile": share, "entropy_scope": scope, "entropy_renormalize": True}
+    options = {"top_entropy_quantile": share, "entropy_source": f"rollout(scope={scope!r}, renormalize=True)"}
     ppo = make(tmp_path, config=options, policy=actor_of("image", high_entropy_token_ratio=share))
     rows, items = experience_of(ppo)
     items = with_gaps(items)

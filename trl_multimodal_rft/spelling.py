@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -150,6 +150,26 @@ def check_settings(
             raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.")
         parameter = parameters[key]
         check_value(f"`{key}` of {name!r}", value, parameter.annotation, f"the default is {parameter.default!r}")
+
+
+T = TypeVar("T")
+
+
+def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
+    """
+    Reads an option that is a name with settings behind it as an instance of a dataclass, whose first field is the
+    name. Raises a `ValueError` about an unknown setting, and about a value that its annotation excludes.
+    """
+    name, settings = split_settings(text)
+    first, *others = inspect.signature(cls).parameters.values()
+    check_value(f"`{option}`", name, first.annotation, "")
+    known = {each.name: each for each in others}
+    for key, value in (settings or {}).items():
+        if key not in known:
+            raise ValueError(f"`{option}={text!r}` has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
+        remedy = f"the default is {known[key].default!r}"
+        check_value(f"`{key}` of `{option}`", value, known[key].annotation, remedy)
+    return cls(name, **(settings or {}))
 
 
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:

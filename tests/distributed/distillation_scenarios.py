@@ -51,4 +51,4 @@ def distill_average(folder):
     """The teacher sees an image where the student has none."""
     crop = image(28, 56)["image"]
     dataset = [{**each, "teacher_image": None if each["image"] else crop} for each in rows()]
-    return distill(folder, dataset=dataset, self_teacher="ema", teacher_update_rate=0.5)
+    return distill(folder, dataset=dataset, self_teacher="ema(rate=0.5)")

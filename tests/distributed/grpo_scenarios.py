@@ -327,8 +327,7 @@ ALGORITHMS = {
     "entropies_of_rollout": {"top_entropy_quantile": 0.4, "gradient_accumulation_steps": 2},
     "current_entropies": {
         "top_entropy_quantile": 0.4,
-        "entropy_source": "current",
-        "entropy_renormalize": True,
+        "entropy_source": "current(renormalize=True)",
         "gradient_accumulation_steps": 2,
     },
     "own_estimator": {"advantage_estimator": own_estimator},

@@ -119,7 +119,7 @@ RUNS = {
     "grpo token filter of a batch": (
         "grpo",
         "image",
-        {"top_entropy_quantile": 0.4, "entropy_source": "current", "entropy_renormalize": True, "num_iterations": 2},
+        {"top_entropy_quantile": 0.4, "entropy_source": "current(renormalize=True)", "num_iterations": 2},
     ),
     "grpo kl in reward": (
         "grpo",

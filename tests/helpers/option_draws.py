@@ -22,11 +22,11 @@ OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotation
 OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # of TRL's configs for other trainers
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
-AS_TRL |= {"entropy_scope", "entropy_source"}
+AS_TRL |= {"entropy_source"}
 
 # Drawn options, as far as a config has them. The first value is the default.
 SWITCHES = [
-    *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling", "dynamic_sampling", "entropy_renormalize"),
+    *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling", "dynamic_sampling"),
     *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
     *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
 ]
@@ -67,8 +67,11 @@ VALUES = {
     "dynamic_sampling_max_rounds": [4, 2],
     "dynamic_sampling_range": [None, [0.5, 2.5]],
     "ema_decay": [None, 0.9],
-    "entropy_scope": ["batch", "sequence", "micro_batch"],
-    "entropy_source": ["rollout", "current"],
+    "entropy_source": [
+        "rollout",
+        *(f"{policy}(scope={scope!r})" for policy in ("rollout", "current") for scope in ("sequence", "micro_batch")),
+        *("current", "rollout(renormalize=True)", "current(renormalize=True, scope='sequence')"),
+    ],
     "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
     "freezing_actor_steps": [0, 1],
     "gamma": [1.0, 0.9],
@@ -100,14 +103,12 @@ VALUES = {
         *(None, "mask_patches(patch_size=28)", "mask_patches(patch_size=28, fraction=0.8, schedule='linear')"),
         "mask_patches(patch_size=28, schedule='sigmoid(midpoint=0.5)')",
     ],
-    "self_teacher": ["current", "base", "ema"],
+    "self_teacher": ["current", "base", "ema", "ema(rate=0.5)"],
     "soft_overlong_cache": [None, 4],
     "student_view": [None, "mask_patches(ratio=0.6)"],
-    "teacher_update_rate": [0.05, 0.5],
     "teacher_view": [None, "blank"],
     "value_learning_rate": [None, 0.05],
-    "value_lr_scheduler_type": [None, "cosine"],
-    "value_warmup_steps": [None, 1],
+    "value_lr_scheduler_type": [None, "cosine", "linear(warmup_steps=1)"],
     "vf_coef": [0.1, 1.0],
 }
 OWN_VALUES = {
@@ -147,12 +148,12 @@ NOT_DRAWN = {
 
 # Options that are refused, or have no effect, unless another has one of these values
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
-CRITIC += ["value_learning_rate", "value_lr_scheduler_type", "value_warmup_steps"]
+CRITIC += ["value_learning_rate", "value_lr_scheduler_type"]
 KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
-    **dict.fromkeys(["entropy_scope", "entropy_source", "entropy_renormalize"], ("top_entropy_quantile", [0.5])),
+    "entropy_source": ("top_entropy_quantile", [0.5]),
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
     **dict.fromkeys(["dynamic_sampling_max_rounds", "dynamic_sampling_range"], ("dynamic_sampling", [True])),
     "replay_max_age": ("replay_buffer_size", [4]),
@@ -161,7 +162,6 @@ NEEDS = {
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
     "loss_add_tail": ("loss_top_k", [5]),
     "self_teacher": ("teacher_view", ["blank"]),
-    "teacher_update_rate": ("self_teacher", ["ema"]),
 }
 OFTEN = {"advantage_estimator", "beta", "loss_type", "keep_groups_together", "num_iterations", *NEEDS}
 OFTEN |= {
@@ -265,7 +265,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     if rows != "text":
         values.pop("max_length", None)  # so that no truncation cuts a medium
     elif kind == "distillation":  # a teacher that reads the same
-        others = {"self_teacher", "student_view", "teacher_update_rate", "teacher_view"}
+        others = {"self_teacher", "student_view", "teacher_view"}
         values = {name: each for name, each in values.items() if name not in others}
     if "freeze" in values:
         other = "vision_tower" if rows == "audio" else "audio_tower"
@@ -277,7 +277,7 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
         if values[name][1:] and generator.random() < (0.4 if name in OFTEN else 0.12):
             options[name] = generator.choice(values[name][1:])
     if for_trl and "top_entropy_quantile" in options:
-        options |= {"entropy_scope": "micro_batch", "entropy_source": "current"}
+        options["entropy_source"] = "current(scope='micro_batch')"
     if kind == "ppo":
         options.setdefault("num_ppo_epochs", 2)
     rewards = ["one", "two", "equal"] if for_trl else ["one", "two", "equal", "missing"]

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,8 +12,17 @@ from .rollout import Rollout
 
 
 @dataclass(frozen=True)
+class EntropySource:
+    """The option `entropy_source`."""
+
+    policy: Literal["rollout", "current"] = "rollout"  # whose entropies choose tokens
+    scope: Literal["batch", "sequence", "micro_batch"] = "batch"  # where tokens compete
+    renormalize: bool = False  # whether the policy loss is averaged over the tokens that are trained on
+
+
+@dataclass(frozen=True)
 class TokenFilter:
-    """Chooses the tokens of micro-batches, as the arguments `top_entropy_quantile` and `entropy_*` say."""
+    """Chooses the tokens of micro-batches, as the arguments `top_entropy_quantile` and `entropy_source` say."""
 
     args: Any
     gather: Callable[[torch.Tensor], torch.Tensor]  # rows of all ranks, padded on the right
@@ -27,13 +36,12 @@ class TokenFilter:
     @property
     def is_trls(self) -> bool:
         """Whether TRL's mask is used."""
-        args = self.args
-        return (args.entropy_scope, args.entropy_source) == ("micro_batch", "current") and not args.entropy_renormalize
+        return self.args.entropy_settings == EntropySource("current", "micro_batch")
 
     @property
     def window(self) -> int | None:
         """Micro-batches whose tokens compete; `None` if those of a sequence do."""
-        return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_scope)
+        return {"batch": self.args.gradient_accumulation_steps, "micro_batch": 1}.get(self.args.entropy_settings.scope)
 
     def weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Weights of tokens in the policy loss. Shapes: all `(B, C)`."""
@@ -41,8 +49,8 @@ class TokenFilter:
             entropies,
             mask,
             self.args.top_entropy_quantile,
-            scope=self.args.entropy_scope,
-            renormalize=self.args.entropy_renormalize,
+            scope=self.args.entropy_settings.scope,
+            renormalize=self.args.entropy_settings.renormalize,
             gather=self.gather,
             rank=self.rank,
         )

@@ -26,7 +26,7 @@ _IN_INTERVALS = {
     "[0, inf]": (
         "adam_epsilon epsilon epsilon_high freezing_actor_steps loss_top_k max_skipped_rows "
         "max_skipped_updates max_staleness max_tool_media media_contribution_steps media_prefetch "
-        "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef value_warmup_steps "
+        "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
     "[0, inf)": "beta learning_rate num_train_epochs ptx_coef",

@@ -1,14 +1,24 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the distillation trainer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from trl import DistillationConfig
 
 from ..rollout.views import ContrastView, RolloutView
+from ..spelling import read_settings
 from ..views import as_view
 from .arguments import check_batches, check_values, help_from_docstring
-from .multimodal_config import SamplingArguments, check_choice
+from .multimodal_config import SamplingArguments
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """The option `self_teacher`."""
+
+    weights: Literal["current", "base", "ema"] = "current"
+    rate: Annotated[float, "(0, 1]"] = 0.05  # share of the student's weights in the average after each update
 
 
 @help_from_docstring
@@ -40,10 +50,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         self_teacher (`str`, *optional*, defaults to `"current"`):
             Weights of a student that is its own teacher, as it is without another: `"current"` are those of the
             student at each update, without a gradient, `"base"` those without its adapter, which don't change, and
-            `"ema"` an exponential moving average of the student's.
-        teacher_update_rate (`float`, *optional*, defaults to `0.05`):
-            With `self_teacher="ema"`, share of the student's weights in the average after each update, as in TRL's
-            SDFT and SDPO.
+            `"ema"` an exponential moving average of the student's, whose setting `rate`, as in `"ema(rate=0.05)"`, is
+            the share of the student's weights in the average after each update, as in TRL's SDFT and SDPO.
 
         teacher_model_server_url (`str`, *optional*):
             Address of a vLLM server that holds the teacher, such as `"http://localhost:8000"`, in place of a teacher
@@ -74,8 +82,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     generation_batch_size: int | None = None
     teacher_view: str | None = None
     student_view: str | None = None
-    self_teacher: str = field(default="current", metadata={"choices": ["current", "base", "ema"]})
-    teacher_update_rate: float = 0.05
+    self_teacher: str = "current"
     teacher_model_server_url: str | None = None
     loss_top_k: int = 0
     loss_add_tail: bool = True
@@ -94,11 +101,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         if self.num_generations < 1:
             raise ValueError(f"`num_generations` must be at least 1, got {self.num_generations}; the default is 1.")
         super().__post_init__()
-        check_choice(self, "self_teacher")
-        if not 0 < self.teacher_update_rate <= 1:
-            raise ValueError(f"`teacher_update_rate` must be above 0 and at most 1, got {self.teacher_update_rate}.")
-        if self.teacher_update_rate != type(self).teacher_update_rate and self.self_teacher != "ema":
-            raise ValueError("`teacher_update_rate` has no effect without `self_teacher='ema'`; set it too.")
+        if self.own_teacher.rate != SelfTeacher().rate and self.own_teacher.weights != "ema":
+            raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 as_view(getattr(self, name))  # which checks it
@@ -117,6 +121,11 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                 "raise `loss_top_k`."
             )
         self._set_batches()
+
+    @property
+    def own_teacher(self) -> SelfTeacher:
+        """The weights of a student that is its own teacher."""
+        return read_settings(SelfTeacher, "self_teacher", self.self_teacher)
 
     @property
     def keeps_decoded(self) -> bool:

@@ -153,7 +153,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if tools and args.teacher_model_server_url is not None:
             raise ValueError("A teacher on a server scores completions of one turn; remove `tools`.")
-        if args.self_teacher != "current" and (teacher is not None or args.teacher_model_server_url is not None):
+        if args.own_teacher.weights != "current" and (
+            teacher is not None or args.teacher_model_server_url is not None
+        ):
             raise ValueError(
                 f"`self_teacher={args.self_teacher!r}` is about a student that teaches itself, but there is a teacher."
             )
@@ -180,13 +182,13 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         student_rule = rule_of(student, "student")
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
-        elif self.teacher_server is None and args.self_teacher == "base" and not is_peft_model(self.model):
+        elif self.teacher_server is None and args.own_teacher.weights == "base" and not is_peft_model(self.model):
             raise ValueError(
                 "`self_teacher='base'` takes the weights without the student's adapter, and it has none; pass "
                 "`peft_config`, or as `teacher_model` the model that it starts from."
             )
-        if args.self_teacher == "ema":
-            self.ema = MovingAverage.of(self.model, 1 - args.teacher_update_rate, 'self_teacher="ema"')
+        if args.own_teacher.weights == "ema":
+            self.ema = MovingAverage.of(self.model, 1 - args.own_teacher.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
         self._teacher = Teacher(self._run, self.teacher_model, self.ema, (student_rule, rule or student_rule))
 
@@ -254,9 +256,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
 
     def _teacher_in_words(self) -> str:
         args = self.args
-        average = f", with an average of its weights, `teacher_update_rate={args.teacher_update_rate}`"
+        average = f', with an average of its weights, `self_teacher="ema(rate={args.own_teacher.rate})"`'
         how = {"current": "", "base": ", without its adapter", "ema": average}
-        who = f"the model itself{how[args.self_teacher]}"
+        who = f"the model itself{how[args.own_teacher.weights]}"
         if self.teacher_server is not None:
             who = f"{in_code(self.teacher_server.name)} on a vLLM server"
         elif self.teacher_model is not None:

@@ -10,8 +10,9 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
+from ..rollout.token_filter import EntropySource
 from ..rollout.views import LossView, view_option
-from ..spelling import split_settings
+from ..spelling import read_settings, split_settings
 from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
 
@@ -78,15 +79,14 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         > Parameters that control which tokens are trained on, with `top_entropy_quantile` below 1
 
-        entropy_scope (`str`, *optional*, defaults to `"batch"`):
-            Where tokens compete for the quantile: in the `"batch"` of an optimizer step over all processes, in their
-            `"sequence"`, or in the `"micro_batch"` over all processes, which with the current entropies is TRL's.
         entropy_source (`str`, *optional*, defaults to `"rollout"`):
             Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a
-            generation batch once more, unless TRL does already; `"current"` with the scope `"batch"` forwards
+            generation batch once more, unless TRL does already; `"current"` with the scope `'batch'` forwards
             everything twice. The metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
-        entropy_renormalize (`bool`, *optional*, defaults to `False`):
-            Whether to average the policy loss over the tokens that are trained on instead of all. GMPO does so anyway.
+            A setting `scope` says where tokens compete for the quantile: in the `'batch'` of an optimizer step over all
+            processes, which is the default, in their `'sequence'`, or in the `'micro_batch'` over all processes;
+            `"current(scope='micro_batch')"` is TRL's choice. With the setting `renormalize=True`, the policy loss is
+            averaged over the tokens that are trained on instead of all. GMPO does so anyway.
 
         > Parameters that control a view in the loss, in training; text sees itself under each view
 
@@ -135,9 +135,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     )
     kl_target: float | None = None
     kl_horizon: int = 10000
-    entropy_scope: str = field(default="batch", metadata={"choices": ["batch", "sequence", "micro_batch"]})
-    entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
-    entropy_renormalize: bool = False
+    entropy_source: str = "rollout"
     loss_view: str | None = None
 
     _has_critic = False
@@ -165,19 +163,18 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
         self._post_init_trl()
 
-        for name in ("entropy_scope", "entropy_source"):
-            check_choice(self, name)
+        _ = self.entropy_settings  # which checks them
         self._check_rewards()
         self._check_kl()
         self._check_loss()
         self._check_view()
         whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
-        if self.top_entropy_quantile < 1 and self.entropy_scope == "batch" and not whole_steps:
+        if self.top_entropy_quantile < 1 and self.entropy_settings.scope == "batch" and not whole_steps:
             raise ValueError(
-                "`entropy_scope='batch'` needs the whole batch of an optimizer step at once, so "
+                "The scope 'batch' of `entropy_source` needs the whole batch of an optimizer step at once, so "
                 f"`steps_per_generation` ({self.steps_per_generation}) must be a multiple of "
                 f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}). Change one of them, or use "
-                "`entropy_scope='micro_batch'`."
+                "`entropy_source=\"rollout(scope='micro_batch')\"`."
             )
         check_sampling(self)
 
@@ -304,9 +301,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` clips tokens; remove `importance_sampling_level='sequence'`."
             )
-        if loss.per_completion and self.entropy_renormalize:
+        if loss.per_completion and self.entropy_settings.renormalize:
             raise ValueError(
-                f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
+                f"`renormalize` of `entropy_source` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
                 "over the tokens that are trained on anyway; remove it."
             )
         if loss.name == "cpgd" and self.epsilon >= 1:
@@ -367,6 +364,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     @property
     def _weighs_completions(self) -> bool:
         return split_settings(self.loss_type)[0] in LOSSES and self.loss.per_completion
+
+    @property
+    def entropy_settings(self) -> EntropySource:
+        """Which entropies choose tokens, and where tokens compete."""
+        return read_settings(EntropySource, "entropy_source", self.entropy_source)
 
     @property
     def compares_groups(self) -> bool:

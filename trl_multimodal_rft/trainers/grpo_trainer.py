@@ -249,7 +249,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     @property
     def _filters_by_rollout(self) -> bool:
-        return self._token_filter.is_on and self.args.entropy_source == "rollout"
+        return self._token_filter.is_on and self.args.entropy_settings.policy == "rollout"
 
     def _reward(self, rollout: Rollout) -> None:
         super()._reward(rollout)
@@ -347,7 +347,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
         args, window = self.args, self._token_filter.window
-        scores_window = (args.entropy_source, args.entropy_scope) == ("current", "batch")
+        source = args.entropy_settings
+        scores_window = (source.policy, source.scope) == ("current", "batch")
         if self._token_filter.is_on and scores_window and self._step % window == 0:
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
@@ -405,7 +406,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        compete = self._token_filter.is_on and args.entropy_scope != "sequence"
+        compete = self._token_filter.is_on and args.entropy_settings.scope != "sequence"
         terms = (
             args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args.loss_view_settings.has_term
         )
@@ -472,7 +473,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return {
             **super()._batches(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
-            "entropies": args.entropy_source if args.top_entropy_quantile < 1 else None,
+            "entropies": args.entropy_settings.policy if args.top_entropy_quantile < 1 else None,
             **({} if view.view is None else {"view": [view.view.spelling, view.temperature is not None]}),
         }
 

@@ -194,8 +194,8 @@ def two_schedules(
     policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
     critic = _schedule(
         args,
-        args.value_lr_scheduler_type or args.lr_scheduler_type,
-        args.warmup_steps if args.value_warmup_steps is None else args.value_warmup_steps,
+        args.value_schedule.type,
+        args.value_schedule.warmup_steps,
         n_steps,
         args.value_learning_rate or args.learning_rate,
     )

@@ -1,14 +1,23 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the PPO trainer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from transformers import SchedulerType
 
 from ..algorithms.advantages import described
+from ..spelling import read_settings
 from .arguments import check_values, help_from_docstring
 from .grpo_config import MultimodalGRPOConfig
-from .multimodal_config import check_choice
+
+
+@dataclass(frozen=True)
+class ValueSchedule:
+    """The option `value_lr_scheduler_type`."""
+
+    type: str
+    warmup_steps: Annotated[float, "[0, inf]"] | None = None
 
 
 @help_from_docstring
@@ -44,10 +53,9 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         value_learning_rate (`float`, *optional*):
             Initial learning rate of the critic. Defaults to `learning_rate`.
         value_lr_scheduler_type (`str`, *optional*):
-            Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`.
-        value_warmup_steps (`float`, *optional*):
-            Warmup of the critic's learning rate, in optimizer steps, or below 1 as their share. Defaults to
-            `warmup_steps`.
+            Schedule of the critic's learning rate. Defaults to `lr_scheduler_type`. A setting `warmup_steps`, as in
+            `"cosine(warmup_steps=10)"`, is its warmup, in optimizer steps, or below 1 as their share, and defaults to
+            the option of that name.
         freezing_actor_steps (`int`, *optional*, defaults to `0`):
             Number of optimizer steps in the beginning that train the critic alone. The policy's schedule starts after
             them.
@@ -85,7 +93,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     cliprange_value: float | None = 0.2
     value_learning_rate: float | None = None
     value_lr_scheduler_type: str | None = None
-    value_warmup_steps: float | None = None
     freezing_actor_steps: int = 0
     num_ppo_epochs: int = 4
     ema_decay: float | None = None
@@ -103,8 +110,12 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
 
-        if self.value_lr_scheduler_type is not None:
-            check_choice(self, "value_lr_scheduler_type", tuple(schedule.value for schedule in SchedulerType))
+        names = [schedule.value for schedule in SchedulerType]
+        if self.value_schedule.type not in names:
+            raise ValueError(
+                f"`value_lr_scheduler_type` must be one of {', '.join(map(repr, names))}, got "
+                f"{self.value_schedule.type!r}."
+            )
         if self.ptx_coef > 0 and self.temperature != 1:
             raise ValueError(
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "
@@ -116,7 +127,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
                 "shared_trunk",
                 "value_learning_rate",
                 "value_lr_scheduler_type",
-                "value_warmup_steps",
                 "freezing_actor_steps",
             ):
                 if getattr(self, name):
@@ -124,3 +134,10 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
                         f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` "
                         "doesn't have; remove it, or use 'gae'."
                     )
+
+    @property
+    def value_schedule(self) -> ValueSchedule:
+        """The schedule of the critic's learning rate."""
+        text = self.value_lr_scheduler_type or str(SchedulerType(self.lr_scheduler_type).value)
+        schedule = read_settings(ValueSchedule, "value_lr_scheduler_type", text)
+        return replace(schedule, warmup_steps=self.warmup_steps) if schedule.warmup_steps is None else schedule

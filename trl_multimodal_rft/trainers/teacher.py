@@ -219,7 +219,7 @@ class Teacher:
         args = self.run.args
         student: Any = self.run.model()
         model = self.run.accelerator.unwrap_model(student)
-        base = args.self_teacher == "base"
+        base = args.own_teacher.weights == "base"
         if self.average is not None:
             self.average.follow(student)
         with (

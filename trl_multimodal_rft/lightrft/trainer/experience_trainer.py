@@ -146,7 +146,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self.is_prepared:
             return
         args = self.args
-        schedules = [args.lr_scheduler_type, args.value_lr_scheduler_type or args.lr_scheduler_type]
+        schedules = [args.lr_scheduler_type, args.value_schedule.type]
         endless = self.lr_scheduler is not None or all(schedule == "constant" for schedule in schedules)
         if args.max_steps <= 0 and not endless:
             raise ValueError(

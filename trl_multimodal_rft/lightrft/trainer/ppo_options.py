@@ -23,7 +23,6 @@ _OF_ROLLOUTS = (
     "cache_implementation",
     "chat_template_kwargs",
     "dynamic_sampling",
-    "entropy_source",
     "eval_delay",
     "eval_on_start",
     "generation_kwargs",
@@ -70,6 +69,11 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
                 f"`{name}` of `strategy` has no effect in these steps{hint or ', only in `MultimodalPPOTrainer`'}; "
                 "remove it."
             )
+    if strategy.entropy_settings.policy != "rollout":
+        raise ValueError(
+            "`entropy_source` of `strategy` has no effect in these steps but for the settings of 'rollout', only in "
+            "`MultimodalPPOTrainer`; remove it."
+        )
     if strategy.top_entropy_quantile < 1 and actor.high_entropy_token_ratio == 0:
         raise ValueError(
             f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs the entropies of the rollouts; make the "
