@@ -34,7 +34,7 @@ class ViewType:
     name: str
     paper: Paper | None
     function: Callable[..., np.ndarray]
-    kinds: tuple[str, ...] = MODALITIES  # media that it applies to
+    modalities: tuple[str, ...] = MODALITIES  # media that it applies to
     strength: str | None = None  # the setting that a schedule scales
     needs_other: bool = False  # whether it shows a medium of another row
 
@@ -43,7 +43,7 @@ VIEWS: dict[str, ViewType] = {}
 
 
 def view(
-    name: str, kinds: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
+    name: str, modalities: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
 ) -> Callable:
     """
     Decorator that registers a function as a view.
@@ -51,7 +51,7 @@ def view(
     Args:
         name (`str`):
             Name of the view in configs.
-        kinds (`tuple[str, ...]`, *optional*):
+        modalities (`tuple[str, ...]`, *optional*):
             Modalities that it applies to, by default all.
         strength (`str`, *optional*):
             Which setting a schedule scales.
@@ -65,7 +65,7 @@ def view(
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         check_unused([name], VIEWS, "view")
-        VIEWS[name] = ViewType(name, paper_of(function), function, kinds, strength, needs_other)
+        VIEWS[name] = ViewType(name, paper_of(function), function, modalities, strength, needs_other)
         return function
 
     return register
@@ -77,17 +77,17 @@ class View:
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
+    modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
     others: Sequence[MediaRef] = ()  # media of another row, in turn
     seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on a medium's place in its prompt
 
-    def applies_to(self, kind: str) -> bool:
-        """Whether the view replaces media of a kind."""
-        return kind in self.kinds and kind in self.type.kinds
+    def applies_to(self, modality: str) -> bool:
+        """Whether the view replaces media of a modality."""
+        return modality in self.modalities and modality in self.type.modalities
 
-    def only(self, kind: str) -> "View":
-        """The view of media of one kind."""
-        return replace(self, kinds=(kind,))
+    def only(self, modality: str) -> "View":
+        """The view of media of one modality."""
+        return replace(self, modalities=(modality,))
 
     def seeded(self, *numbers: int) -> "View":
         """The view with random numbers that depend on these."""
@@ -105,12 +105,12 @@ class View:
         full = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
         return replace(self, settings={**self.settings, name: type(full)(full * factor)})
 
-    def __call__(self, medium: M, place: int, other: M | None = None) -> M:
+    def __call__(self, medium: M, index: int, other: M | None = None) -> M:
         """
         The view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`), in the
         same form. Raises `ValueError` if the view changes its shape.
         """
-        given, rng = _as_array(medium), np.random.default_rng([*self.seed, place])
+        given, rng = _as_array(medium), np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
         changed = np.asarray(self.type.function(given, rng, **settings))
         if changed.shape != given.shape:
@@ -180,7 +180,7 @@ def other_row(medium: np.ndarray, rng: np.random.Generator, other: np.ndarray | 
     return _resized(other[places], *medium.shape[1:3])
 
 
-@view("mask_patches", kinds=("image", "video"), strength="ratio")
+@view("mask_patches", modalities=("image", "video"), strength="ratio")
 def mask_patches(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, patch_size: int = 14) -> np.ndarray:
     """
     Black patches in place of a share of all, the same ones in each frame, as in
@@ -192,7 +192,7 @@ def mask_patches(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.
     return np.where(masked[None, :, :, None], 0, medium)
 
 
-@view("diffusion_noise", kinds=("image", "video"), strength="step")
+@view("diffusion_noise", modalities=("image", "video"), strength="step")
 def diffusion_noise(medium: np.ndarray, rng: np.random.Generator, step: int = 500) -> np.ndarray:
     r"""
     Gaussian noise of a diffusion process after some of its 1,000 steps, as in
@@ -206,7 +206,7 @@ def diffusion_noise(medium: np.ndarray, rng: np.random.Generator, step: int = 50
     return noisy.clip(0, 1) * 255
 
 
-@view("crop", kinds=("image", "video"))
+@view("crop", modalities=("image", "video"))
 def crop(medium: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np.ndarray:
     """A random window with this share of height and width, enlarged to the size of the whole."""
     height, width = medium.shape[1:3]
@@ -215,13 +215,13 @@ def crop(medium: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np
     return _resized(medium[:, top : top + size[0], left : left + size[1]], height, width)
 
 
-@view("shuffle_frames", kinds=("video",))
+@view("shuffle_frames", modalities=("video",))
 def shuffle_frames(medium: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Frames in a random order, as in the T-GRPO of [Video-R1](https://huggingface.co/papers/2503.21776)."""
     return rng.permutation(medium)
 
 
-@view("drop_frames", kinds=("video",), strength="ratio")
+@view("drop_frames", modalities=("video",), strength="ratio")
 def drop_frames(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
     """The frame before, in place of each dropped one; the first stays."""
     kept = rng.random(len(medium)) >= ratio
@@ -229,13 +229,13 @@ def drop_frames(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.5
     return medium[np.maximum.accumulate(places)]
 
 
-@view("noise", kinds=("audio",), strength="level")
+@view("noise", modalities=("audio",), strength="level")
 def noise(medium: np.ndarray, rng: np.random.Generator, level: float = 1.0) -> np.ndarray:
     """White noise on top of a sound, `level` times as loud by root mean square."""
     return medium + level * np.sqrt(np.mean(np.square(medium))) * rng.standard_normal(medium.shape)
 
 
-@view("mask_audio", kinds=("audio",), strength="ratio")
+@view("mask_audio", modalities=("audio",), strength="ratio")
 def mask_audio(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, segments: int = 20) -> np.ndarray:
     """Silence in place of a share of a sound's segments of equal length."""
     masked = rng.random(segments) < ratio

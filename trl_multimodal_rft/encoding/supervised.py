@@ -108,48 +108,48 @@ def encode_sequence(
             a turn differently when others follow.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
-    number, template_kwargs = getattr(row, "number", 0), dict(template_kwargs or {})
+    row_index, template_kwargs = getattr(row, "row_index", 0), dict(template_kwargs or {})
     whole = bool(row.get("messages"))
     if whole and completion_only:
         raise ValueError(
-            f"row {number}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
+            f"row {row_index}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
             "`assistant_only_loss=True` to learn the assistant's turns."
         )
     for column in ("prompt", "completion", "messages"):
-        check_decoded(row.get(column), column, number)
+        check_decoded(row.get(column), column, row_index)
     if whole:
         chat, answer = list(row["messages"]), []
     else:
-        chat, answer = _chat(row, f"row {number}", f"row {number}")
+        chat, answer = _chat(row, f"row {row_index}", f"row {row_index}")
     try:
-        whole_row = Row(number, {**row, "prompt": [*chat, *answer]})
+        whole_row = Row(row_index, {**row, "prompt": [*chat, *answer]})
         (placed_row,) = rows_to_messages([whole_row], ignored_media_columns, placeholders, rules=media_rules)
-        messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, number)
+        messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, row_index)
         turns = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(turns), None)) is not None:
             raise medium.error("assistant messages are text; move media into the messages before them")
-        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": number}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": row_index}
         if whole:
             no_answer = {**template_kwargs, "add_generation_prompt": False}
             before = encode_prompt(messages, processing_class, model, template_kwargs=no_answer, **options)
             ids = []
         else:
-            name, end = f"row {number}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
+            name, end = f"row {row_index}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
             halves = messages[: len(chat)], messages[len(chat) :]
             before, ids = _encode_pair(row, *halves, name, processing_class, model, template_kwargs, end, **options)
     except MediaError as error:
         if not whole:
             raise
         raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
-    _check_text_only(ids, processing_class, model, f"row {number}")
+    _check_text_only(ids, processing_class, model, f"row {row_index}")
     sequence = _followed(before, ids, model)
     sequence.learned[:] = whole or completion_only is False
     sequence.learned[len(before) :] = True
     if assistant_only:
         if _is_text(row) and not before.modalities:
-            raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
+            raise ValueError(f"row {row_index}: `assistant_only_loss=True` needs messages, got text.")
         sequence.learned &= _assistant_mask(messages, sequence, processing_class, model, template_kwargs, options)
-    _check_learned(sequence, len(before), model, f"row {number}")
+    _check_learned(sequence, len(before), model, f"row {row_index}")
     return sequence
 
 
@@ -170,9 +170,9 @@ def check_answers(processing_class: Processor) -> None:
         raise ValueError(f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO.")
 
 
-def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
+def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
     """
-    The labels of a tokenized row: its `labels`, those of its masks, or all tokens. See [`given_sequence`] for the
+    The labels of a tokenized row: its `labels`, those of its masks, or all tokens. See [`tokenized_sequence`] for the
     arguments.
 
     Returns:
@@ -185,7 +185,7 @@ def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) ->
     return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
 
 
-def given_sequence(
+def tokenized_sequence(
     row: Mapping[str, Any],
     processing_class: Processor,
     model: PreTrainedModel,
@@ -211,8 +211,8 @@ def given_sequence(
     Raises:
         `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
     """
-    name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
-    labels = torch.tensor(given_labels(row, completion_only))
+    name, ids = f"row {getattr(row, 'row_index', 0)}", torch.tensor(row["input_ids"])
+    labels = torch.tensor(row_labels(row, completion_only))
     if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
         raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
     placeholders = all_placeholder_ids(model, processing_class)
@@ -225,15 +225,15 @@ def given_sequence(
         text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
     )
     sequence = _followed(start, row["input_ids"][1:], model)
-    sequence.row, sequence.learned = getattr(row, "number", 0), labels != -100
+    sequence.row, sequence.learned = getattr(row, "row_index", 0), labels != -100
     if not sequence.learned[1:].any():
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
     return sequence
 
 
-def encode_text(text: str, number: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
+def encode_text(text: str, row_index: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
     """
-    Encodes a text with its end, tokenized as by TRL. See [`given_sequence`] for the other arguments.
+    Encodes a text with its end, tokenized as by TRL. See [`tokenized_sequence`] for the other arguments.
 
     Args:
         text (`str`):
@@ -247,7 +247,7 @@ def encode_text(text: str, number: int, processing_class: Processor, model: PreT
     end = _tokenizer(processing_class).eos_token or ""
     ids = processing_class(text=_ended(text, end))["input_ids"]
     ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
-    return given_sequence(Row(number, {"input_ids": ids}), processing_class, model)
+    return tokenized_sequence(Row(row_index, {"input_ids": ids}), processing_class, model)
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
@@ -407,17 +407,17 @@ def _checked(
     n: int,
     processing_class: Processor,
     mode: Literal["allow", "raise", "strip"] | None,
-    number: int,
+    row_index: int,
 ) -> list:
     """Checks control tokens in the messages of a row, of which the first `n` are its prompt, or in its texts."""
     if _is_text(row) and next(iter_refs(messages), None) is None:
         for column in ("prompt", "completion"):
-            checked_prompt(row[column], processing_class, mode, number, column)
+            checked_prompt(row[column], processing_class, mode, row_index, column)
         return messages
     prompt, completion = messages[:n], messages[n:]
     return [
-        *checked_prompt(prompt, processing_class, mode, number),
-        *checked_prompt(completion, processing_class, mode, number, "completion"),
+        *checked_prompt(prompt, processing_class, mode, row_index),
+        *checked_prompt(completion, processing_class, mode, row_index, "completion"),
     ]
 
 

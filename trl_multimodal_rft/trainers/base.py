@@ -344,7 +344,7 @@ class MultimodalTrainer(CheckpointMixin):
         check_first_rows(self._run, [row.stored for row in rows], self._unseen)
         rollout = self._run.collect(rows)
         self.environments = rollout.environments
-        rollout.place = getattr(inputs, "place", None) if self.model.training else None
+        rollout.place = getattr(inputs, "batch_index", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
         self.card_notes.add(rollout.rows[0], messages, (prompt.modalities for prompt in prompts))
