@@ -43,7 +43,11 @@ def checked_text(
     if mode == "allow":
         return text
     to_strip: set[str] = set()
-    while found := _tokens_in(text, tokenizer, tokens):
+    while candidates := sorted(token for token in tokens if token in text):
+        ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
+        found = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
+        if not found:
+            break
         if mode == "raise":
             raise MediaError(
                 f"{label}: the text holds the control token {found[0]!r}, which the model would take for one of the "
@@ -74,13 +78,6 @@ def _without(text: str, tokens: Collection[str]) -> str:
                 del kept[-len(token) :]
                 break
     return "".join(kept)
-
-
-def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection[str]) -> list[str]:
-    """The control tokens that the tokenizer finds in a text, in alphabetical order."""
-    found = sorted(token for token in tokens if token in text)
-    ids = set(tokenizer(text, add_special_tokens=False)["input_ids"]) if found else set()
-    return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
 
 
 def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], label: str) -> T:

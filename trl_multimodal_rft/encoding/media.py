@@ -85,12 +85,12 @@ def decode_media(
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
     others: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
-    for modality, own in itertools.groupby(sorted(view.others if view else (), key=_modality), key=_modality):
-        others[modality] = itertools.cycle(
-            [_decode(with_budgets(ref), processor, "truncate", resized)[0] for ref in own]
-        )
+    of_other_row = [with_budgets(ref) for ref in (view.others if view else ())]
+    for modality in dict.fromkeys(ref.modality for ref in of_other_row):
+        same = [ref for ref in of_other_row if ref.modality == modality]
+        others[modality] = itertools.cycle([_decode(ref, processor, "truncate", resized)[0] for ref in same])
     sounds: list[np.ndarray | None] = []
-    for place, (given, ref) in enumerate(zip(refs, budgeted, strict=True)):
+    for i, (original, ref) in enumerate(zip(refs, budgeted, strict=True)):
         unused = [] if ref.modality in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if unused:
             logger.warning_once(
@@ -99,17 +99,19 @@ def decode_media(
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
         if view is not None and view.applies_to(ref.modality):
-            medium = view(medium, place, next(others[ref.modality]))
+            medium = view(medium, i, next(others[ref.modality]))
         if ref.modality == "audio" and family.takes_base64_audio:
-            medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
-        decoded[id(given)] = medium
+            buffer, (rate, _) = io.BytesIO(), _audio_limits(ref, processor)
+            require_module("soundfile", "audio").write(buffer, medium, rate, format="WAV", subtype="FLOAT")
+            medium = base64.b64encode(buffer.getvalue()).decode()
+        decoded[id(original)] = medium
         if metadata is not None:
             video_metadata.append(metadata)
         if ref.modality == "video" and ref.rules.use_audio_in_video:
             check_hears_videos(processor)
             sound = load_sound_of_video(ref, *_audio_limits(ref, processor), audio_overlong)
             if sound is not None and view is not None and view.applies_to("audio"):
-                sound = view(sound, place, next(others["audio"]))
+                sound = view(sound, i, next(others["audio"]))
             sounds.append(sound)
     videos = [ref for ref in budgeted if ref.modality == "video"]
     if video_metadata:
@@ -132,10 +134,6 @@ def decode_media(
         if terms:
             kwargs.setdefault(f"{modality}s_kwargs", {}).update(terms)
     return decoded, kwargs
-
-
-def _modality(ref: MediaRef) -> str:
-    return ref.modality
 
 
 def check_hears_videos(processor: Processor) -> None:
@@ -252,12 +250,6 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
         "max_pixels": max(size["longest_edge"] / count, options.get("min_pixels", 0)),
     }
-
-
-def _base64_wav(waveform: np.ndarray, rate: int) -> str:
-    buffer = io.BytesIO()
-    require_module("soundfile", "audio").write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:

@@ -23,29 +23,12 @@ from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode
 
 @dataclass(eq=False)
 class SupervisedSequence(EncodedPrompt):
-    """
-    A whole row of a supervised dataset.
+    """A whole row of a supervised dataset."""
 
-    Args:
-        learned (`torch.Tensor`):
-            Mask of the tokens in the loss, shape `(P,)`, boolean.
-    """
-
-    learned: torch.Tensor = field(kw_only=True)
+    learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """
-        A part of a sequence without media.
-
-        Args:
-            n (`int`):
-                Number of tokens.
-            from_end (`bool`, *optional*, defaults to `False`):
-                Whether to take the last tokens.
-
-        Returns:
-            [`SupervisedSequence`]: The part, whose positions start with the first one.
-        """
+        """The first or last tokens of a sequence without media, at the first positions."""
         part = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
@@ -149,18 +132,14 @@ def encode_sequence(
         if _is_text(row) and not before.modalities:
             raise ValueError(f"row {row_index}: `assistant_only_loss=True` needs messages, got text.")
         sequence.learned &= _assistant_mask(messages, sequence, processing_class, model, template_kwargs, options)
-    _check_learned(sequence, len(before), model, f"row {row_index}")
-    return sequence
-
-
-def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTrainedModel, name: str) -> None:
     if not sequence.learned[1:].any():
-        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
-    if family_of(model).token_field_fill and sequence.learned[:n_prompt].any():
+        raise ValueError(f"row {row_index} has nothing to learn: no token counts in the loss.")
+    if family_of(model).token_field_fill and sequence.learned[: len(before)].any():
         raise ValueError(
-            f"{name}: {model.config.model_type} has bidirectional attention before an answer, so these tokens "
-            "can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
+            f"row {row_index}: {model.config.model_type} has bidirectional attention before an answer, so these "
+            "tokens can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
         )
+    return sequence
 
 
 def check_answers(processing_class: Processor) -> None:
@@ -171,13 +150,7 @@ def check_answers(processing_class: Processor) -> None:
 
 
 def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """
-    The labels of a tokenized row: its `labels`, those of its masks, or all tokens. See [`tokenized_sequence`] for the
-    arguments.
-
-    Returns:
-        `list[int]`: One label per token, -100 on tokens that aren't learned.
-    """
+    """The labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, by its masks, or all tokens."""
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -192,21 +165,7 @@ def tokenized_sequence(
     completion_only: bool | None = None,
 ) -> SupervisedSequence:
     """
-    Encodes a tokenized row of text.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            Row with `input_ids`, and `labels` (-100 on tokens that aren't learned) or `assistant_masks` and
-            `completion_mask`. Without any of them, all tokens are learned.
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's processor.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        completion_only (`bool`, *optional*):
-            Whether to use `completion_mask`.
-
-    Returns:
-        [`SupervisedSequence`]: The sequence.
+    Encodes a tokenized row of text: its `input_ids`, of which [`row_labels`] are learned.
 
     Raises:
         `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
@@ -232,18 +191,7 @@ def tokenized_sequence(
 
 
 def encode_text(text: str, row_index: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
-    """
-    Encodes a text with its end, tokenized as by TRL. See [`tokenized_sequence`] for the other arguments.
-
-    Args:
-        text (`str`):
-            Text, all of which is learned.
-        number (`int`):
-            Number of the row, for errors.
-
-    Returns:
-        [`SupervisedSequence`]: The sequence.
-    """
+    """Encodes a text with its end, tokenized as by TRL; all of it is learned."""
     end = _tokenizer(processing_class).eos_token or ""
     ids = processing_class(text=_ended(text, end))["input_ids"]
     ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
@@ -387,7 +335,12 @@ def _encode_pair(
     else:
         before, whole = _rendered(prompt, completion, processing_class, template_kwargs, name)
     encoded = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
-    return encoded, _ids_after(before, whole, processing_class)
+    tokenizer = _tokenizer(processing_class)
+    first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
+    if both[: len(first)] == first:
+        return encoded, both[len(first) :]  # some tokenizers mark the start of a text, which this isn't
+    # A token would cross the boundary, unlike in sampled completions
+    return encoded, tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]
 
 
 def _ended(text: str, end: str) -> str:
@@ -463,13 +416,3 @@ def _rendered(
             "found; pass a `chat_template` that doesn't."
         )
     return before, whole
-
-
-def _ids_after(before: str, whole: str, processing_class: Processor) -> list[int]:
-    """Ids of the text in `whole` after `before`."""
-    tokenizer = _tokenizer(processing_class)
-    first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
-    if both[: len(first)] == first:
-        return both[len(first) :]  # some tokenizers mark the start of a text, which this isn't
-    # A token would cross the boundary, unlike in sampled completions
-    return tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]

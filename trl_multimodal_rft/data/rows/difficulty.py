@@ -30,20 +30,8 @@ class DifficultySampler:
     measured counts as one with $p = 0.5$. Its oversampling by a ratio isn't done here; see `dynamic_sampling`.
 
     The rows of a batch are different ones; those of different batches are independent, so an epoch is only a number
-    of batches. The rows of batch `n` are drawn when batch `n - ahead` is read, to read their media ahead: they depend
-    on what batches before `n - ahead` measured. Processes that measure the same draw the same.
-
-    Args:
-        n_rows (`int`):
-            Number of rows of the dataset.
-        batch_size (`int`):
-            Number of rows of a batch, on all processes.
-        seed (`int`):
-            Seed of the draws. A batch has its own, so that draws don't depend on how a run got to it.
-        ahead (`int`):
-            Number of batches whose rows are drawn ahead.
-        pass_rates (`Sequence[float | None]`, *optional*):
-            Share of right completions of each row, as far as it is known.
+    of batches. The rows of batch `n` are drawn when batch `n - n_prefetched` is read, to read their media in advance:
+    they depend on what batches before `n - n_prefetched` measured. Processes that measure the same draw the same.
 
     Raises:
         `ValueError`: If a pass rate isn't between 0 and 1.
@@ -55,7 +43,7 @@ class DifficultySampler:
         batch_size: int,
         seed: int = 0,
         n_prefetched: int = 0,
-        pass_rates: Sequence[float | None] | None = None,
+        pass_rates: Sequence[float | None] | None = None,  # as far as they are known
     ):
         given = [None] * n_rows if pass_rates is None else pass_rates
         for row, rate in enumerate(given):
