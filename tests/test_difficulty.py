@@ -125,8 +125,8 @@ def test_pass_rates_follow_what_is_measured():
     sampler.measure(torch.tensor([0, 0]), torch.tensor([3.0, -1.0]))  # rewards beyond 0 and 1 count as those
     sampler.measure(torch.tensor([2]), torch.tensor([0.25]))
     assert sampler.rates.tolist() == pytest.approx([0.5, 0.525, 0.25, 0.2])
-    assert sampler.known() == (1.0, pytest.approx(1.475 / 4))
-    assert DifficultySampler(4, 2).known() == (0.0, 0.0)
+    assert sampler.coverage() == (1.0, pytest.approx(1.475 / 4))
+    assert DifficultySampler(4, 2).coverage() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

@@ -20,7 +20,7 @@ def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str,
 
 
 def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
-    """Whether the processor can render messages."""
+    """Returns whether the processor can render messages."""
     given = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
     # Mistral's tokenizers have no template, but rules
     return bool(given) or family_of_processor(processor).takes_base64_audio

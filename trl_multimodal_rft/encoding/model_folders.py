@@ -43,7 +43,7 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
 
 
 def holds_model(folder: str) -> bool:
-    """Whether a path is a folder with a model, not with an adapter alone."""
+    """Returns whether a path is a folder with a model, not with an adapter alone."""
     files = os.listdir(folder) if os.path.isdir(folder) else []
     weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
     return "config.json" in files and any(weights)
@@ -80,7 +80,7 @@ def loading_errors(name: str, part: str = "model") -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can't be one on the Hub, or starts with a local folder."""
+    """Returns whether a name can't be one on the Hub, or starts with a local folder."""
     parts = name.replace(os.sep, "/").split("/")
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
 

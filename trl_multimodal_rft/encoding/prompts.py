@@ -102,7 +102,7 @@ class EncodedPrompt:
 
     @property
     def shared(self) -> "EncodedPrompt":
-        """What completions have in common that are forwarded together."""
+        """The part that completions share in one forward pass."""
         return self
 
     @property
@@ -110,24 +110,24 @@ class EncodedPrompt:
         """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
 
-    def part(self, place: slice) -> "EncodedPrompt":
+    def part(self, span: slice) -> "EncodedPrompt":
         """
         Some of the tokens, with the media if these start in them.
 
         Args:
-            place (`slice`):
-                Which tokens.
+            span (`slice`):
+                Indices of the tokens.
 
         Returns:
             [`EncodedPrompt`]: The part, at the positions of the whole.
         """
         first = (self.media_span or (0, 0))[0]
-        has_media = first in range(*place.indices(len(self)))
+        has_media = first in range(*span.indices(len(self)))
         return EncodedPrompt(
-            self.input_ids[place],
-            {name: value[place] for name, value in self.token_fields.items()},
+            self.input_ids[span],
+            {name: value[span] for name, value in self.token_fields.items()},
             self.media if has_media else {},
-            self.position_ids[..., place],
+            self.position_ids[..., span],
             modalities=self.modalities if has_media else frozenset(),
             row=self.row,
             on_device=self.on_device if has_media else {},
@@ -501,7 +501,7 @@ def prompt_position_ids(
 
 def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     """
-    Whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
+    Returns whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
 
     Raises:
         [`MediaError`]: If the prompt has videos without sounds, too.

@@ -125,8 +125,8 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
 
 def is_indexed(stream: BinaryIO) -> bool:
     """
-    Whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM have, so
-    that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
+    Returns whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM
+    have, so that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
     """
     _skip_tags(stream)
     start = stream.read(8)
@@ -136,7 +136,7 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Whether no frame from an H.264 keyframe on depends on earlier frames. Other keyframes may start a gradual refresh.
+    Returns whether no frame from an H.264 keyframe on depends on earlier frames. Others may start a gradual refresh.
     """
     if not extradata or extradata[0] != 1:  # a format in which decoders don't seek
         return False
@@ -162,7 +162,7 @@ def _skip_tags(stream: BinaryIO) -> None:
 
 
 def is_chained(stream: BinaryIO) -> bool:
-    """Whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
+    """Returns whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
     _skip_tags(stream)
     begins, chained = True, False
     if stream.read(4) == b"OggS":

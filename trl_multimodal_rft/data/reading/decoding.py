@@ -331,7 +331,7 @@ def install(extra: str) -> str:
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """What a loader reads: the file that stored values hold or name, or a decoded value."""
+    """The file that stored values hold or name, or a decoded value."""
     source = ref.stored
     if not isinstance(source, dict):
         return source
@@ -630,7 +630,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
-    """Whether the display matrix mirrors a frame, which a rotation doesn't."""
+    """Returns whether the display matrix mirrors a frame, which a rotation doesn't."""
     matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 

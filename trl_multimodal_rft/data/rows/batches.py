@@ -54,7 +54,7 @@ class RowBatch(Sequence):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a batch is. In training, a generation batch."""
+    """Sizes of a batch. In training, it is a generation batch."""
 
     size: int  # completions on a rank
     completions: int = 1  # of a row

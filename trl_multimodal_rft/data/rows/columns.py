@@ -179,7 +179,7 @@ def blocks_to_refs(
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
+    """Returns whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
@@ -308,7 +308,7 @@ def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str
 
 
 def _holds_several(modality: str, value: Any) -> bool:
-    """Whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
+    """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
     if not isinstance(value, (list, tuple)):
         return False
     if modality == "image":
@@ -518,7 +518,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Whether an unread key of a block holds media; with `files`, texts that name media files count."""
+    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:

@@ -90,7 +90,7 @@ class DifficultySampler:
         found, before = total / count, self.rates[rows]
         self.rates[rows] = torch.where(before.isnan(), found, _NEWEST * found + (1 - _NEWEST) * before)
 
-    def known(self) -> tuple[float, float]:
+    def coverage(self) -> tuple[float, float]:
         """Share of rows whose pass rate is known, and the mean of these rates, 0 without any."""
         known = ~self.rates.isnan()
         return known.double().mean().item(), self.rates[known].mean().item() if known.any() else 0.0

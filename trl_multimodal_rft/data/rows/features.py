@@ -195,7 +195,7 @@ def _media(decoded: Decoded) -> Any:
 
 
 def _decodes_media(feature: FeatureType | None) -> bool:
-    """Whether the loaders decode a feature's media as the feature does, which they don't in another mode or stream."""
+    """Returns whether loaders decode media as their feature does, which they don't in another mode or stream."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
