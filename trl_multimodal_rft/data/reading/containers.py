@@ -126,7 +126,7 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
 def is_indexed(stream: BinaryIO) -> bool:
     """
     Returns whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM
-    have, so that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
+    have, so that decoders can seek. In AVI, MPEG-TS and others, the number and the time of a frame may be wrong.
     """
     _skip_tags(stream)
     start = stream.read(8)

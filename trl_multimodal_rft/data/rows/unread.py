@@ -183,7 +183,7 @@ def check_ignored(columns: Collection[str] | None) -> None:
 
 
 def lists_columns(dataset: Rows) -> bool:
-    """Returns whether columns are known before rows are read: not with a transform, nor in a stream without features."""
+    """Returns whether columns are known without rows: not with a transform, nor in a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
