@@ -35,11 +35,17 @@ from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience, info_of
+from .experience_config import ExperienceConfig
 from .experience_maker import NaiveExperienceMaker
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
 
+
+WHOLE_WEIGHTS = (
+    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; use `MultimodalPPOTrainer`, "
+    "or DDP, ZeRO-1 or ZeRO-2."
+)
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
 _OF_ACTIONS = (
@@ -406,13 +412,60 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.save_model(str(Path(self.args.output_dir, folder)), _internal_call=True)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
+    # Other models
+
+    def make_experience_maker(self, size: int, **arguments: Any) -> NaiveExperienceMaker:
+        """The experience maker of this trainer, with `size` samples per experience."""
+        args = self.args
+        if self.is_fsdp_enabled:
+            raise ValueError(WHOLE_WEIGHTS)
+        if self._policy.fallbacks.isolate is not None and args.num_generations % size != 0:
+            raise ValueError(
+                f"A {self.actor.config.model_type} mixes media with their padding, so that an experience must hold "
+                f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
+                "or a divisor of it."
+            )
+        strategy = ExperienceConfig(
+            args.advantage_estimator,
+            n_samples_per_prompt=args.num_generations,
+            micro_rollout_batch_size=size,
+            kl_estimator="k1",
+            kl_in_reward=bool(args.kl_in_reward),
+            soft_overlong_cache=args.soft_overlong_cache,
+            reward_running_scale=args.reward_running_scale,
+            reward_clip_range=args.reward_clip_range,
+            bootstrap_truncated=args.bootstrap_truncated,
+            audio_overlong=args.audio_overlong,
+            progress=not args.disable_tqdm,
+            accelerator=self.accelerator,
+            ignored_media_columns=args.ignored_media_columns or (),
+            media_rules=args.rules,
+        )
+        maker = NaiveExperienceMaker(
+            self.actor, self.critic, kl_controller=self._kl_controller, strategy=strategy, **arguments
+        )
+        for model in maker.reward_models:
+            model.to(self.accelerator.device)
+        maker.reward_scale = self._reward_scale  # which checkpoints hold
+        return maker
+
+    def check_average(self, ema_model: Actor) -> None:
+        """Checks that an actor can hold the averaged weights: it must be a copy of the policy, and not the policy."""
+        averages, own = (dict(actor.model.named_parameters()) for actor in (ema_model, self.actor))
+        for name, average in self.ema.state_dict().items():
+            if name not in averages or averages[name].shape != average.shape:
+                raise ValueError(
+                    f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(average.shape)}."
+                )
+            if averages[name] is own[name]:
+                raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
+
     @torch.no_grad()
     def copy_average_to(self, actor: Actor) -> None:
         """Copies the averaged weights into another actor."""
         averages = dict(actor.model.named_parameters())
-        with self.ema_weights():
-            for name, parameter in self.ema._parameters.items():
-                averages[name].copy_(parameter)
+        for name, average in self.ema.state_dict().items():
+            averages[name].copy_(average)
 
 
 def _no_rewards(**kwargs):

@@ -25,10 +25,8 @@ from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
 from .ppo_options import (
     OF_SAMPLING,
-    check_average,
     check_rollout,
     config_of,
-    experience_maker_of,
     joined_optimizers,
     rows_of,
 )
@@ -186,12 +184,11 @@ class PPOTrainerVL:
         config.eval_strategy = strategy.eval_strategy
         self.critic = self.trainer.critic
         if ema_model is not None:
-            check_average(self.trainer.ema._parameters, ema_model)
+            self.trainer.check_average(ema_model)
         if gradient_checkpointing:
             options: Any = config.gradient_checkpointing_kwargs  # a string only before the config has read it
             actor.gradient_checkpointing_enable(options)
-        self.experience_maker = experience_maker_of(
-            self.trainer,
+        self.experience_maker = self.trainer.make_experience_maker(
             micro_rollout_batch_size,
             reward_model=reward_model,
             initial_model=reference,
