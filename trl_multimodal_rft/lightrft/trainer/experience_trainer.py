@@ -4,6 +4,7 @@
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -219,7 +220,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # In a field whose padding is removed, too
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
-            items = remove_padding_in_sequences(items, self._pad_token)
+            items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
         rollout = self._rollout_of(items)
         if self._half_done != trained:
             self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
@@ -280,14 +281,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
-            self._token_filter.mark(part, [each.old_entropies for each in part])
+            self._token_filter.mark(part, [micro_batch.old_entropies for micro_batch in part])
         return micro_batches
 
     # Batches
-
-    @property
-    def _pad_token(self) -> int:
-        return self._tokenizer.pad_token_id
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
         """Checked samples as a rollout: prompts, and completions padded on the right."""
@@ -308,17 +305,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
-        prompts: list[EncodedPrompt] = []
-        for item in items:
-            prompts.append(self._prompt_of(item, prompts))
+        alike: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
+        prompts = [self._prompt_of(item, alike[tuple(item.prompt_ids.tolist())]) for item in items]
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
         mask = placed([row.long() for row in columns.pop("action_mask")])
         rollout = Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
-            self._pad_token,
-            completion_ids=placed(actions, self._pad_token),
+            self._tokenizer.pad_token_id,
+            completion_ids=placed(actions, self._tokenizer.pad_token_id),
             completion_mask=placed([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
             # Of a generation batch, as in the trainer
@@ -334,14 +330,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
-        """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
+        """
+        The prompt of a sample, which joins the others of its ids; equal ones are the same object, so that a forward
+        shares them.
+        """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
-        ids = item.prompt_ids.cpu()
         for other in others:
-            same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
-            if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
+            if other.media.keys() == media.keys() and all(torch.equal(other.media[n], v) for n, v in media.items()):
                 return other
-        return bare_prompt(self.actor.base_model, ids, media)
+        others.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
+        return others[-1]
 
     # Metrics
 
@@ -479,8 +477,8 @@ def _no_rewards(**kwargs):
 def of_all_ranks(values: dict[str, list[float]]) -> dict[str, list[float]]:
     """Joins lists of all ranks, whose names may differ."""
     gathered = gather_object([values])
-    names = sorted({name for each in gathered for name in each})
-    return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
+    names = sorted({name for lists in gathered for name in lists})
+    return {name: [number for lists in gathered for number in lists.get(name, [])] for name in names}
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
@@ -527,8 +525,8 @@ def evaluation_logs(
                 values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
         values["reward"] += rewards
         for start in range(0, len(rewards) if n > 1 else 0, n):
-            known = [each for each in rewards[start : start + n] if not math.isnan(each)]
-            values.setdefault("reward_best", []).append(max(known, default=math.nan))
+            scorable = [reward for reward in rewards[start : start + n] if not math.isnan(reward)]
+            values.setdefault("reward_best", []).append(max(scorable, default=math.nan))
     values = of_all_ranks(values)
     results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
     return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}

@@ -159,13 +159,14 @@ def joined_optimizers(
                 f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got "
                 f"{type(scheduler).__name__}."
             )
-    own, n_frozen = [each for each in schedulers.values() if each is not None], config.freezing_actor_steps
+    schedules = [each for each in schedulers.values() if each is not None]
+    n_frozen = config.freezing_actor_steps
 
     def thawed(factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: 0.0 if step < n_frozen else factor(step - n_frozen)
 
-    factors = [thawed(factor) for factor in own[0].lr_lambdas]
-    return optimizer, LambdaLR(optimizer, [*factors, *(factor for each in own[1:] for factor in each.lr_lambdas)])
+    factors = [thawed(factor) for factor in schedules[0].lr_lambdas]
+    return optimizer, LambdaLR(optimizer, sum((schedule.lr_lambdas for schedule in schedules[1:]), factors))
 
 
 # Batches of prompts

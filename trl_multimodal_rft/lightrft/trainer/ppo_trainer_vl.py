@@ -271,13 +271,13 @@ class PPOTrainerVL:
         hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
         bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hidden)
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
-            place = rollout % len(prompts)
+            batch_index = rollout % len(prompts)
             prompts.set_epoch(rollout // len(prompts))
             # A pass draws random numbers for its order when it begins, not when a run resumes within it
-            if place == 0:
+            if batch_index == 0:
                 trainer._load_rng_state(checkpoint)
-            for batch in skip_first_batches(prompts, place) if place else prompts:
-                if place != 0:
+            for batch in skip_first_batches(prompts, batch_index) if batch_index else prompts:
+                if batch_index != 0:
                     trainer._load_rng_state(checkpoint)
                 checkpoint = None
                 experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)
