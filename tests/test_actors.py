@@ -562,15 +562,6 @@ def test_the_mask_by_default(name, seconds):
         assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "phi4_multimodal"])
-def test_names_of_the_family_do_as_well(name):
-    batch, actor = one_clip(name, 0.3, 0.9), make(name)
-    assert {"feature_attention_mask", "audio_attention_mask"} & set(batch.prompts[0].media)
-    logps = actor(batch.sequences, N, **batch.prompts[0].media)
-    assert_close(logps, batch.score(actor))
-    assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
-
-
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
 def test_audio_matters_and_images_do_not_to_an_actor_that_only_hears(name):
     batch = make_batch(bare(name)[2][:1])
