@@ -294,13 +294,6 @@ def test_actions_that_are_prompt(name):
         assert_close(logps[1], bare_logps(model, alone)[0])
 
 
-def test_no_mask_is_all_ones():
-    actor, batch = make_both("qwen2_audio", 1)
-    assert torch.equal(actor(batch.sequences, N, **batch.media), batch.score(actor))
-    sequences, mask, _ = actor.generate(batch.prompt_ids, **batch.media, max_new_tokens=3)
-    assert torch.equal(sequences, batch.generate(actor, max_new_tokens=3)[0]) and mask.all()
-
-
 def test_number_of_actions():
     actor, batch = make_both("qwen2_audio")
     for n in (0, 1):

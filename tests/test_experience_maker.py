@@ -812,8 +812,6 @@ def test_what_reward_functions_get(rows, size):
     [
         (lambda completions, solution: [0.0], "'<lambda>' requires `solution`, but there are only .*'completions'"),
         (lambda completions: [0.0], "'<lambda>' returned 1 rewards for 4 completions"),
-        (lambda completions: 1.0, "'<lambda>' returned 1.0 for 4 completions; return a list"),
-        (lambda completions: None, "'<lambda>' returned None for 4 completions; return a list"),
         (lambda completions: torch.zeros(len(completions), 1), r"of shape \(4, 1\) for 4"),
     ],
 )
