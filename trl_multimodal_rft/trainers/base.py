@@ -360,7 +360,7 @@ class MultimodalTrainer(CheckpointMixin):
             return self.sampler(self.model_wrapped, prompts, step=self.state.global_step, room=room, branches=branches)
 
         tools = [self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
-        loop = self._tool_loop(tools, complete=sample)
+        loop = self.tool_loop(tools, complete=sample)
         first = first_turns(rollout, ids, self.processing_class, self.toolbox)
         ids, logps, mask, counts = take_turns(rollout, ids, logps, first, loop)
         if self.sampler.samples_policy and counts["turns_taken"]:
@@ -375,7 +375,7 @@ class MultimodalTrainer(CheckpointMixin):
         self._run.metrics.add(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
         return ids, logps, mask
 
-    def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
+    def tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
         options = {**most, "ends": self.eos_token_ids, "loop": getattr(self, "async_loop", None), **options}
