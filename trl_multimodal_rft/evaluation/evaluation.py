@@ -82,7 +82,7 @@ class Evaluation:
         rules = replace(self.encoder.media_rules, **budgets_of(args))
         self.encoder = replace(self.encoder, media_rules=rules)
         self.toolbox.media_rules = rules
-        processor: Any = self.encoder.processor
+        processor = self.encoder.processor
         self.tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
@@ -145,7 +145,7 @@ class Evaluation:
         """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
-        takes: Any = getattr(self.policy.model, "input_modalities", ())
+        takes: tuple[str, ...] = getattr(self.policy.model, "input_modalities", ())
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
