@@ -83,8 +83,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             Entropies of the policy that sampled (`"rollout"`) or of the `"current"` one. `"rollout"` scores a
             generation batch once more, unless TRL does already; `"current"` with the scope `'batch'` forwards
             everything twice. The metric `extra_scoring_time` has the seconds of each optimizer step with such passes.
-            A setting `scope` says where tokens compete for the quantile: in the `'batch'` of an optimizer step over all
-            processes, which is the default, in their `'sequence'`, or in the `'micro_batch'` over all processes;
+            A setting `scope` says where tokens compete for the quantile: in the `'batch'` of an optimizer step over
+            all processes, which is the default, in their `'sequence'`, or in the `'micro_batch'` over all processes;
             `"current(scope='micro_batch')"` is TRL's choice. With the setting `renormalize=True`, the policy loss is
             averaged over the tokens that are trained on instead of all. GMPO does so anyway.
 
@@ -303,8 +303,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         if loss.per_completion and self.entropy_settings.renormalize:
             raise ValueError(
-                f"`renormalize` of `entropy_source` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
-                "over the tokens that are trained on anyway; remove it."
+                f"`renormalize` of `entropy_source` has no effect with `loss_type={self.loss_type!r}`, whose "
+                "geometric mean is over the tokens that are trained on anyway; remove it."
             )
         if loss.name == "cpgd" and self.epsilon >= 1:
             raise ValueError(

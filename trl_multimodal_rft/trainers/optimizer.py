@@ -195,7 +195,7 @@ def two_schedules(
     critic = _schedule(
         args,
         args.value_schedule.type,
-        args.value_schedule.warmup_steps,
+        args.warmup_steps if args.value_schedule.warmup_steps is None else args.value_schedule.warmup_steps,
         n_steps,
         args.value_learning_rate or args.learning_rate,
     )

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the PPO trainer."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from transformers import SchedulerType
@@ -17,7 +17,7 @@ class ValueSchedule:
     """The option `value_lr_scheduler_type`."""
 
     type: str
-    warmup_steps: Annotated[float, "[0, inf]"] | None = None
+    warmup_steps: Annotated[float, "[0, inf]"] | None = None  # by default those of the policy's schedule
 
 
 @help_from_docstring
@@ -139,5 +139,4 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     def value_schedule(self) -> ValueSchedule:
         """The schedule of the critic's learning rate."""
         text = self.value_lr_scheduler_type or str(SchedulerType(self.lr_scheduler_type).value)
-        schedule = read_settings(ValueSchedule, "value_lr_scheduler_type", text)
-        return replace(schedule, warmup_steps=self.warmup_steps) if schedule.warmup_steps is None else schedule
+        return read_settings(ValueSchedule, "value_lr_scheduler_type", text)
