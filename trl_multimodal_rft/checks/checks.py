@@ -106,7 +106,6 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned."""
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         if state["self_check"] is not None:
             measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}

@@ -103,7 +103,6 @@ class Evaluation:
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:
-        """Answers all rows."""
         args, ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
         size = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
@@ -142,7 +141,6 @@ class Evaluation:
         return EvaluationResult(metrics, records, settings, skipped)
 
     def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
-        """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
         takes: tuple[str, ...] = getattr(self.policy.model, "input_modalities", ())
