@@ -12,11 +12,11 @@ from datasets import IterableDataset
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
-from .rollout import Rollout, join_rollouts
+from .rollout import PARTS, Rollout, join_rollouts, known
 
 
 # Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
-SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout)
+SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout, *PARTS)
 
 
 class GroupBuffer:
@@ -111,8 +111,9 @@ class GroupExchange:
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         age = sum(step - group.step for group in replayed)
-        equal = sum(not group.live.all() for group in drawn)
-        below, above = (sum(_side(group) == side for group in drawn if group.live.all()) for side in (-1, 1))
+        uneven = [group for group in drawn if known(group.rewards.has_signal).all()]
+        equal = len(drawn) - len(uneven)
+        below, above = (sum(_side(group) == side for group in uneven) for side in (-1, 1))
         counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
         n_drawn, n_live, n_used, n_replayed, age, *dropped = sum_over_ranks(self.accelerator, counts)
         metrics = {"sampling/kept_frac": n_live / n_drawn}
@@ -128,12 +129,12 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if group.live.all() and _side(group) == 0]
+    return [group for group in groups if known(group.rewards.has_signal).all() and _side(group) == 0]
 
 
 def _side(group: Rollout) -> int:
     """On which side of the wanted range the group's mean reward is: -1 below, 1 above, 0 within."""
-    return 0 if group.out_of_range is None else int(group.out_of_range[0])
+    return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:

@@ -15,7 +15,8 @@ from accelerate.logging import get_logger
 from ..data.http import started
 from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
 from ..generation.vllm_server import ServerRequest
-from .reward import EarlyCalls, EarlyRewards
+from .reward import EarlyCalls
+from .rollout import EarlyRewards
 
 
 logger = get_logger(__name__)

@@ -259,7 +259,7 @@ def first_turns(
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         texts = processing_class.batch_decode(ids, skip_special_tokens=True)
         return [{"role": "assistant", "content": text} for text in texts]
-    environments = rollout.environments or [None] * len(rollout)
+    environments = rollout.source.environments or [None] * len(rollout)
     return [
         parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), toolbox.tools_in(environment))
         for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
@@ -268,7 +268,7 @@ def first_turns(
 
 def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments) -> list[Any]:
     """Completions as texts, or as messages where the prompts are."""
-    if is_conversational({"prompt": rollout.messages[0]}):
+    if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[each] for each in first_turns(rollout, ids, processing_class, toolbox)]
     return processing_class.batch_decode(ids, skip_special_tokens=True)
 
@@ -295,7 +295,7 @@ def run_turns(
     trajectories = [
         Trajectory(prompt, sampled, [message], list(history), each_logps, [1] * len(sampled))
         for prompt, sampled, message, history, each_logps in zip(
-            rollout.prompts, ids, first, rollout.messages, every, strict=True
+            rollout.prompts, ids, first, rollout.source.messages, every, strict=True
         )
     ]
     loop.run(trajectories)
@@ -318,7 +318,7 @@ def take_turns(
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.model, trajectories)
-    rollout.completions = [each.messages for each in trajectories]
+    rollout.source.completions = [each.messages for each in trajectories]
     return (
         [each.ids for each in trajectories],
         None if logps is None else [each.logps or [] for each in trajectories],

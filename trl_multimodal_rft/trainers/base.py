@@ -42,7 +42,7 @@ from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, TRLInputs, known
 from ..rollout.samplers import Sampler, VLLMSampler
 from ..rollout.score import (
     engine_metrics,
@@ -344,13 +344,13 @@ class MultimodalTrainer(CheckpointMixin):
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         check_first_rows(self._run, [row.stored for row in rows], self._unseen)
         rollout = self._run.collect(rows)
-        self.environments = rollout.environments
-        rollout.place = getattr(inputs, "place", None) if self.model.training else None
+        self.environments = rollout.source.environments
+        rollout.source.batch_index = getattr(inputs, "place", None) if self.model.training else None
         rollout.step = self.state.global_step
-        prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
-        self.card_notes.add(rollout.rows[0], messages, (prompt.modalities for prompt in prompts))
+        prompts, source = rollout.prompts, rollout.source
+        self.card_notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
-            self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
+            self._warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         if self.args.self_check and self.model.training and prompts:
             parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
             check_prompts(self._run, rollout, functools.partial(check_settings, *parts, self._processor_source))
@@ -361,19 +361,19 @@ class MultimodalTrainer(CheckpointMixin):
         branches: Any = Branches() if self.tools else None
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
-        elif self.in_flight is None or rollout.place is None:
+        elif self.in_flight is None or rollout.source.batch_index is None:
             samples = sample_with_views(self._run, self.sampler, self.model_wrapped, rollout, branches)
             (ids, logps), tool_mask = samples, None
         else:
             engine: Any = self.vllm_generation
             ahead = AheadSampling(self._run, self.in_flight, engine)
-            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.place), None
+            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.source.batch_index), None
         if self.tools:
             samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
             ids, logps, tool_mask = self._tool_turns(*samples, self._tool_loop)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
+            rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
@@ -388,8 +388,10 @@ class MultimodalTrainer(CheckpointMixin):
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
-        if rollout.versions is not None and self.tools:  # results of which are followed by the newest weights
-            rollout.versions[(rollout.tool_mask == 0).any(1), 1] = rollout.place
+        flight = rollout.source.flight
+        if flight is not None and self.tools:  # results of which are followed by the newest weights
+            after_tools = (known(rollout.tool_mask) == 0).any(1)
+            flight.versions[after_tools, 1] = known(rollout.source.batch_index)
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -408,7 +410,7 @@ class MultimodalTrainer(CheckpointMixin):
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
         self.sampler.load_weights(self.state.global_step)
-        output = self.rollout_func(restore_media(rollout.messages), self)
+        output = self.rollout_func(restore_media(rollout.source.messages), self)
         placeholders = all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
         return take_custom_rollout(rollout, output, placeholders)
 
@@ -429,9 +431,10 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
-        rewards = self._run.rewarding(rollout, rollout.early_rewards)
-        rollout.rewards_per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
-        rollout.bonus = bonus_of_contrast(self._run, rollout)
+        flight = rollout.source.flight
+        rewards = self._run.rewarding(rollout, None if flight is None else flight.early_rewards)
+        rollout.rewards.per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
+        rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
 
@@ -458,7 +461,7 @@ class MultimodalTrainer(CheckpointMixin):
                 part.release()
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
-                rollout.without_gradient = without_gradient(rollout)
+                rollout.tokens.without_gradient = without_gradient(rollout)
             if self.rollout_func is not None or not self.args.keep_groups_together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             else:
@@ -499,7 +502,7 @@ class MultimodalTrainer(CheckpointMixin):
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._micro_batch, self._scores = inputs, None
         try:
-            loss = self._compute_loss(model, inputs)
+            loss = self._compute_loss(model, TRLInputs(inputs))
             parts = None if self._scores is None else self._scores.deferred
         finally:
             self._micro_batch = self._scores = None
@@ -511,13 +514,14 @@ class MultimodalTrainer(CheckpointMixin):
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
-    def _compute_loss(self, model, inputs: Rollout) -> torch.Tensor:
+    def _compute_loss(self, model, inputs: TRLInputs) -> torch.Tensor:
         """
         The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
 
         A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
         """
-        loss, metrics = self._loss(self._score(model, inputs, rows=inputs.rows_to_score), inputs)
+        rollout = inputs.rollout
+        loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
         self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.now)
         return loss
 

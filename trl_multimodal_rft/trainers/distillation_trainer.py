@@ -17,7 +17,7 @@ from ..data.columns import TEACHER_COLUMNS
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow
 from ..rollout.views import continued
@@ -209,7 +209,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         for prompt in read:
             prompt.decoded = ()
         if server is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
-            rollout.teacher_prompts = read
+            rollout.teacher.prompts = read
         self._check_sampler(rollout)
         self._rollout_log.add_completions(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)
@@ -237,7 +237,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
-            n_tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            n_tokens = known(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = scores.divergences.sum() / n_tokens  # 0 on tokens that don't count
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})

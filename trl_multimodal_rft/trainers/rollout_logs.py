@@ -21,7 +21,7 @@ from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import reward_metrics
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..views import View
 from .run import Run
 from .views import view_metrics
@@ -47,10 +47,10 @@ class RolloutLog:
 
         Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, all of all ranks.
         """
-        run, per_func, names = self.run, rollout.rewards_per_func, self.run.rewarding.names
+        run, per_func, names = self.run, known(rollout.rewards.per_func), self.run.rewarding.names
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
-        if rollout.from_view is not None:
-            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.from_view), run.group_size))
+        if rollout.source.from_view is not None:
+            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
         self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
@@ -59,22 +59,22 @@ class RolloutLog:
 
     def add_completions(self, rollout: Rollout) -> None:
         """Logs prompts and completions, and shows the first of a run."""
-        self.tables["prompt"].extend(gather_object(strip_media(rollout.messages)))
-        self.tables["completion"].extend(gather_object(strip_media(rollout.completions)))
+        self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
+        self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            shown = rollout.completions if self.run.toolbox.tools else None
-            self.media.add(rollout.messages, self.run.group_size, shown)
+            shown = rollout.source.completions if self.run.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.run.group_size, shown)
         display = None
         if self.callbacks is not None and self.run.is_training:
             display = waiting_display(self.callbacks.callbacks)
         if display is not None:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
-            rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
+            rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
             display.show_example(
                 rollout.prompts[0].input_ids.tolist(),
-                rollout.messages[0],
+                rollout.source.messages[0],
                 ids[mask].tolist(),
-                reference=rollout.rows[0].get("solution"),
+                reference=rollout.source.rows[0].get("solution"),
                 rewards=dict(zip(self.run.rewarding.names, rewards, strict=True)),
             )
 
@@ -87,19 +87,19 @@ class RolloutLog:
 
         Shapes: `rewards`, `group_ids` and `live`, whether the rewards of a group differ, `(N,)`, of all ranks.
         """
-        run, per_func, sampler = self.run, rollout.rewards_per_func, self.run.stream.sampler
+        run, per_func, sampler = self.run, known(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if wanted is not None:
             bounded = rewards if name is None else per_func[:, reward_index(name, run.rewarding.names)]
             outside = out_of_range(bounded, group_ids, wanted)
-            rollout.out_of_range = local_rows(run.accelerator, outside, len(rollout))
+            rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, live, run.step)
         if sampler is not None and run.is_training:
-            numbers = torch.tensor(rollout.numbers, device=run.accelerator.device)
+            numbers = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewarding.names)])
-            known, mean = sampler.known()
-            run.metrics.add({"difficulty/known_frac": known, "difficulty/pass_rate": mean})
+            known_frac, mean = sampler.known()
+            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
     def _add_by_rewards(self, n: int) -> None:
         """Logs what reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
@@ -132,8 +132,9 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
     if every and run.is_training and is_due(every, run.step, n_steps):
 
         def encode(row: int, view: View) -> EncodedPrompt:
-            tools = template_tools(run.toolbox, rollout.environments, row)
-            return run.prompts.encode(rollout.messages[row], rollout.numbers[row], view=view, **tools)
+            tools = template_tools(run.toolbox, rollout.source.environments, row)
+            source = rollout.source
+            return run.prompts.encode(source.messages[row], source.row_indices[row], view=view, **tools)
 
         completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
         run.metrics.add(media_contribution(run.policy, run.model(), completions, rollout.loss_mask, encode))

@@ -21,8 +21,8 @@ from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank
-from ..rollout.reward import EarlyRewards, checked_functions, reward_rollout
-from ..rollout.rollout import Rollout
+from ..rollout.reward import checked_functions, reward_rollout
+from ..rollout.rollout import EarlyRewards, Rollout
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow, RowStream
 from ..rollout.turns import ToolLoop
@@ -69,7 +69,7 @@ class Rewarding:
         names, functions, processors = self.functions()
         if not self.was_called:
             self.was_called = True
-            for warning in missing_instructions(functions, names, rollout.messages):
+            for warning in missing_instructions(functions, names, rollout.source.messages):
                 logger.warning(warning)
         n = 1 if only_first else None
         checked = checked_functions(

@@ -44,7 +44,7 @@ class ToolTurns:
             branches.asked = asked
             return sampler(model, prompts, step=run.step, room=room, branches=branches)
 
-        tools = [run.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
+        tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
         first = first_turns(rollout, ids, run.prompts.processor, run.toolbox)
         ids, logps, mask, counts = take_turns(rollout, ids, logps, first, make_loop(tools, complete=sample))
         if sampler.samples_policy and counts["turns_taken"]:

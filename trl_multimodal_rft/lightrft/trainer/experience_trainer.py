@@ -25,7 +25,7 @@ from ...data.rows import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout import groups
-from ...rollout.rollout import Rollout
+from ...rollout.rollout import Rewards, Rollout, TokenChoice
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -287,7 +287,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self.kl_coef != 0:
             fields["base_action_log_probs"] = "ref_per_token_logps"
         if self.critic is not None:
-            fields |= {"returns": "returns", "values": "old_values"}
+            fields |= {"returns": "values.returns", "values": "values.old"}
         return fields
 
     def _inputs_of(
@@ -322,12 +322,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # Of a generation batch, as in the trainer
             num_items_in_batch=torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
-            scorable=scorable,
-            token_weights=ones if weights is None else placed([row.float() for row in weights]),
+            rewards=Rewards(scorable=scorable),
+            tokens=TokenChoice(weights=ones if weights is None else placed([row.float() for row in weights])),
             step=self.state.global_step,
         )
         for field, name in self._action_fields.items():
-            rollout[name] = placed([getattr(item, field).float() for item in items])
+            part, _, name = name.rpartition(".")
+            owner = getattr(rollout, part) if part else rollout
+            setattr(owner, name, placed([getattr(item, field).float() for item in items]))
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
