@@ -34,7 +34,6 @@ from ..models.parts import same_weights_trained
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
-from ..reporting.media_logs import MediaLogCallback
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
@@ -74,7 +73,7 @@ from .engine import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import choose_what_trains
-from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_log
+from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_callback, media_log
 from .run import MetricLog, Rewarding, Run
 from .setup import (
     around_trl_constructor,
@@ -152,7 +151,7 @@ class MultimodalTrainer(CheckpointMixin):
             datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
             uses_tools=bool(tools) or factory is not None,
         )
-        self.toolbox = Environments(tools or (), factory, args.media_rules)
+        self.toolbox = Environments(tools or (), factory, args.rules)
         processors = kwargs.pop("reward_processing_classes", None)
         sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
 
@@ -188,7 +187,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.processing_class,
             {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None},
             args.audio_overlong,
-            args.media_rules,
+            args.rules,
             args.ignored_media_columns or (),
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
@@ -234,7 +233,7 @@ class MultimodalTrainer(CheckpointMixin):
 
         logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
-        rewarding = Rewarding(functions, self.chat_template_kwargs, args.media_rules, *how)
+        rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
         now, sizes = (lambda: self.model, lambda: self.state), (self.num_generations, self.num_generations_eval)
@@ -262,9 +261,9 @@ class MultimodalTrainer(CheckpointMixin):
         args, run, profile = self.args, self._run, functools.partial(profiling_context, self)
         check_own_sampler(sampler, args.use_vllm)
         self._tool_turns = ToolTurns(run)
+        parts = self.generation_config, self.generation_kwargs, self.eos_token_ids, self._dist, profile
         batching = getattr(self, "continuous_batching_config", None)
-        parts = self.generation_config, self.generation_kwargs, self.eos_token_ids, self._dist, profile, batching
-        generation = Generation(*parts, lambda: self.model_wrapped)
+        generation = Generation(*parts, batching, lambda: self.model_wrapped)
         self._own_sampler = transformers_sampler(run, generation)
         self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
         if not args.use_vllm:
@@ -288,12 +287,12 @@ class MultimodalTrainer(CheckpointMixin):
         hint = equal_rewards_hint(self._run)
         self._unread_metrics, self._media_log = PendingMetrics(), media_log(self._run)
         self._rollout_log = RolloutLog(self._run, self._logs, pending[0], pending[1], self._media_log, hint, callbacks)
-        self.add_callback(ReadMetrics(self._unread_metrics))
+        for callback in filter(None, (ReadMetrics(self._unread_metrics), hint)):
+            self.add_callback(callback)
         if self._media_log is not None:
             self.log_completions = False  # TRL's tables hold no audio or video
-            self.add_callback(MediaLogCallback(self, self._media_log))
-        if hint is not None:
-            self.add_callback(hint)
+            parts = self.callback_handler, self._logs, self.card_notes, getattr(self, "commit_scheduler", None)
+            self.add_callback(media_callback(self._run, self._media_log, *parts))
 
     def offloading(self) -> AbstractContextManager[None]:
         """With `offload_during_generation`, the device has no memory of what sampling doesn't need."""
@@ -377,14 +376,13 @@ class MultimodalTrainer(CheckpointMixin):
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
-        pad: Any = self.pad_to_multiple_of
         metrics, n_tokens = complete(
             rollout,
             ids,
             logps,
             tool_mask,
             ends=self.eos_token_ids,
-            pad_to_multiple_of=pad,
+            pad_to_multiple_of=self.pad_to_multiple_of,  # pyrefly: ignore[bad-argument-type]
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
@@ -470,9 +468,10 @@ class MultimodalTrainer(CheckpointMixin):
                 rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
                 self._run.metrics.add(metrics)
             self._buffered_inputs = rollout.micro_batches(steps)
-            self._run.metrics.add(rank_metrics(self._buffered_inputs, self.accelerator))
-            self._run.metrics.add(packing_metrics(self._policy, self.prompts.model, self._buffered_inputs))
-            self._on_rollout(self._buffered_inputs)
+            parts = self._buffered_inputs
+            metrics = rank_metrics(parts, self.accelerator)
+            self._run.metrics.add(metrics | packing_metrics(self._policy, self.prompts.model, parts))
+            self._on_rollout(parts)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
 

@@ -2,7 +2,6 @@
 """Checkpoints: written whole or not at all, verified before a run resumes from them, and published."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,12 +20,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from ..data.fingerprint import fingerprint
 from ..forward.features import learned_ways, restore_ways
 from ..models.critic import Critic, ValueHead, policy_alone
-from ..models.parts import freeze
+from ..models.parts import freeze, rates_of_parts
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
-from ..reporting.console import show_parts
+from ..reporting.console import PRINTERS, console_of, show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
-from ..reporting.model_card import CardNotes, in_code, training_lines, write_card
+from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from ..rollout.ranks import any_rank
 from .arguments import check_keywords
@@ -43,7 +42,7 @@ from .checkpoint_files import (
     surplus_checkpoints,
 )
 from .configs import TrainerConfig
-from .finite import check_weights
+from .finite import check_weights, skip_broken_update
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import check_rates, other_parts, save_parts, split_by_rate
 from .run_lock import holding
@@ -88,6 +87,10 @@ class CheckpointMixin(Trainer):
     _metrics: Any
     _stream: Any
     card_notes: CardNotes
+    _name: Any  # these two are TRL's, for a card
+    _paper: Any
+    max_completion_length: Any
+    chat_template_kwargs: Any
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
     critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
@@ -97,7 +100,6 @@ class CheckpointMixin(Trainer):
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
-    _made_optimizer = False  # or was given one, whose rates are its own
     _n_skipped = 0  # successive updates
     _checked_step: int | None = None  # the latest whose weights were checked before sampling
 
@@ -108,10 +110,15 @@ class CheckpointMixin(Trainer):
     def _add_checkpoint_callbacks(self) -> None:
         """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
         self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
-        self.add_callback(SaveBeforePush(self))
+        self.add_callback(SaveBeforePush(self._save_without_repository))
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator))
             self.add_callback(self._end_on_signal)
+
+    def _save_without_repository(self) -> None:
+        if self.hub_model_id is None:
+            self.save_model(_internal_call=True)
+            self.create_model_card()
 
     # Resuming
 
@@ -158,6 +165,11 @@ class CheckpointMixin(Trainer):
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
+            console = console_of(self.callback_handler.callbacks)
+            if console is not None:
+                console.begin(type(self).__name__)
+                for printer in PRINTERS:
+                    self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
     def _invalidate_engine(self) -> None:
@@ -191,17 +203,17 @@ class CheckpointMixin(Trainer):
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
-        return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
         freeze(self.model, self.args.freeze)  # adapters that were loaded, or switched on again, train whole
         optimizer = super().create_optimizer(model)
         check_rates(optimizer, self.lr_scheduler, self.args)
-        self._made_optimizer = is_new or self._made_optimizer
         self._group_parameters(is_new)
         if is_new and (self.args.freeze or self.args.learning_rates):
-            show_parts(self)
+            if self.is_world_process_zero() and console_of(self.callback_handler.callbacks) is None:
+                show_parts(self.model, rates_of_parts(self.model, self.args))
         return optimizer
 
     def _group_parameters(self, is_new: bool) -> None:
@@ -407,18 +419,7 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-        self._write_manifest(folder)
-
-    def _write_manifest(self, folder: Path) -> None:
-        """Lists what all processes have written. All processes have to call this."""
-        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
-        if shards and process == 0:
-            refuse_missing_shards(folder)
-        if not self.args.checkpoint_manifest:
-            return
-        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
-        if self.args.should_save:
-            write_manifest(folder, self.args.save_only_model, self._fingerprints(), measured)
+        _write_manifest(folder, args, self.accelerator, self._fingerprints)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
@@ -444,7 +445,7 @@ class CheckpointMixin(Trainer):
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
         self._push_from_checkpoint(str(folder))
         self._uploaded = folder
-        warn_of_failures(self.push_in_progress, folder)
+        warn_of_failures(self.push_in_progress.jobs, folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """
@@ -461,7 +462,24 @@ class CheckpointMixin(Trainer):
         tags = {tags} if isinstance(tags, str) else set(tags or ())
         super().create_model_card(model_name, dataset_name, sorted(tags | self.card_notes.modalities))
         if self.is_world_process_zero():
-            write_card(self, model_name, dataset_name)
+            model = self.accelerator.unwrap_model(self.model)
+            repository = self.hub_model_id or self.args.output_dir
+            run = CardRun(
+                self.args,
+                self.state,
+                model,
+                self.processing_class,
+                self.card_notes,
+                self._name,
+                self._paper,
+                repository,
+                self.max_completion_length,
+                self.chat_template_kwargs,
+                self._training_lines(),
+                self._published_folders(type(unwrapped(None, model)).__name__, repository),
+                self.checks.self_check if hasattr(self, "checks") else None,
+            )
+            write_card(run, model_name, dataset_name)
 
     def _training_lines(self) -> list[tuple[str, str]]:
         """What the card says about the method."""
@@ -477,40 +495,30 @@ class CheckpointMixin(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
-        skipped = norm is not None and not (math.isfinite(norm) and norm >= 0)
-        scaler = self.accelerator.scaler
-        if skipped and self.accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
-            skipped = False  # the scale of the loss is why; it is lowered, and the step skipped, by the scaler
-        elif skipped:
-            self._skip_update()
-        else:
-            self._n_skipped = 0
+        facts = self.state.global_step, self._n_skipped, self.args.max_skipped_updates
+        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm
-
-    def _skip_update(self) -> None:
-        step = self.state.global_step
-        if self.is_deepspeed_enabled:
-            if not self.accelerator.optimizer_step_was_skipped:
-                raise FloatingPointError(
-                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
-                    "ZeRO-1, 2 or 3, which skip such steps."
-                )
-            self.optimizer.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
-        self._n_skipped += 1
-        if self._n_skipped > self.args.max_skipped_updates:
-            raise FloatingPointError(
-                f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
-                f"{step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
-            )
-        self.optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
 
     def _check_policy(self) -> None:
         """Refuses to sample from weights that aren't finite, once for each update. All processes have to call this."""
         if self._checked_step != self.state.global_step:
             check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
+
+
+def _write_manifest(
+    folder: Path, args: TrainerConfig, accelerator: Accelerator, fingerprints: Callable[[], dict[str, Any]]
+) -> None:
+    """Lists what all processes have written. All processes have to call this."""
+    shards, process = writes_shards(accelerator), accelerator.process_index
+    if shards and process == 0:
+        refuse_missing_shards(folder)
+    if not args.checkpoint_manifest:
+        return
+    measured = measure_together(folder, process, accelerator.num_processes) if shards else None
+    if args.should_save:
+        write_manifest(folder, args.save_only_model, fingerprints(), measured)
 
 
 def forwarded_models(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from huggingface_hub import CommitScheduler
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
@@ -14,9 +15,10 @@ from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
-from ..reporting.console import waiting_display
+from ..reporting.console import console_of
 from ..reporting.hints import EqualRewardsHint
-from ..reporting.media_logs import MediaLog
+from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
+from ..reporting.model_card import CardNotes
 from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
@@ -66,11 +68,13 @@ class RolloutLog:
             self.media.add(rollout.source.messages, self.run.group_size, shown)
         display = None
         if self.callbacks is not None and self.run.is_training:
-            display = waiting_display(self.callbacks.callbacks)
-        if display is not None:
+            display = console_of(self.callbacks.callbacks)
+        if display is not None and display.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
             display.show_example(
+                self.run.prompts.model,
+                self.run.prompts.processor,
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.source.messages[0],
                 ids[mask].tolist(),
@@ -159,6 +163,21 @@ def media_log(run: Run) -> MediaLog | None:
         return None
     most = args.max_logged_media if args.log_multimodal else 0
     return MediaLog(args.generation_batch_size, most, args.max_logged_megabytes, run.accelerator)
+
+
+def media_callback(
+    run: Run,
+    log: MediaLog,
+    handler: CallbackHandler,
+    tables: Mapping[str, Any],
+    notes: CardNotes,
+    scheduler: CommitScheduler | None,
+) -> MediaLogCallback:
+    """What logs completions with their media, and has TRL's scheduler, if there is one, publish them."""
+    callback = MediaLogCallback(log, run.args, handler, tables, notes.columns, bool(run.toolbox.tools))
+    if scheduler is not None:
+        scheduler.folder_path = (callback.folder / TABLES).resolve()
+    return callback
 
 
 def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
