@@ -177,7 +177,7 @@ SOUND = {"family": "qwen2_audio", "loss_view": "mask_audio(ratio=0.5)", "loss_ty
 def test_papo(rows, options):
     result = check_papo(rows(), **options)
     assert logged(result, "view/kl")[0] > 1e-3 and logged(result, "view/entropy")[0] > 0
-    viewed = result.trainer.micro_batches[0].batch.viewed.unique().tolist()
+    viewed = result.trainer.micro_batches[0].batch.view.replaces.unique().tolist()
     assert viewed == ([False, True] if rows is mixed_rows else [True])
 
 
@@ -269,7 +269,7 @@ def test_vppo(packing):
     measured = by_key(trainer.micro_batches, "dependency")
     for name, each in zip(names, dependencies, strict=True):
         assert_close(measured[name], each, rtol=1e-3, atol=1e-5)
-    assert not moment.batch.view_prompts  # which the update doesn't forward
+    assert not moment.batch.view.prompts  # which the update doesn't forward
     assert logged(result, "view/weight_max")[0] > 1
 
 
@@ -367,7 +367,7 @@ def test_ppo_has_the_same_term():
     logps, view = moments[1].logps, moments[1].view_logps
     # With respect to the clean log-probabilities; those under the view are their own leaf, or, of texts, the same
     kl = -0.5 * (1 - (view - logps).exp()) - 0.3
-    text = torch.where(moments[1].batch.viewed[:, None], kl, torch.tensor(-0.3 - 0.2))
+    text = torch.where(moments[1].batch.view.replaces[:, None], kl, torch.tensor(-0.3 - 0.2))
     assert_close(moments[1].gradient - moments[0].gradient, text * share, rtol=1e-3, atol=1e-6)
     parts = run(RecordedPPO, "qwen2_5_vl", mixed_rows(), **options, max_tokens_per_microbatch=80)
     assert_equal(added, parts, same_metrics=False)

@@ -389,7 +389,9 @@ class ExchangingTrainer(RecordingTrainer):
 
     def _draw_extra(self, n):
         rollout = super()._draw_extra(n)
-        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.rows[::GROUP]])
+        self.drawn.append(
+            [len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.source.rows[::GROUP]]
+        )
         return rollout
 
 
