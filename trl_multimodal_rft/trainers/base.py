@@ -41,7 +41,7 @@ from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics
-from ..rollout.rollout import Rollout, TRLInputs, known
+from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler, VLLMSampler
 from ..rollout.score import (
     engine_metrics,
@@ -112,14 +112,13 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
-    _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
-    reward_funcs: Any
-    reward_processing_classes: Any
+    reward_funcs: Any = ()
+    reward_processing_classes: Any = ()
     chat_template_kwargs: Any
-    num_generations: Any
-    num_generations_eval: Any
+    num_generations_eval: Any = 1
+    aux_loss_enabled = mask_truncated_completions = _has_async_funcs = False
     max_completion_length: Any
     lr_scheduler: Any
     _logit_bias: dict[int, float]
@@ -153,7 +152,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
         processors = kwargs.pop("reward_processing_classes", None)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=args.needs_rewards)
 
         self.card_notes = CardNotes()
         # Datasets whose rows are looked at when the first ones come
@@ -162,11 +161,9 @@ class MultimodalTrainer(CheckpointMixin):
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
                 model=loaded.model,
-                reward_funcs=sources.reward_funcs,
                 args=args,
                 processing_class=loaded.processing_class,
-                # TRL reads texts with them, and asks for padding, which processors don't have
-                reward_processing_classes=[getattr(each, "tokenizer", each) for each in sources.processors],
+                **sources.for_trl(),
                 quantization_config=quantization_config,
                 **kwargs,
             )
@@ -203,8 +200,8 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else encode,
             messages=self.prompts.messages,
-            encode_teachers=self.prompts.encode_teachers if args.is_distillation else None,
-            columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            encode_teachers=self.prompts.encode_teachers if args.teacher_columns else None,
+            columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -231,12 +228,13 @@ class MultimodalTrainer(CheckpointMixin):
         def functions():
             return self.reward_func_names, self.reward_funcs, self.reward_processing_classes
 
-        logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
+        logs = {argument: getattr(self, name, None) for argument, name in names.items()}
         how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
         rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
-        now, sizes = (lambda: self.model, lambda: self.state), (self.num_generations, self.num_generations_eval)
+        now, sizes = (lambda: self.model, lambda: self.state), (args.num_generations, self.num_generations_eval)
         return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
 
     def _unwrapped(self, model) -> PreTrainedModel:
@@ -315,7 +313,7 @@ class MultimodalTrainer(CheckpointMixin):
             dataset = dataset.shuffle(seed=args.seed)
         ranks = self.accelerator.num_processes, self.accelerator.process_index
         size = args.generation_batch_size // ranks[0]
-        shape = BatchShape(size, self.num_generations, self._steps_per_rollout, *ranks)
+        shape = BatchShape(size, args.num_generations, self._steps_per_rollout, *ranks)
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
@@ -386,10 +384,6 @@ class MultimodalTrainer(CheckpointMixin):
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
-        flight = rollout.source.flight
-        if flight is not None and self.tools:  # results of which are followed by the newest weights
-            after_tools = (known(rollout.tool_mask) == 0).any(1)
-            flight.versions[after_tools, 1] = known(rollout.source.batch_index)
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -429,8 +423,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _reward(self, rollout: Rollout) -> None:
         """Rewards of all ranks' completions, by function."""
-        flight = rollout.source.flight
-        rewards = self._run.rewarding(rollout, None if flight is None else flight.early_rewards)
+        rewards = self._run.rewarding(rollout)
         rollout.rewards.per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 

@@ -75,15 +75,15 @@ class CheckpointMixin(Trainer):
     accelerator: Any
     model: Any
     optimizer: Any
-    ref_model: Any
+    ref_model: Any = None
     train_dataset: Any
     _policy: Any
     checks: Any
     sampler: Any = None
-    num_iterations: int  # these three, of trainers that sample
+    num_iterations: Any = 1  # these three, of trainers that sample
     _step: int
     _buffered_inputs: Any
-    reward_func_names: list[str]
+    reward_func_names: Any = ()
     _metrics: Any
     _stream: Any
     card_notes: CardNotes

@@ -44,21 +44,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class _WithoutRewards(DistillationTrainer):
-    """TRL's trainer with what [`MultimodalTrainer`] takes from trainers with rewards and a reference."""
-
-    rollout_func = ref_model = _log_completion_extra = _log_metric = None
-    mask_truncated_completions = aux_loss_enabled = _has_async_funcs = False
-    num_iterations = num_generations_eval = 1
-    log_multimodal: bool
-
-    def __init__(self, *, args, reward_funcs, reward_processing_classes, **kwargs):
-        super().__init__(args=args, **kwargs)
-        self.num_generations, self.log_multimodal = args.num_generations, args.log_multimodal
-        self.reward_funcs, self.reward_func_names, self.reward_processing_classes = reward_funcs, [], []
-
-
-class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
+class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # pyrefly: ignore[inconsistent-inheritance]
     """
     Trainer for on-policy distillation of models that see and hear, see
     [On-Policy Distillation of Language Models](https://huggingface.co/papers/2306.13649).
@@ -121,7 +107,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
-    _prompt_columns = ("prompt", *TEACHER_COLUMNS)
     teacher_model: Any
     reward_weights: Any
 

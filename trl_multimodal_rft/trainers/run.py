@@ -22,7 +22,7 @@ from ..rollout.environments import Environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank
 from ..rollout.reward import checked_functions, reward_rollout
-from ..rollout.rollout import EarlyRewards, Rollout
+from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow, RowStream
 from ..rollout.turns import ToolLoop
@@ -57,15 +57,15 @@ class Rewarding:
     template_kwargs: dict[str, Any]
     media_rules: MediaRules
     state: Callable[[], TrainerState]
-    logs: dict[str, Callable[..., None]]  # arguments of functions that they log with
+    logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
     loop: Any  # of asynchronous functions
     profile: Callable[[str], AbstractContextManager]
     was_called: bool = False
 
-    def __call__(
-        self, rollout: Rollout, early: EarlyRewards | None = None, *, only_first: bool = False, logs: bool = True
-    ) -> torch.Tensor:
-        """Rewards of this rank's completions, `(N, functions)`, but for `early` ones; the first function's alone."""
+    def __call__(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> torch.Tensor:
+        """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
+        flight = rollout.source.flight
+        early = None if flight is None or only_first else flight.early_rewards
         names, functions, processors = self.functions()
         if not self.was_called:
             self.was_called = True

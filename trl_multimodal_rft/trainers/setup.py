@@ -29,7 +29,7 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..data.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, iter_refs, rows_to_messages
+from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
 from ..data.rows import Row
@@ -111,7 +111,7 @@ def check_processor_name(model, processing_class) -> None:
 
 def needs_reference(args) -> bool:
     """Whether a reference is loaded where none is given."""
-    return args.beta != 0 and not args.is_distillation
+    return args.beta_is_kl and args.beta != 0
 
 
 def check_name(model, args, ref_model, peft_config) -> None:
@@ -188,7 +188,7 @@ def warn_of_unread(
 ) -> None:
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
-        reads = ("completion", "messages") if supervised else TEACHER_COLUMNS * args.is_distillation
+        reads = ("completion", "messages") if supervised else args.teacher_columns
         ignored = args.ignored_media_columns or ()
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
@@ -431,7 +431,7 @@ def load_parts(
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config)
-    elif not args.is_distillation and (args.beta == 0 or args.sync_ref_model):
+    elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
@@ -533,6 +533,13 @@ class RewardSources:
     processors: list[Any]
     by_name: list[bool]  # whether a reward model is loaded by its name
     of_environments: dict[str, Callable]
+
+    def for_trl(self) -> dict[str, list[Any]]:
+        """Arguments of TRL's constructor; none for a trainer without rewards."""
+        # TRL reads texts with processors, and asks for padding, which tokenizers alone have
+        tokenizers = [getattr(each, "tokenizer", each) for each in self.processors]
+        known = {"reward_funcs": self.reward_funcs, "reward_processing_classes": tokenizers}
+        return known if self.reward_funcs else {}
 
 
 def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
