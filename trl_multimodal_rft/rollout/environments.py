@@ -75,7 +75,6 @@ class Environments:
         return {kind.__name__: reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")}
 
     def fresh(self) -> "Environments":
-        """The same with new environments."""
         factory: Any = self.factories if self.several else self.factories.get(None)
         return Environments(self.standalone, factory, self.media_rules)
 
@@ -153,7 +152,6 @@ def template_for_tools(processing_class: Any) -> str | None:
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
-    """The public methods of an environment, by name."""
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
 

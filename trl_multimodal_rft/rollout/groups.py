@@ -51,11 +51,9 @@ class GroupBuffer:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, of `SAVED_CLASSES`."""
         return {"groups": self._groups, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned."""
         self._groups = state["groups"][-self.limit :]
         self._generator.set_state(state["generator"])
 
@@ -75,11 +73,9 @@ class GroupExchange:
     is_bounded: bool = False  # whether groups have a range for their mean rewards
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
         return {"replay": self.replay.state_dict(), "surplus": self.surplus.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned, as far as this run still needs it."""
         if self.replays:
             self.replay.load_state_dict(state["replay"])
         if self.max_rounds > 0:

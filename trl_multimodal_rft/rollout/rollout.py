@@ -56,7 +56,6 @@ class EarlyRewards(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
-        """Those of all parts, in their order."""
         values = {name: sum((each.values[name] for each in parts), []) for name in parts[0].values}
         return cls(values, sum((each.logged for each in parts), []))
 
@@ -218,7 +217,6 @@ class Rollout(_Part):
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 
     def select(self, indices: Sequence[int]) -> "Rollout":
-        """Some of the completions, in this order."""
         indices, n = list(indices), len(self)
 
         def chosen(_: Field, value: Any) -> Any:

@@ -145,12 +145,10 @@ class VLLMSampler(Sampler):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the engine."""
         return self.engine.dtype
 
     @property
     def max_length(self) -> int:
-        """Length of the engine's context."""
         return self.engine.max_length
 
     @property

@@ -56,7 +56,6 @@ class Trajectory:
 
     @property
     def media(self) -> list[EncodedPrompt]:
-        """Results that hold media."""
         return [turn for _, turn in self.turns if turn.media]
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
@@ -97,7 +96,6 @@ class ToolLoop:
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        """Continues completions that end with calls."""
         calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
@@ -112,7 +110,6 @@ class ToolLoop:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The processor's tokenizer."""
         return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
 
     @property

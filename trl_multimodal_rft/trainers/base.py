@@ -318,7 +318,6 @@ class MultimodalTrainer(CheckpointMixin):
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """A loader of rows with encoded prompts, each as often as it is completed."""
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
@@ -422,7 +421,6 @@ class MultimodalTrainer(CheckpointMixin):
             return self._score_rollout(self.model, rollout)
 
     def _reward(self, rollout: Rollout) -> None:
-        """Rewards of all ranks' completions, by function."""
         rewards = self._run.rewarding(rollout)
         rollout.rewards.per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
         rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)

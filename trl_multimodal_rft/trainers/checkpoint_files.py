@@ -47,7 +47,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run, in the order of their steps."""
     found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
     return sorted(found, key=step_of)
 

@@ -256,7 +256,6 @@ class CheckpointMixin(Trainer):
         """Loads what [`_save_parts`] saved, where no engine does."""
 
     def _load_state(self, folder: Path) -> None:
-        """Loads what [`_save_state`] saved."""
         if self._reference_moves:
             if not (folder / _REFERENCE).is_dir():
                 raise ValueError(
@@ -482,12 +481,10 @@ class CheckpointMixin(Trainer):
             write_card(run, model_name, dataset_name)
 
     def _training_lines(self) -> list[tuple[str, str]]:
-        """What the card says about the method."""
         rewards = ", ".join(map(in_code, self.reward_func_names))
         return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        """What the card says about further folders of the model."""
         return []
 
     # Finite updates

@@ -60,7 +60,6 @@ class MovingAverage(TrainerCallback):
             self._average[name] = _placed(average, parameters[name])
 
     def update(self) -> None:
-        """Moves the average towards the weights."""
         for name, parameter in self._parameters.items():  # one by one, so that only one is there in float32
             self._move([self._average[name]], [parameter.detach().float()], None)
 
@@ -100,7 +99,6 @@ class MovingAverage(TrainerCallback):
             save_file({name: value.contiguous().cpu() for name, value in whole.items()}, file)
 
     def load(self, checkpoint: Path, accelerator: Accelerator) -> None:
-        """Reads what [`save`] wrote. All processes have to call this."""
         shards = writes_shards(accelerator)
         path = checkpoint / (_NAME if shards else f"{_NAME}.safetensors")
         if not path.exists():

@@ -285,7 +285,6 @@ def suppress_placeholders(model: PreTrainedModel, generation: Generation, placeh
 
 
 def transformers_sampler(run: Run, generation: Generation) -> TransformersSampler:
-    """What samples with the policy itself."""
     args, processor = run.args, run.prompts.processor
     return TransformersSampler(
         run.policy,
@@ -318,7 +317,6 @@ def prompt_limits(run: Run, datasets: Iterable[Any]) -> dict[str, int]:
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:
-    """The requests for completions ahead of need, with `max_staleness`."""
     if args.max_staleness == 0:
         return None
     return InFlight(

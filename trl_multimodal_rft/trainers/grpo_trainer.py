@@ -207,7 +207,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -257,7 +256,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Advantages from the rewards of all ranks."""
         args, n, per_func, size = self.args, len(rollout), known(rollout.rewards.per_func), self._run.group_size
         rewards = weighted_sum(per_func, self.reward_weights, rollout.rewards.bonus)
         zero_std = is_std_zero(rewards, size, args.scale_rewards)
@@ -316,7 +314,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return advantages
 
     def _draw_extra(self, n: int) -> Rollout:
-        """Completions of this rank's next `n` prompts of dynamic sampling."""
         start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
         return self._draw(self._stream.draw(start, n))

@@ -38,7 +38,6 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
-    """Adds the prompts of a rollout under the view in the loss."""
     view = as_view(run.args.loss_view).seeded(run.args.seed, rollout.step)
     rollout.view.prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]

@@ -94,7 +94,6 @@ def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: Train
 
 
 def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
-    """Saves the options of parts, if there are any."""
     if args.freeze or args.learning_rates:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
 

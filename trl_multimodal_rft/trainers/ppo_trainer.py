@@ -370,7 +370,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Supervised rows
 
     def _supervised_batch(self):
-        """This micro-batch's prompts, completions and their mask."""
         if self._supervised is None:
             return None
         n = self.args.per_device_ptx_batch_size

@@ -139,13 +139,11 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         return rollout
 
     def _draw_extra(self, n: int) -> Rollout:
-        """Completions of this rank's next `n` prompts of dynamic sampling."""
         start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
         return self._draw(self._stream.draw(start, n))
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():

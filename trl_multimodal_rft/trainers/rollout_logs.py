@@ -181,5 +181,4 @@ def media_callback(
 
 
 def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
-    """The hint at equal rewards, of runs with rewards."""
     return EqualRewardsHint(grouped=run.args.compares_groups) if run.rewarding.names else None

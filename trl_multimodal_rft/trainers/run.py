@@ -44,7 +44,6 @@ class MetricLog:
         return self.by_mode["train" if self.is_training() else "eval"]
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Adds a value to each of these metrics."""
         for name, value in metrics.items():
             self.now[name].append(value)
 
@@ -82,7 +81,6 @@ class Rewarding:
 
     @property
     def names(self) -> list[str]:
-        """Those of the functions."""
         return self.functions()[0]
 
 
@@ -119,7 +117,6 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self.state().global_step
 
     @property
@@ -129,7 +126,6 @@ class Run:
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt."""
         return self.group_sizes[not self.is_training]
 
     def tool_loop(

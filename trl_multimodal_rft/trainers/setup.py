@@ -81,7 +81,6 @@ def ignore_deprecated_names() -> None:
 
 
 def resolve_config(config_class: type[Config], args: Any, model) -> Config:
-    """The config of a trainer."""
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
@@ -583,7 +582,6 @@ def with_media_reader(
 
 
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
-    """Loads the model to train, as TRL's trainers do."""
     init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:

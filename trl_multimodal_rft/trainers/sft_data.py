@@ -144,7 +144,6 @@ class SupervisedCollator:
 
     @cached_property
     def placeholders(self) -> list[str]:
-        """The model's placeholder tokens."""
         return placeholder_tokens(self.model, self.processing_class)
 
 

@@ -60,7 +60,6 @@ def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes
 
 
 def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Reads what [`save_module`] wrote. All processes have to call this."""
     if writes_shards(accelerator):
         model.load_state_dict(load_shards(model.state_dict(), folder))
     else:
