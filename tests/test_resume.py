@@ -33,7 +33,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.fingerprint import differences, fingerprint
+from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 

@@ -16,7 +16,7 @@ import PIL.Image
 import torch
 
 from .algorithms.papers import Paper, paper_of
-from .data.columns import MediaRef
+from .data.reading.refs import MediaRef
 from .families import MODALITIES
 from .spelling import check_settings, check_unused, load_dotted, split_settings
 

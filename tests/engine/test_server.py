@@ -26,7 +26,8 @@ from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
 
 from trl_multimodal_rft import MultimodalDistillationTrainer, MultimodalGRPOConfig
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 from trl_multimodal_rft.generation.vllm_requests import at_once

@@ -11,7 +11,7 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.data.rules import OWN_NAMES
+from trl_multimodal_rft.data.reading.rules import OWN_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, get_args
 
-from ..data.rules import BUDGET_NAMES, OWN_NAMES, MediaRules
+from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..data.columns import MediaError
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..data.columns import MediaRef, iter_refs
+from ..data.reading.refs import MediaRef, iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt

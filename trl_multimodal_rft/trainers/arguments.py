@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainerCallback
 
-from ..data.loading import install
+from ..data.reading.decoding import install
 from ..spelling import did_you_mean
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import DistillationConfig
 
-from ..data.columns import TEACHER_COLUMNS
+from ..data.rows.columns import TEACHER_COLUMNS
 from ..views import as_view
 from .arguments import check_batches, check_values, help_from_docstring
 from .multimodal_config import SamplingArguments, check_choice

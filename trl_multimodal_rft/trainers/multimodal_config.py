@@ -11,8 +11,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from ..data.rules import OWN_NAMES, MediaRules, rules_of
-from ..data.unread import check_ignored
+from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
+from ..data.rows.unread import check_ignored
 from ..rollout.views import as_schedule
 from ..views import as_view
 from .arguments import (
@@ -83,7 +83,7 @@ class MediaArguments(KnownKeywords):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.
         media_rules (`dict[str, Any]` or `str`, *optional*):
-            From where media may come, and how large they may be, by names of fields of [`~data.rules.MediaRules`];
+            From where media may come, and how large they may be, by fields of [`~data.reading.rules.MediaRules`];
             JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
             leaves out keeps its default.
         media_dir (`str`, *optional*):
@@ -361,7 +361,7 @@ class MultimodalArguments(SamplingArguments):
             Number of optimizer steps after which a kept group is dropped.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
-            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
+            itself, is to a half, see [`~data.rows.difficulty.DifficultySampler`] and
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 

@@ -29,11 +29,12 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..data.columns import MEDIA_COLUMNS, iter_refs, rows_to_messages
-from ..data.counts import most_media
-from ..data.features import undecoded
-from ..data.rows import Row
-from ..data.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
+from ..data.reading.refs import iter_refs
+from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.rows.counts import most_media
+from ..data.rows.features import undecoded
+from ..data.rows.row import Row
+from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
