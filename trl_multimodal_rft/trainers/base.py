@@ -77,6 +77,7 @@ from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_cal
 from .run import MetricLog, Rewarding, Run
 from .setup import (
     around_trl_constructor,
+    check_deepspeed_steps,
     check_first_rows,
     check_launch,
     enable_packing,
@@ -87,7 +88,6 @@ from .setup import (
     load_parts,
     modalities,
     prepare_reference,
-    refuse_unchecked_steps,
     reward_sources,
     start_loop,
     warn_of_truncation,
@@ -129,7 +129,7 @@ class MultimodalTrainer(CheckpointMixin):
         ignore_deprecated_names()
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
         check_launch(args, model)
-        refuse_unchecked_steps(args)
+        check_deepspeed_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)

@@ -46,7 +46,7 @@ from .finite import check_weights, skip_broken_update
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import check_rates, other_parts, save_parts, split_by_rate
 from .run_lock import holding
-from .shards import gathering, load_module, other_layout, refuse_missing_shards, save_module, writes_shards
+from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -510,7 +510,7 @@ def _write_manifest(
     """Lists what all processes have written. All processes have to call this."""
     shards, process = writes_shards(accelerator), accelerator.process_index
     if shards and process == 0:
-        refuse_missing_shards(folder)
+        check_shards(folder)
     if not args.checkpoint_manifest:
         return
     measured = measure_together(folder, process, accelerator.num_processes) if shards else None

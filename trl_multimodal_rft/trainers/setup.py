@@ -163,7 +163,7 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
             )
 
 
-def refuse_media_without_processor(processing_class, dataset, columns: Collection[str], name: str) -> None:
+def check_media_processor(processing_class, dataset, columns: Collection[str], name: str) -> None:
     """Refuses media that a tokenizer is to encode."""
     if not columns or not isinstance(dataset, Dataset):
         return  # streams are read once, and say so then
@@ -275,7 +275,7 @@ def check_launch(args, model: Any) -> None:
     refuse_split_models(args, model)
 
 
-def refuse_unchecked_steps(args) -> None:
+def check_deepspeed_steps(args) -> None:
     """
     Refuses DeepSpeed configs without overflow checks: DeepSpeed steps by itself, so only these can skip an update.
     """

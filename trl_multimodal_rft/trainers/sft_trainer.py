@@ -46,6 +46,7 @@ from .arguments import check_arguments
 from .checkpoints import CheckpointMixin, checked_settings
 from .optimizer import choose_what_trains
 from .setup import (
+    check_deepspeed_steps,
     check_family,
     check_launch,
     check_processor_name,
@@ -55,7 +56,6 @@ from .setup import (
     modalities,
     no_warning_about_init_kwargs,
     options_for_constructor,
-    refuse_unchecked_steps,
     resolve_config,
     warn_of_unread,
 )
@@ -176,7 +176,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             peft_config=peft_config,
         )
         check_launch(args, model)
-        refuse_unchecked_steps(args)
+        check_deepspeed_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model

@@ -66,7 +66,7 @@ def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> Non
         load_unsharded(accelerator, model, folder)
 
 
-def refuse_missing_shards(checkpoint: Path) -> None:
+def check_shards(checkpoint: Path) -> None:
     """Raises `FileNotFoundError` where this process doesn't see what others have written."""
     for metadata in checkpoint.rglob(_METADATA):
         stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}
