@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
@@ -127,7 +128,7 @@ class Environments:
         return environments, shown
 
 
-def rows_for_environments(factory: Any, args: Any) -> Dataset:
+def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: Any) -> Dataset:
     """
     Rows whose prompts an environment makes, as many as a generation batch has.
 
@@ -145,7 +146,7 @@ def rows_for_environments(factory: Any, args: Any) -> Dataset:
     return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
 
 
-def template_for_tools(processing_class: Any) -> str | None:
+def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:
     """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
     preserves = is_chat_template_prefix_preserving(processing_class)
     return None if preserves else get_training_chat_template(processing_class)

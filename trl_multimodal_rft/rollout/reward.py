@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards of a rollout's completions."""
 
+from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, nanstd
 
 from ..data.reading.refs import iter_refs
@@ -83,7 +85,7 @@ def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]
     return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **given}
 
 
-def only_waits(reward_func: Any) -> bool:
+def only_waits(reward_func: Callable) -> bool:
     """
     Whether a thread may call a function while the policy is trained: it is async, or has a true `only_waits`, as those
     that ask servers. Others may use collectives, signals or the device.
@@ -92,7 +94,11 @@ def only_waits(reward_func: Any) -> bool:
 
 
 def reward_early(
-    rollout: Rollout, functions: Mapping[str, Callable], state: Any, loop: Any, calls: EarlyCalls
+    rollout: Rollout,
+    functions: Mapping[str, Callable],
+    state: TrainerState,
+    loop: AbstractEventLoop | None,
+    calls: EarlyCalls,
 ) -> EarlyRewards:
     """Calls reward functions in a thread of their own. What they log is kept."""
     logged: list[tuple[str, str, Any]] = []
@@ -106,7 +112,7 @@ def reward_rollout(
     rollout: Rollout,
     functions: Mapping[str, Callable],
     given: dict[str, Any],
-    loop: Any,
+    loop: AbstractEventLoop | None,
     profile: Callable[[str], Any],
     early: EarlyRewards | None = None,
 ) -> torch.Tensor:

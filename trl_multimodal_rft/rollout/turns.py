@@ -250,7 +250,10 @@ def parse_assistant_turn(
 
 
 def first_turns(
-    rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments
+    rollout: Rollout,
+    ids: list[list[int]],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    toolbox: Environments,
 ) -> list[dict[str, Any]]:
     """First turns as messages, with their calls if the tokenizer can parse them."""
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
@@ -264,7 +267,12 @@ def first_turns(
     ]
 
 
-def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments) -> list[Any]:
+def without_tools(
+    rollout: Rollout,
+    ids: list[list[int]],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    toolbox: Environments,
+) -> list[Any]:
     """Completions as texts, or as messages where the prompts are."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[each] for each in first_turns(rollout, ids, processing_class, toolbox)]
@@ -355,7 +363,7 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     return str(result)
 
 
-def _is_causal(model, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
+def _is_causal(model: PreTrainedModel, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
     """Whether appending tool results leaves the prompt's positions and masks unchanged."""
     positions = whole.position_ids[..., : len(prompt)]
     same = torch.equal(positions, prompt.position_ids.expand_as(positions))

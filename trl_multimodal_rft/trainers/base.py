@@ -237,7 +237,7 @@ class MultimodalTrainer(CheckpointMixin):
         now, sizes = (lambda: self.model, lambda: self.state), (args.num_generations, self.num_generations_eval)
         return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
 
-    def _unwrapped(self, model) -> PreTrainedModel:
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
@@ -406,7 +406,7 @@ class MultimodalTrainer(CheckpointMixin):
         return take_custom_rollout(rollout, output, placeholders)
 
     @torch.no_grad()
-    def _score_rollout(self, model, rollout: Rollout) -> Scores:
+    def _score_rollout(self, model: nn.Module, rollout: Rollout) -> Scores:
         """Scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
@@ -504,7 +504,7 @@ class MultimodalTrainer(CheckpointMixin):
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
-    def _compute_loss(self, model, inputs: TRLInputs) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         """
         The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
 
@@ -519,7 +519,7 @@ class MultimodalTrainer(CheckpointMixin):
         """The loss of a micro-batch, a scalar, and its metrics, from its scores."""
         raise NotImplementedError
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
@@ -24,6 +24,7 @@ from ..models.parts import freeze, rates_of_parts
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.console import PRINTERS, console_of, show_parts
+from ..reporting.events import EventPart
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
@@ -542,7 +543,14 @@ class _RestoreState(TrainerCallback):
     def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
         self.checkpoint, self.load = checkpoint, load
 
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: EventPart,
+    ):
         if (folder := self.checkpoint()) is not None:
             # Before transformers 5.17, `Trainer` doesn't find the batches of a loader that has skipped some
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))

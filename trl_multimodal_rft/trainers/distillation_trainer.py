@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer.utils import get_config_model_id
@@ -205,7 +206,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         """No scores are needed that the student will have moved away from."""
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Divergences of a micro-batch from the teacher, with gradients."""
         self._scores = self._policy.score(
             model,

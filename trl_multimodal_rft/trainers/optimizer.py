@@ -158,7 +158,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
     now, and its state is there in checkpoints.
     """
 
-    def before_step(optimizer, args, kwargs) -> None:
+    def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if group["part"] not in trained():
                 # Not even momentum or weight decay change what has no gradient
@@ -170,7 +170,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
                     if parameter.grad is not None:
                         parameter.grad.zero_()  # that of the value loss, with a shared trunk
 
-    def after_step(optimizer, args, kwargs) -> None:
+    def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")

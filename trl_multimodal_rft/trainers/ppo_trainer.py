@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -238,7 +239,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.ema is not None:
             self.add_callback(self.ema)
 
-    def _make_critic(self, value_model) -> Any:
+    def _make_critic(self, value_model: str | PreTrainedModel | Critic | None) -> Any:
         policy = self._unwrapped(self.model)
         if self.args.shared_trunk:
             return ValueHead(policy.config.get_text_config().hidden_size)
@@ -357,7 +358,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _uses_every_score(self) -> bool:
         return True  # the critic, and metrics of ratios
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
         if self.model.training:
             self._ptx_batch = self._supervised_batch()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
@@ -179,7 +180,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Update
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
         if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss

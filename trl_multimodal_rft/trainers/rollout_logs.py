@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.metrics import PendingMetrics
@@ -16,6 +16,7 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import console_of
+from ..reporting.events import EventPart
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..reporting.model_card import CardNotes
@@ -150,7 +151,7 @@ class ReadMetrics(TrainerCallback):
     def __init__(self, pending: PendingMetrics):
         self.pending = pending
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self.pending.read()
 
     on_prediction_step = on_step_end

@@ -10,6 +10,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EvalPrediction,
@@ -251,7 +252,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 "`max_tokens_per_microbatch`."
             )
 
-    def _unwrapped(self, model) -> PreTrainedModel:
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     def _make_policy(self) -> PolicyForward:
