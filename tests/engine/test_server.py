@@ -90,7 +90,7 @@ def client(server):
     return ServerClient(server, 20.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank", "rollout_view_fraction": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank(fraction=0.5)"}])
 def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     """
     After updates of all weights, for a sound, text alone, several media in one prompt, and an image; also where a half

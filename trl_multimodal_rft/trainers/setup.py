@@ -56,6 +56,7 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
+from ..rollout.views import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .configs import SamplingConfig, TrainerConfig, mapping
 from .run import Run
@@ -498,7 +499,8 @@ def first_fallbacks(
 
 def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
     """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    compared = getattr(args, "dependency_temperature", None) is not None
+    view = getattr(args, "loss_view_settings", LossView())
+    compared = view.temperature is not None
     return ("log_probs", "entropy") if compared else ("log_probs",)
 
 
