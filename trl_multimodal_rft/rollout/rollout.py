@@ -107,7 +107,7 @@ class Rewards(_Part):
 
 
 @dataclass(eq=False)
-class LossView(_Part):
+class ViewScores(_Part):
     """The view in the loss."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without one
@@ -141,7 +141,7 @@ class TokenChoice(_Part):
     without_gradient: list[bool] = field(default_factory=list)  # completions that needn't be forwarded; empty for none
 
 
-PARTS = (Flight, Source, Rewards, LossView, Values, TeacherScores, TokenChoice)
+PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class Rollout(_Part):
     advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
     source: Source = field(default_factory=Source)
     rewards: Rewards = field(default_factory=Rewards)
-    view: LossView = field(default_factory=LossView)
+    view: ViewScores = field(default_factory=ViewScores)
     values: Values = field(default_factory=Values)
     teacher: TeacherScores = field(default_factory=TeacherScores)
     tokens: TokenChoice = field(default_factory=TokenChoice)
