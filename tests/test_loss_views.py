@@ -265,13 +265,13 @@ def test_vppo(packing):
     names = keys(moment.batch)
     factors, masks, dependencies = vppo_by_hand(model, processor, rows, trainer, moment.batch, names)
     unweighted, weighted = (by_key(each.micro_batches, "advantages") for each in (plain, trainer))
-    chosen = by_key(trainer.micro_batches, "token_weights")
+    chosen = by_key(trainer.micro_batches, "tokens.weights")
     assert unweighted.keys() == weighted.keys() == factors.keys()
     for name, factor in factors.items():
         assert_close(weighted[name], factor * unweighted[name], rtol=1e-3, atol=1e-5)
         assert torch.equal(chosen[name], masks[name])
     assert {0.0, 1.0} == {value for each in masks.values() for value in each.tolist()}
-    measured = by_key(trainer.micro_batches, "dependency")
+    measured = by_key(trainer.micro_batches, "view.dependency")
     for name, each in zip(names, dependencies, strict=True):
         assert_close(measured[name], each, rtol=1e-3, atol=1e-5)
     assert not moment.batch.view.prompts  # which the update doesn't forward
@@ -299,7 +299,7 @@ def test_mapo():
     (moment,) = result.trainer.micro_batches
     policy, processor = moved("qwen2_audio").values()
     reference, _ = load("qwen2_audio")
-    chosen, numbers = by_key([moment], "token_weights"), of_rows(rows, processor)
+    chosen, numbers = by_key([moment], "tokens.weights"), of_rows(rows, processor)
     spread = []
     for name in keys(moment.batch):
         row, completion = rows[numbers[name[0]]], torch.tensor(name[1])

@@ -613,7 +613,7 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
     )
     assert sum(logged(result, "replay/frac")) > 0 and max(logged(result, "sampling/rounds")) == 2
     trainer = result.trainer
-    for name in ("old_values", "returns", "advantages", "old_per_token_logps"):
+    for name in ("values.old", "values.returns", "advantages", "old_per_token_logps"):
         drawn, trained = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
         assert trained.keys() <= drawn.keys()
         assert all(torch.equal(drawn[key], value) for key, value in trained.items())
