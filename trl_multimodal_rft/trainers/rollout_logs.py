@@ -103,7 +103,7 @@ class RolloutLog:
         if sampler is not None and run.is_training:
             numbers = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewarding.names)])
-            known_frac, mean = sampler.known()
+            known_frac, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
     def _add_by_rewards(self, n: int) -> None:
