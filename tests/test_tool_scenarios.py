@@ -220,7 +220,9 @@ def test_environments(trainer):
     rendered = result.trainer.sampler.rendered
     assert all("You are here." in text for text in rendered[:4])
     assert all("It starts at zero." in text for text in rendered[4:])
-    assert [prompt.modalities for prompt in result.trainer.inputs.rollout.prompts] == ([{"image"}] * 4 + [frozenset()] * 4)
+    assert [prompt.modalities for prompt in result.trainer.inputs.rollout.prompts] == (
+        [{"image"}] * 4 + [frozenset()] * 4
+    )
     assert result.trainer.checks.self_check.conversation <= 1e-4
     assert norm(result.update) > 1e-3
 

@@ -382,9 +382,9 @@ class ExchangingTrainer(RecordingTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        dead = (output["advantages"].view(-1, GROUP) == 0).all(1).sum()
-        tokens = output["completion_mask"].sum()
-        self.batches.append([int(dead), int(tokens), int(output["num_items_in_batch"])])
+        dead = (output.advantages.view(-1, GROUP) == 0).all(1).sum()
+        tokens = output.completion_mask.sum()
+        self.batches.append([int(dead), int(tokens), int(output.num_items_in_batch)])
         return output
 
     def _draw_extra(self, n):

@@ -83,10 +83,10 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     weights = []
     for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
         mask, rows = output.scored_mask, output.rows_to_score or [*range(len(output))]
-        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * mask
+        differences = (output.old_per_token_logps - output.sampling_per_token_logps) * mask
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)
-        torch.testing.assert_close(output["advantages"], before * ratios)
+        torch.testing.assert_close(output.advantages, before * ratios)
         ratios = ratios[rows]
         weights.append(ratios)
         for name in ("min", "mean", "max"):
