@@ -79,7 +79,7 @@ class View:
     settings: dict[str, Any] = field(default_factory=dict)
     modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
     others: Sequence[MediaRef] = ()  # media of another row, in turn
-    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on a medium's place in its prompt
+    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on the index of media in their prompt
 
     @property
     def spelling(self) -> str:
@@ -140,7 +140,7 @@ def as_view(source: "str | Callable | View") -> View:
             (`"my_views.flip"`), or the function, of a medium and a random generator as for [`view`].
 
     Returns:
-        [`View`]: The view, which maps a decoded medium and its place in the prompt to another medium of the same size.
+        [`View`]: The view, which maps decoded media and their index in the prompt to other media of the same size.
 
     Raises:
         `ValueError`: If there is no such view, or it has no such setting.
@@ -181,8 +181,8 @@ def other_row(media: np.ndarray, rng: np.random.Generator, other: np.ndarray | N
         return blank(media, rng)
     if media.ndim == 1:
         return np.resize(other, media.shape)
-    places = np.arange(len(media)) * len(other) // len(media)
-    return _resized(other[places], *media.shape[1:3])
+    indices = np.arange(len(media)) * len(other) // len(media)
+    return _resized(other[indices], *media.shape[1:3])
 
 
 @view("mask_patches", modalities=("image", "video"), strength="ratio")
@@ -230,8 +230,8 @@ def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
     """The frame before, in place of each dropped one; the first stays."""
     kept = rng.random(len(media)) >= ratio
-    places = np.where(kept, np.arange(len(media)), 0)
-    return media[np.maximum.accumulate(places)]
+    indices = np.where(kept, np.arange(len(media)), 0)
+    return media[np.maximum.accumulate(indices)]
 
 
 @view("noise", modalities=("audio",), strength="level")

@@ -71,7 +71,7 @@ class EncodedPrompt:
             Positions of the model, or of the engine that samples: shape `(1, P)`, with multimodal rotary positions
             `(R, 1, P)`.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
-            If kept, the place and the decoded media of each part with media: the prompt, and the tool results of a
+            If kept, the span and the decoded media of each part with media: the prompt, and the tool results of a
             conversation; or the features that a vLLM server takes, where another process has made them.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt contains.
@@ -306,7 +306,7 @@ def encode_messages(
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
     known = torch.tensor(sorted(set().union(*placeholders.values())))
-    places = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
+    positions = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
@@ -315,7 +315,7 @@ def encode_messages(
         decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
         modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
-        media_span=(places[0], places[-1] + 1) if places else None,
+        media_span=(positions[0], positions[-1] + 1) if positions else None,
     )
 
 

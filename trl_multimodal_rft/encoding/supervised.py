@@ -306,7 +306,7 @@ def encode_supervised(
         before, ids = _encode_pair(row, prompt, completion, name, processing_class, model, template, **options)
         encoded.append(before)
         _check_text_only(ids, processing_class, model, name)
-        ends = [place for place, token in enumerate(ids) if token in end_ids]
+        ends = [i for i, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
     padded = pad_sequence(completions, batch_first=True)
     mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)

@@ -247,7 +247,7 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
 
 
 def _box_offsets(stream: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, start and end of each box from a place on; the last one may exceed the file."""
+    """Type, start and end of each box from an offset on; the last one may exceed the file."""
     for _ in range(_MOST_PARTS):
         stream.seek(offset)
         head = stream.read(16)

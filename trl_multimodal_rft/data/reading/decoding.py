@@ -469,7 +469,11 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         if known:
             _check_count(ref, count, sound.frames)
             if sound.format == "FLAC":  # of which no more is read than its header says
-                _check_count(ref, count, _samples_of_packets(stream))
+                stream.seek(0)
+                with require_module("av", "audio").open(stream) as container:
+                    (track,) = container.streams.audio
+                    ticks = sum(packet.duration or 0 for packet in container.demux(track))
+                    _check_count(ref, count, round(ticks * track.time_base * track.sample_rate))
 
 
 def _check_count(ref: MediaRef, count: int, expected: int) -> None:
@@ -477,15 +481,6 @@ def _check_count(ref: MediaRef, count: int, expected: int) -> None:
         raise ref.error(
             f"the file is damaged or cut off: {count} of {expected} samples; fetch it again or remove the row"
         )
-
-
-def _samples_of_packets(stream: BinaryIO) -> int:
-    """The number of samples in all packets, without decoding them."""
-    stream.seek(0)
-    with require_module("av", "audio").open(stream) as container:
-        (sound,) = container.streams.audio
-        ticks = sum(packet.duration or 0 for packet in container.demux(sound))
-        return round(ticks * sound.time_base * sound.sample_rate)
 
 
 def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:

@@ -36,9 +36,9 @@ def shown_url(url: str) -> str:
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):
         return _LOGIN.sub("***@", url)
-    place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    address, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
     links = []
-    for link in re.split(r"::(?=[\w.+-]+://)", place):
+    for link in re.split(r"::(?=[\w.+-]+://)", address):
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]

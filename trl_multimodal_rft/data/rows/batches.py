@@ -136,7 +136,7 @@ class EpochBatches:
         return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
 
     def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
-        """The places of at most `n` batches of a run."""
+        """The indices of at most `n` batches of a run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
         return range(start, min(start + n, end))

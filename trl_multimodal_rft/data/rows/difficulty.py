@@ -53,7 +53,7 @@ class DifficultySampler:
                 )
         self.rates = torch.tensor([math.nan if each is None else each for each in given], dtype=torch.float64)
         self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched
-        self._drawn: dict[int, list[int]] = {}  # rows by the batch's place in the run
+        self._drawn: dict[int, list[int]] = {}  # rows by the batch's index in the run
 
     def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
         """The rows of a batch that is read now. Draws those of the next ones, without rows that are left out."""

@@ -29,7 +29,7 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
 
 
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
-    """A nested value in which `change(item, feature, place)` replaces what the leaves of its feature describe."""
+    """A nested value in which `change(item, feature, path)` replaces what the leaves of its feature describe."""
     if isinstance(feature, dict) and isinstance(value, dict):
         items = value.items()
         return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in items})
@@ -39,7 +39,7 @@ def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureT
 
 
 def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
-    """Nested lists and dictionaries in which `change(item, place)` replaces the rest. Unchanged parts are reused."""
+    """Nested lists and dictionaries in which `change(item, path)` replaces the rest. Unchanged parts are reused."""
     # By its type, since `isinstance` decodes a `Decoded`
     if issubclass(type(value), list):
         before = cast(list, value)

@@ -54,8 +54,8 @@ class EndlessRows:
 
     def row_indices(self, start: int, n: int) -> list[int]:
         """Row numbers at positions of the endless order."""
-        places = (divmod(place, len(self.rows)) for place in range(start, start + n))
-        return [int(self._order(epoch)[place]) for epoch, place in places]
+        positions = (divmod(position, len(self.rows)) for position in range(start, start + n))
+        return [int(self._order(epoch)[position]) for epoch, position in positions]
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed + epoch))
