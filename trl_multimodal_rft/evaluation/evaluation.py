@@ -21,7 +21,7 @@ from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
 from ..data.rows.features import restore_rows
 from ..data.rows.row import DatasetRows, Row
-from ..data.rows.unread import check_columns, check_has_prompt, columns_known
+from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
@@ -155,12 +155,12 @@ class Evaluation:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.row, indices))
-        if batch_index < self.accelerator.num_processes and not columns_known(self.dataset):
+        if batch_index < self.accelerator.num_processes and not lists_columns(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
-        rows = [row for row in batch if row.number not in skipped]
+        rows = [row for row in batch if row.row_index not in skipped]
         answers, logged = self._answer(rollout)
-        records = [{"index": row.number, **answer} for row, answer in zip(rows, answers, strict=True)]
+        records = [{"index": row.row_index, **answer} for row, answer in zip(rows, answers, strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
             with_medium = [row for row, each in zip(rows, prompts, strict=True) if self.args.ablate in each.modalities]
@@ -194,12 +194,12 @@ class Evaluation:
             try:
                 self._collect([row], ablated)
             except MediaError as error:
-                failed[row.number] = str(error)
-        rest = [row for row in rows if row.number not in failed]
+                failed[row.row_index] = str(error)
+        rest = [row for row in rows if row.row_index not in failed]
         if not rest and self.policy.is_collective:
             raise MediaError(
                 "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
-                f"larger. The last row: {failed[rows[-1].number]}"
+                f"larger. The last row: {failed[rows[-1].row_index]}"
             )
         return self._collect(rest, ablated) if rest else None, failed
 
@@ -208,10 +208,10 @@ class Evaluation:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str):
-                raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
+                raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
         columns = restore_rows(rows, self.encoder.media_rules)
         encoded = [
-            EncodedRow(row.number, restored, row, prompt)
+            EncodedRow(row.row_index, restored, row, prompt)
             for row, restored, prompt in zip(rows, columns, messages, strict=True)
         ]
         return collect(
@@ -222,13 +222,13 @@ class Evaluation:
             group_size=n,
             pad_token_id=self.config.pad_token_id,
             accelerator=self.accelerator,
-            views={row.number: self._view(row) for row in rows} if ablated else None,
+            views={row.row_index: self._view(row) for row in rows} if ablated else None,
         )
 
     def _view(self, row: Row) -> View:
         """What a row shows instead of its medium; of another row, one drawn at random."""
         kind = str(self.args.ablate)
-        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.number)
+        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:
@@ -237,7 +237,7 @@ class Evaluation:
         if not media:
             return view
         n = len(self.dataset)
-        first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
+        first = int(np.random.default_rng([self.args.seed, row.row_index]).integers(n))
         for index in range(first, first + n):
             try:
                 others = self._media_of(self.row(index % n), kind)
@@ -249,7 +249,7 @@ class Evaluation:
 
     def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
         check_has_prompt(row)
-        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.kind == kind]
+        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.modality == kind]
 
     # Answers
 
@@ -258,7 +258,7 @@ class Evaluation:
         rollout, _ = self._read(rows, ablated=True)
         set_seed(seed)  # so that the medium alone makes a difference
         answers, _ = self._answer(rollout)
-        numbers = [] if rollout is None else rollout.numbers[:: self.args.num_samples]
+        numbers = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
             number: {f"{name}_without": answer[name] for name in names}
@@ -273,25 +273,26 @@ class Evaluation:
         for start in range(0, len(rollout), self.args.batch_size):
             part = range(start, min(start + self.args.batch_size, len(rollout)))
             trajectories += self._sample(rollout.select(part))
-        rollout.ids = [trajectory.ids for trajectory in trajectories]
-        answers = texts = self.tokenizer.batch_decode(rollout.ids, skip_special_tokens=True)
-        rollout.completions = texts
+        rollout.source.ids = [trajectory.ids for trajectory in trajectories]
+        answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
+        rollout.source.completions = texts
         if self.policy.tool_loop is not None:
-            rollout.completions = [trajectory.messages for trajectory in trajectories]
-            texts = [as_text(strip_media(each)) for each in rollout.completions]
-            answers = [str(strip_media(each[-1])["content"]) for each in rollout.completions]
-        elif is_conversational({"prompt": rollout.messages[0]}):
-            rollout.completions = [[{"role": "assistant", "content": text}] for text in texts]
+            rollout.source.completions = [trajectory.messages for trajectory in trajectories]
+            texts = [as_text(strip_media(each)) for each in rollout.source.completions]
+            answers = [str(strip_media(each[-1])["content"]) for each in rollout.source.completions]
+        elif is_conversational({"prompt": rollout.source.messages[0]}):
+            rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras, metrics = self._reward(rollout)
         decisive, ends = next(iter(rewards.values())), {*self.config.eos_token_id, self.config.pad_token_id}
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
-                extracted_answer(answer, row.get("choices")) for answer, row in zip(answers, rollout.rows, strict=True)
+                extracted_answer(answer, row.get("choices"))
+                for answer, row in zip(answers, rollout.source.rows, strict=True)
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in decisive],
             "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],
-            "truncated": [not ids or ids[-1] not in ends for ids in rollout.ids],
+            "truncated": [not ids or ids[-1] not in ends for ids in rollout.source.ids],
             **{f"reward/{name}": values for name, values in rewards.items()},
             **{f"extra/{name}": values for name, values in extras.items()},
         }
@@ -303,7 +304,7 @@ class Evaluation:
         n = self.args.num_samples
         return [
             {
-                "prompt": as_text(strip_media(rollout.messages[i])),
+                "prompt": as_text(strip_media(rollout.source.messages[i])),
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)
@@ -327,7 +328,7 @@ class Evaluation:
         ids = policy.complete(rollout.prompts, config, branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         loop = policy.tool_loop(
-            tools=[self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)],
+            tools=[self.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)],
             complete=complete,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,
