@@ -169,7 +169,7 @@ class Contestant:
     def tokens(self) -> int:
         """Number of tokens of the micro-batch, with each prompt once."""
         batch = self.trainer.moments[-1].batch
-        return sum(map(len, set(batch.prompts))) + int(batch["completion_mask"].sum())
+        return sum(map(len, set(batch.prompts))) + int(batch.completion_mask.sum())
 
 
 def run(args: argparse.Namespace) -> dict:

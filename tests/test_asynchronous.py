@@ -78,13 +78,15 @@ def test_seeds_and_versions(tmp_path):
     now = make_trainer(GRPO, "qwen2_audio", audio_rows(4), tmp_path / "now", **OPTIONS)
     now.train()
     for place, rollout in enumerate(draw.batch for draw in trainer.draws):
-        starts = [int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16) for row in rollout.numbers]
+        starts = [
+            int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16) for row in rollout.source.row_indices
+        ]
         salt = str(max(0, place - 2))
-        assert rollout.ids == [
+        assert rollout.source.ids == [
             answer(prompt.input_ids.tolist(), start + i, salt)
             for i, (prompt, start) in enumerate(zip(rollout.prompts, starts, strict=True))
         ]
-        first, last = rollout.versions.T
+        first, last = rollout.source.flight.versions.T
         assert (first == max(0, place - 2)).all() and ((first <= last) & (last <= place)).all()
     prompts = [[sorted(ids) for ids, _ in run.trained_on] for run in (now, trainer)]
     assert prompts[0] == prompts[1] and len(prompts[0]) == 5

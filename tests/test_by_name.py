@@ -129,7 +129,10 @@ def test_a_step_by_name(trainer_class, family, tmp_path):
     trainer = make_trainer(kind, family, rows(family), tmp_path, objects=objects, **STEP)
     trainer.train()
     assert_heard(
-        trainer.draws[-1].batch.messages, trainer.draws[-1].batch.prompts, folder, trainer._unwrapped(trainer.model)
+        trainer.draws[-1].batch.source.messages,
+        trainer.draws[-1].batch.prompts,
+        folder,
+        trainer._unwrapped(trainer.model),
     )
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
@@ -156,7 +159,7 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
     assert all(
         (f"`{name}=" in warned[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
     ), warned
-    a, b = (run._buffered_inputs[0]["completion_ids"] for run in runs)
+    a, b = (run._buffered_inputs[0].completion_ids for run in runs)
     assert torch.equal(a, b)
     assert_equal_weights(runs[1].model, runs[0].model)
     runs[1].save_model(str(tmp_path / "saved"))
@@ -221,7 +224,7 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     actor = cls(folder, bf16=False)
     trainer = make_trainer(kind, family, rows(family), tmp_path, objects={"model": actor}, **STEP)
     trainer.train()
-    assert_heard(trainer.draws[-1].batch.messages, trainer.draws[-1].batch.prompts, folder, actor.base_model)
+    assert_heard(trainer.draws[-1].batch.source.messages, trainer.draws[-1].batch.prompts, folder, actor.base_model)
     trainer.save_model(tmp_path)
     assert_saved_as_it_was(tmp_path, folder)
 
@@ -257,7 +260,7 @@ def test_smolvlm_as_it_is_released(tmp_path):
     trainer = make_trainer(kind, None, table, tmp_path, objects={"model": str(folder)}, **STEP)
     trainer.train()
     heard = trainer.draws[-1].batch
-    for prompt, seen in zip(heard.messages, heard.prompts, strict=True):
+    for prompt, seen in zip(heard.source.messages, heard.prompts, strict=True):
         [[film, words]] = [message["content"] for message in prompt]
         content = [{"type": "video", "path": film["video"].source}, words]
         expected = processor.apply_chat_template(

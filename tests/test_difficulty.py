@@ -186,7 +186,7 @@ def test_column_must_hold_shares(rate):
 
 def numbers(trainer) -> list[list[int]]:
     """Returns the numbers of the rows of each draw."""
-    return [draw.batch.numbers[::4] for draw in trainer.draws]
+    return [draw.batch.source.row_indices[::4] for draw in trainer.draws]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

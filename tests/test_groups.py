@@ -3,6 +3,7 @@
 
 import inspect
 import io
+import operator
 import pickle
 import random
 import re
@@ -16,7 +17,7 @@ from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.ranks import balanced, packed_group
-from trl_multimodal_rft.rollout.rollout import Rollout, join_rollouts
+from trl_multimodal_rft.rollout.rollout import PARTS, Rewards, Rollout, join_rollouts
 from trl_multimodal_rft.rollout.score import without_gradient
 
 
@@ -26,8 +27,8 @@ def group(number: int, step: int = 0, size: int = 2, live: bool = True) -> Rollo
         ids, {}, {"pixel_values": torch.ones(1, 3)}, ids[None], decoded=((slice(0, 1), DecodedPrompt([], {}, {}, {})),)
     )
     completions = {"completion_ids": torch.full((size, 3), number), "completion_mask": torch.ones(size, 3)}
-    live = torch.full((size,), live)
-    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, live=live, step=step)
+    rewards = Rewards(has_signal=torch.full((size,), live))
+    return Rollout([prompt] * size, torch.zeros(size), 0, **completions, rewards=rewards, step=step)
 
 
 def prompts_in(groups) -> list[int]:
@@ -55,23 +56,34 @@ def test_old_groups_are_forgotten():
 
 
 def test_every_field_of_tokens_is_padded_and_cut():
-    """Whatever the class says has a value per token, in groups of other widths, one of which ends early."""
-    names = re.findall(r"^    (\w+): .*# .*\(N, C\b", inspect.getsource(Rollout), re.MULTILINE)
-    assert len(names) >= 15 and {*names} <= {each.name for each in fields(Rollout)}
+    """Whatever the classes say has a value per token, in groups of other widths, one of which ends early."""
+    parts = {"": Rollout} | {each.name: type(getattr(group(0), each.name)) for each in fields(Rollout)}
+    described = {
+        prefix: re.findall(r"^    (\w+): .*# .*\(N, C\b", inspect.getsource(part), re.MULTILINE)
+        for prefix, part in parts.items()
+        if part is Rollout and not prefix or part in PARTS
+    }
+    names = [f"{prefix}.{name}".strip(".") for prefix, part in described.items() for name in part]
+    names += ["completion_ids", "completion_mask"]
+    assert len(names) >= 15 and len({*names}) == len(names)
+    read = {name: operator.attrgetter(name) for name in names}
 
     def wide(number: int, width: int) -> Rollout:
         mask = torch.ones(2, width, dtype=torch.long)
         mask[:, 3:] *= width == 6
-        shapes = {name: (2, width, *(5,) * name.startswith("teacher_")) for name in names}
-        values = {name: number + torch.rand(shape) for name, shape in shapes.items()}
-        return replace(group(number), **{**values, "completion_mask": mask, "completion_ids": mask * number})
+        whole = group(number)
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            shape = (2, width, *(5,) * (owner == "teacher"))
+            setattr(operator.attrgetter(owner)(whole) if owner else whole, attribute, number + torch.rand(shape))
+        return replace(whole, completion_mask=mask, completion_ids=mask * number)
 
     whole = [wide(1, 4), wide(2, 6)]
     groups = [each for part in whole for each in part.groups(2)]
-    assert {name: getattr(groups[0], name).shape[1] for name in names} == dict.fromkeys(names, 3)
+    assert {name: get(groups[0]).shape[1] for name, get in read.items()} == dict.fromkeys(names, 3)
     joined = join_rollouts(groups, torch.device("cpu"))
-    for name in names:
-        value, first, last = (getattr(each, name) for each in (joined, *whole))
+    for name, get in read.items():
+        value, first, last = map(get, (joined, *whole))
         assert value.shape == (4, *last.shape[1:])
         assert torch.equal(value[:2, :3], first[:, :3]) and torch.equal(value[2:], last)
         assert value[:2, 3:].unique().tolist() == [1 if name == "tool_mask" else 0]
@@ -162,7 +174,7 @@ def test_replay_is_limited_in_size_and_age(options, steps, fractions):
         assert sorted(used) == replayed + dead[: 2 - len(replayed)] and is_stale == bool(replayed)
         assert metrics["replay/frac"] == fraction and metrics["replay/age"] == (step if fraction else 0)
     for kept in run.exchange.replay.state_dict()["groups"]:  # without the memory of the rest of their batch
-        for value in (value for value in vars(kept).values() if isinstance(value, torch.Tensor)):
+        for value in (value for _, value in kept.walk() if isinstance(value, torch.Tensor)):
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 

@@ -68,7 +68,7 @@ class Alone(Recorded):
 
     @torch.no_grad()
     def _score_alone(self, model, batch):
-        rows = zip(batch.prompts, batch["completion_ids"], batch["completion_mask"], strict=True)
+        rows = zip(batch.prompts, batch.completion_ids, batch.completion_mask, strict=True)
         return torch.cat(
             [self._policy.score(model, [p], ids[None], mask[None], packed=False).logps for p, ids, mask in rows]
         )
@@ -127,9 +127,10 @@ def check_rows(generation, origins):
         drawn = by_key(origins, name)
         for key, value in by_key(generation.moments, name).items():
             assert torch.equal(value, drawn[key]), name
-    weights = by_key(generation.moments, "token_weights") if "token_weights" in generation.moments[0].batch else {}
+    is_filtered = generation.moments[0].batch["tokens.weights"] is not None
+    weights = by_key(generation.moments, "tokens.weights") if is_filtered else {}
     if weights:
-        entropies = by_key(origins, "old_entropies")
+        entropies = by_key(origins, "tokens.entropies")
         tokens = [pair for key in weights for pair in zip(entropies[key].tolist(), weights[key].tolist(), strict=True)]
         kept = [entropy for entropy, weight in tokens if weight]
         assert len(kept) == math.ceil(len(tokens) / 2)

@@ -182,7 +182,7 @@ SOUND = {"family": "qwen2_audio", "loss_view": f"mask_audio(ratio=0.5, {TERMS})"
 def test_papo(rows, options):
     result = check_papo(rows(), **options)
     assert logged(result, "view/kl")[0] > 1e-3 and logged(result, "view/entropy")[0] > 0
-    viewed = result.trainer.micro_batches[0].batch.viewed.unique().tolist()
+    viewed = result.trainer.micro_batches[0].batch.view.replaces.unique().tolist()
     assert viewed == ([False, True] if rows is mixed_rows else [True])
 
 
@@ -265,16 +265,16 @@ def test_vppo(packing):
     names = keys(moment.batch)
     factors, masks, dependencies = vppo_by_hand(model, processor, rows, trainer, moment.batch, names)
     unweighted, weighted = (by_key(each.micro_batches, "advantages") for each in (plain, trainer))
-    chosen = by_key(trainer.micro_batches, "token_weights")
+    chosen = by_key(trainer.micro_batches, "tokens.weights")
     assert unweighted.keys() == weighted.keys() == factors.keys()
     for name, factor in factors.items():
         assert_close(weighted[name], factor * unweighted[name], rtol=1e-3, atol=1e-5)
         assert torch.equal(chosen[name], masks[name])
     assert {0.0, 1.0} == {value for each in masks.values() for value in each.tolist()}
-    measured = by_key(trainer.micro_batches, "dependency")
+    measured = by_key(trainer.micro_batches, "view.dependency")
     for name, each in zip(names, dependencies, strict=True):
         assert_close(measured[name], each, rtol=1e-3, atol=1e-5)
-    assert not moment.batch.view_prompts  # which the update doesn't forward
+    assert not moment.batch.view.prompts  # which the update doesn't forward
     assert logged(result, "view/weight_max")[0] > 1
 
 
@@ -299,7 +299,7 @@ def test_mapo():
     (moment,) = result.trainer.micro_batches
     policy, processor = moved("qwen2_audio").values()
     reference, _ = load("qwen2_audio")
-    chosen, numbers = by_key([moment], "token_weights"), of_rows(rows, processor)
+    chosen, numbers = by_key([moment], "tokens.weights"), of_rows(rows, processor)
     spread = []
     for name in keys(moment.batch):
         row, completion = rows[numbers[name[0]]], torch.tensor(name[1])
@@ -369,7 +369,7 @@ def test_ppo_has_the_same_term():
     logps, view = moments[1].logps, moments[1].view_logps
     # With respect to the clean log-probabilities; those under the view are their own leaf, or, of texts, the same
     kl = -0.5 * (1 - (view - logps).exp()) - 0.3
-    text = torch.where(moments[1].batch.viewed[:, None], kl, torch.tensor(-0.3 - 0.2))
+    text = torch.where(moments[1].batch.view.replaces[:, None], kl, torch.tensor(-0.3 - 0.2))
     assert_close(moments[1].gradient - moments[0].gradient, text * share, rtol=1e-3, atol=1e-6)
     parts = run(RecordedPPO, "qwen2_5_vl", mixed_rows(), **options, max_tokens_per_microbatch=80)
     assert_equal(added, parts, same_metrics=False)

@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 import math
-from dataclasses import replace
 from statistics import fmean, pstdev, pvariance
 
 import pytest
@@ -159,8 +158,8 @@ def test_rollouts_equal_those_of_the_slow_version(name):
     mask = batch["completion_mask"].bool()
     known = torch.tensor([reward is not None for reward in slow.rewards])[:, None]
     for name, expected, each in (
-        ("old_values", values, mask),
-        ("returns", slow.returns, mask),
+        ("values.old", values, mask),
+        ("values.returns", slow.returns, mask),
         ("advantages", whitened, mask & known),
     ):
         expected = [row for row, own in zip(expected, each, strict=True) if own.any()]
@@ -494,7 +493,7 @@ def value_loss_by_hand(trainer, moment, values):
     args, batch = trainer.args, moment.batch
     kind, steps = args.loss.name, args.gradient_accumulation_steps
     rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
-    scorable = [i for i, flag in enumerate(batch["scorable"].tolist()) if flag]
+    scorable = [i for i, flag in enumerate(batch["rewards.scorable"].tolist()) if flag]
     n_scorable = sum(len(rows[i]) for i in scorable)
     items = batch["num_items_in_batch"].item() * steps / args.steps_per_generation
     total = mean = clipped = 0.0
@@ -507,7 +506,7 @@ def value_loss_by_hand(trainer, moment, values):
                 "bnpo": 1 / (n_scorable * steps),
                 "dr_grpo": 1 / (len(rows) * args.max_completion_length * steps),
             }[kind]
-            value, old, target = (x[i, t].item() for x in (values, batch["old_values"], batch["returns"]))
+            value, old, target = (x[i, t].item() for x in (values, batch["values.old"], batch["values.returns"]))
             near = old + max(min(value - old, args.cliprange_value), -args.cliprange_value)
             error = max((value - target) ** 2, (near - target) ** 2) / 2
             clipped += (near - target) ** 2 > (value - target) ** 2
@@ -613,7 +612,7 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
     )
     assert sum(logged(result, "replay/frac")) > 0 and max(logged(result, "sampling/rounds")) == 2
     trainer = result.trainer
-    for name in ("old_values", "returns", "advantages", "old_per_token_logps"):
+    for name in ("values.old", "values.returns", "advantages", "old_per_token_logps"):
         drawn, trained = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
         assert trained.keys() <= drawn.keys()
         assert all(torch.equal(drawn[key], value) for key, value in trained.items())
@@ -633,7 +632,7 @@ class BrokenReference(Ours):
 
     def _compute_loss(self, model, inputs):
         if self.broken and not self._trains("policy"):
-            inputs = replace(inputs, ref_per_token_logps=inputs["ref_per_token_logps"] * torch.nan)
+            inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] * torch.nan
         return super()._compute_loss(model, inputs)
 
 

@@ -330,7 +330,7 @@ def test_rloo_is_rewarded_by_a_model():
     (draw,) = trainer.draws
     expected = [
         alone(model, processor, chat({"type": "image", "image": restore_media(ref)}, *blocks) + completion)
-        for prompt, completion in zip(draw.batch.messages, draw.batch.completions, strict=True)
+        for prompt, completion in zip(draw.batch.source.messages, draw.batch.source.completions, strict=True)
         for ref, *blocks in [(prompt[0]["content"][0]["image"], *prompt[0]["content"][1:])]
     ]
     assert draw.rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-5)

@@ -30,9 +30,9 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
     (grpo, expected), (rloo, metrics), (uncorrected, without) = runs
     assert len(expected) == 6 and expected == pytest.approx(metrics, rel=1e-5)
     assert [*without] == ["sampling/no_logp_frac"]
-    ratios = grpo["importance_sampling_ratio"][:, 0]
-    torch.testing.assert_close(rloo["advantages"], ratios * uncorrected["advantages"])
-    assert uncorrected["advantages"].abs().min() > 0
+    ratios = grpo.importance_sampling_ratio[:, 0]
+    torch.testing.assert_close(rloo.advantages, ratios * uncorrected.advantages)
+    assert uncorrected.advantages.abs().min() > 0
     inside = (ratios > 0.001) & (ratios < 1)
     assert inside.any() and not inside.all()
 

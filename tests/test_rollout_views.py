@@ -150,7 +150,7 @@ def test_last_completions_are_sampled_from_the_view_and_scored_without(trainer_c
         for ids in map(tuple, expected):
             truth[tuple(clean["input_ids"][0].tolist()), ids] = own_logps(model, clean, torch.tensor(ids))
     assert n_differ == n_prompts
-    assert draw.batch.from_view.tolist() == n_prompts * [False, False, True, True]
+    assert draw.batch.source.from_view.tolist() == n_prompts * [False, False, True, True]
     first = trainer.micro_batches[:2]  # before the first update
     for name in ("ref_per_token_logps", "old_per_token_logps"):
         found = by_key(first, name)
@@ -169,7 +169,7 @@ def test_advantages_are_of_the_whole_group(tmp_path):
     rewards = draw.rewards[:, 0].view(-1, GROUP)
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     assert_close(draw.batch.advantages, expected.flatten())
-    assert draw.batch.from_view.tolist() == 2 * [False, False, False, True]
+    assert draw.batch.source.from_view.tolist() == 2 * [False, False, False, True]
     assert logged(trainer, "view/reward") == pytest.approx([rewards[:, 3].mean().item()])
     assert logged(trainer, "view/reward_clean") == pytest.approx([rewards[:, :3].mean().item()])
 
@@ -183,7 +183,7 @@ def mixed_rows():
 
 def test_rows_without_a_medium_are_sampled_as_they_are(tmp_path):
     trainer = trained(GRPO, "qwen2_5_vl", mixed_rows(), tmp_path, rollout_view=TURNED, max_steps=3)
-    marked = [draw.batch.from_view.tolist() for draw in trainer.draws]
+    marked = [draw.batch.source.from_view.tolist() for draw in trainer.draws]
     views = [False, False, True, True]
     assert marked == [[*views, *4 * [False]], [*4 * [False], *views], 8 * [False]]
     assert [len({id(prompt) for prompt in prompts}) for prompts, _, _ in trainer.sampler.calls] == [3, 3, 2]
@@ -276,7 +276,7 @@ def test_contrast_is_sampled_from_the_view(fraction, n, tmp_path):
     assert logged(trainer, "contrast/accuracy_clean") == [sum(rewards) / len(rewards)]
     bonus = [t_grpo(rewards[i : i + GROUP], contrasted[i * n // GROUP :][:n]) for i in (0, GROUP)]
     assert logged(trainer, "contrast/bonus") == [pytest.approx(sum(map(sum, bonus)) / 8)]
-    assert trainer.draws[0].batch.ids == own  # the others aren't trained on
+    assert trainer.draws[0].batch.source.ids == own  # the others aren't trained on
 
 
 def test_bonus_of_any_rewards():

@@ -631,8 +631,8 @@ def test_encoders_are_the_same_in_training_mode(option, tmp_path, capsys):
                 scores[training, packed] = run._policy.score(
                     run.model,
                     batch.prompts,
-                    batch["completion_ids"],
-                    batch["completion_mask"],
+                    batch.completion_ids,
+                    batch.completion_mask,
                     packed=packed,
                 ).logps
     worst = max((each - scores[False, False]).abs().max() for each in scores.values())

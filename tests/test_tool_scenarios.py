@@ -133,7 +133,7 @@ def test_tools(trainer):
         assert reason in results[i]
     for i in (3, 5):
         assert [block["type"] for block in results[i]] == ["image", "text"]
-    prompts = result.trainer.inputs.prompts
+    prompts = result.trainer.inputs.rollout.prompts
     assert [bool(prompt.media) for prompt in prompts] == [True] * 4 + [False] * 4
     assert [isinstance(prompt, Conversation) for prompt in prompts] == [i in (3, 5) for i in range(8)]
     assert result.trainer.checks.self_check.conversation <= 1e-4
@@ -220,7 +220,9 @@ def test_environments(trainer):
     rendered = result.trainer.sampler.rendered
     assert all("You are here." in text for text in rendered[:4])
     assert all("It starts at zero." in text for text in rendered[4:])
-    assert [prompt.modalities for prompt in result.trainer.inputs.prompts] == ([{"image"}] * 4 + [frozenset()] * 4)
+    assert [prompt.modalities for prompt in result.trainer.inputs.rollout.prompts] == (
+        [{"image"}] * 4 + [frozenset()] * 4
+    )
     assert result.trainer.checks.self_check.conversation <= 1e-4
     assert norm(result.update) > 1e-3
 

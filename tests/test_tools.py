@@ -132,7 +132,7 @@ def test_rloo_trains_on_what_was_sampled_alone():
     logps = []
     for i, n_calls in enumerate(Scripted.turns):
         mask = inputs["completion_mask"][i].bool()
-        prompt, completion = inputs.prompts[i], inputs["completion_ids"][i][mask]
+        prompt, completion = inputs.rollout.prompts[i], inputs["completion_ids"][i][mask]
         row = next(row for row in rows if f" {prompt.row}" in row["prompt"][0]["content"])
         conversation = whole(row, i, n_calls, images())
         logps.append(
@@ -273,7 +273,7 @@ def test_environments_see_their_row_and_end_as_in_trl(trainer):
     assert "holds the control token" in Gallery.seen[3][3]["content"]
     (block,) = Gallery.seen[3][1]["content"]
     assert isinstance(block["image"], PIL.Image.Image)
-    prompts = result.trainer.inputs.prompts
+    prompts = result.trainer.inputs.rollout.prompts
     assert {tuple(prompt.modalities) for prompt in prompts} == {("image",)}  # media from `reset`
     assert [isinstance(prompt, Conversation) for prompt in prompts] == [n in (3, 4, 7) for n in range(8)]
 
@@ -321,7 +321,7 @@ def test_rollout_func_gets_media(trainer):
     result = run(trainer, "qwen2_5_vl", image_rows(), reward=reward, objects=objects, beta=0.0, max_steps=1)
     inputs = result.trainer.inputs
     assert inputs["tool_mask"].tolist() == [[1, 1, 0, 0, 1]] * 8 and norm(result.update) > 1e-3
-    assert all(prompt.modalities == {"image"} for prompt in inputs.prompts)
+    assert all(prompt.modalities == {"image"} for prompt in inputs.rollout.prompts)
 
     def wrong(prompts, trainer):
         output = rollout(prompts, trainer)

@@ -35,7 +35,7 @@ from trl_multimodal_rft.trainers.manifest import (
     write_manifest,
 )
 from trl_multimodal_rft.trainers.setup import resolve_config
-from trl_multimodal_rft.trainers.shards import SHARDS, other_layout, refuse_missing_shards, save_shards
+from trl_multimodal_rft.trainers.shards import SHARDS, check_shards, other_layout, save_shards
 
 
 STEPS = 3
@@ -268,7 +268,7 @@ def test_every_shard_counts(tmp_path):
     shards = tmp_path / SHARDS
     save_shards({"weight": torch.ones(3)}, shards)
     (tmp_path / "trainer_state.json").write_text("{}")
-    refuse_missing_shards(tmp_path)
+    check_shards(tmp_path)
     names = {f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp", "trainer_state.json"}
     found = measure_together(tmp_path, 0, 1)
     assert found.keys() == names
@@ -280,7 +280,7 @@ def test_every_shard_counts(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=rf"^{SHARDS}/__0_0.distcp isn't there. Shards need an `output_dir` on"
     ):
-        refuse_missing_shards(tmp_path)
+        check_shards(tmp_path)
     write_manifest(tmp_path, model_only=False, measured=found)
     assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is missing"]
 

@@ -381,14 +381,16 @@ class ExchangingTrainer(RecordingTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        dead = (output["advantages"].view(-1, GROUP) == 0).all(1).sum()
-        tokens = output["completion_mask"].sum()
-        self.batches.append([int(dead), int(tokens), int(output["num_items_in_batch"])])
+        dead = (output.advantages.view(-1, GROUP) == 0).all(1).sum()
+        tokens = output.completion_mask.sum()
+        self.batches.append([int(dead), int(tokens), int(output.num_items_in_batch)])
         return output
 
     def _draw_extra(self, n):
         rollout = super()._draw_extra(n)
-        self.drawn.append([len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.rows[::GROUP]])
+        self.drawn.append(
+            [len(row["audio"]["array"]) if "audio" in row else 0 for row in rollout.source.rows[::GROUP]]
+        )
         return rollout
 
 

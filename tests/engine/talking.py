@@ -71,11 +71,11 @@ class Talking:
     def _generate_and_score_completions(self, inputs):
         rows = [each.row for each in inputs]
         output = super()._generate_and_score_completions(inputs)
-        logps = output["sampling_per_token_logps"]
+        logps = output.sampling_per_token_logps
         for i, row in enumerate(rows):
-            mask = output["completion_mask"][i].bool()
-            ids, prompt = output["completion_ids"][i][mask], output.prompts[i]
-            self.conversations.append((row, prompt, ids, output["tool_mask"][i][mask].bool(), logps[i][mask]))
+            mask = output.completion_mask[i].bool()
+            ids, prompt = output.completion_ids[i][mask], output.prompts[i]
+            self.conversations.append((row, prompt, ids, output.tool_mask[i][mask].bool(), logps[i][mask]))
             assert prompt.decoded == ()  # the trainer keeps no media
         self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])
         return output

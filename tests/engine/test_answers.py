@@ -308,6 +308,8 @@ def test_answers_of_other_settings_are_asked_for_again(omni, tmp_path, proxy, sa
     [*warnings] = [each.message for each in caplog.records if "answers of the checkpoint are of other" in each.message]
     assert len(warnings) == (2 if n_again else 0)
     rollouts = [draw.batch for draw in resumed.draws]
-    assert max(len(ids) for rollout in rollouts for ids in rollout.ids) == resumed.max_completion_length
-    ages = [place - rollout.versions[:, 0].min().item() for place, rollout in enumerate(rollouts, start=2)]
+    assert max(len(ids) for rollout in rollouts for ids in rollout.source.ids) == resumed.max_completion_length
+    ages = [
+        place - rollout.source.flight.versions[:, 0].min().item() for place, rollout in enumerate(rollouts, start=2)
+    ]
     assert max(ages) == (2 if n_again < 4 else 1 if name == "max_staleness" else 2)

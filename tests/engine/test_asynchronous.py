@@ -73,16 +73,16 @@ def test_what_servers_are_asked(straight):
     """
     trainer, posts = straight
     rollouts = [draw.batch for draw in trainer.draws]
-    assert len({tuple(ids) for rollout in rollouts for ids in rollout.ids}) == 40
+    assert len({tuple(ids) for rollout in rollouts for ids in rollout.source.ids}) == 40
     assert any(trainer.hashes.values()) and not all(trainer.hashes.values())
     for place, rollout in enumerate(rollouts):
         expected = []
-        for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.numbers, strict=True)):
+        for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.source.row_indices, strict=True)):
             ids = prompt.input_ids.tolist()
             start = int(hashlib.sha256(f"42 {place} {row}".encode()).hexdigest()[:8], 16)
             drawn = digest([ids, trainer.hashes[tuple(ids)]], start + i, str(max(0, place - 2)))
             expected.append([50 + each % 100 for each in drawn[:LENGTH]])
-        assert rollout.ids == expected
+        assert rollout.source.ids == expected
     sync = ["/pause", "/reset_encoder_cache", "/collective_rpc", "/reset_prefix_cache", "/resume"]
     assert [path for path, _ in posts] == 5 * sync
     assert all(body == {"mode": "keep"} for path, body in posts if path == "/pause")
@@ -150,13 +150,15 @@ def test_resumed_run_takes_a_real_servers_answers(server, omni, tmp_path):
     resumed.in_flight.load_state_dict = lambda state: loaded.append(state) or load(state)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     batches = [draw.batch for draw in resumed.draws]
-    assert [each.numbers for each in batches] == [draw.batch.numbers for draw in straight.draws[2:]]
+    assert [each.source.row_indices for each in batches] == [
+        draw.batch.source.row_indices for draw in straight.draws[2:]
+    ]
     [state] = loaded
     assert state["answers"]
     for (place, row, _, count), (completions, *_) in state["answers"].items():
         rollout = batches[place - 2]
-        start = rollout.numbers.index(row)
-        assert rollout.ids[start : start + count] == [ids for ids, _ in completions]
+        start = rollout.source.row_indices.index(row)
+        assert rollout.source.ids[start : start + count] == [ids for ids, _ in completions]
 
 
 class TalkingAhead(Recording, TalkingGRPO):
@@ -173,7 +175,7 @@ def test_turns_after_tools_are_by_the_newest_weights(tmp_path):
         trainer = make_talking(TalkingAhead, talking("qwen2_5_vl"), image_rows(), media, tmp_path / "out", **options)
         trainer.train()
     assert len(trainer.differences) == 3
-    versions = [draw.batch.versions.tolist() for draw in trainer.draws]
+    versions = [draw.batch.source.flight.versions.tolist() for draw in trainer.draws]
     for place, draw in enumerate(trainer.differences):
         for i, difference in enumerate(draw):
             is_sampled = trainer.conversations[8 * place + i][3]

@@ -60,7 +60,7 @@ def test_completions_end_as_those_of_transformers(tmp_path):
     given = (Recorded, FAMILY, image_rows(), tmp_path, objects, {"max_model_len": 512})
     trainer = make(*given, **options)
     trainer.train()
-    sampled = [ids for draw in trainer.draws for ids in draw.batch.ids]
+    sampled = [ids for draw in trainer.draws for ids in draw.batch.source.ids]
     assert sum(ids[-1] in ends for ids in sampled) > 3 and not any(set(ends) & set(ids[:-1]) for ids in sampled)
     trainer = make(*given, **options, generation_kwargs={"ignore_eos": True})
     with pytest.raises(RuntimeError, match=r"completions go on after an end of text, \['e', .*no `ignore_eos`"):
@@ -72,7 +72,7 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
 
     class Remembering(MultimodalRLOOTrainer):
         def _compute_loss(self, model, inputs):
-            drawn.append((inputs["advantages"], inputs))  # without weights, which the scores of this step give
+            drawn.append((inputs["advantages"], inputs.rollout))  # without weights, which the scores of this step give
             return super()._compute_loss(model, inputs)
 
     options = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.98}
@@ -83,10 +83,10 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     weights = []
     for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
         mask, rows = output.scored_mask, output.rows_to_score or [*range(len(output))]
-        differences = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * mask
+        differences = (output.old_per_token_logps - output.sampling_per_token_logps) * mask
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)
-        torch.testing.assert_close(output["advantages"], before * ratios)
+        torch.testing.assert_close(output.advantages, before * ratios)
         ratios = ratios[rows]
         weights.append(ratios)
         for name in ("min", "mean", "max"):

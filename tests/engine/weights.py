@@ -69,10 +69,10 @@ class OfVersions(Recording, RecordedOmni):
         """Returns how many updates old a completion was, and its largest difference, after training."""
         found = []
         for place, rollout in enumerate(draw.batch for draw in self.draws):
-            for i, (first, last) in enumerate(rollout.versions.tolist()):
+            for i, (first, last) in enumerate(rollout.source.flight.versions.tolist()):
                 if first == last:
                     self.model.load_state_dict(self.weights[first])
-                    ids, sampled = torch.tensor(rollout.ids[i]), rollout.sampling_per_token_logps[i]
+                    ids, sampled = torch.tensor(rollout.source.ids[i]), rollout.sampling_per_token_logps[i]
                     difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
                     found.append((place - first, difference.abs().max().item()))
         return found

@@ -24,7 +24,7 @@ class Recording:
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.model.training:
             prompts = [prompt.input_ids.tolist() for prompt in inputs.prompts]
-            self.trained_on.append((prompts, inputs["completion_ids"].tolist()))
+            self.trained_on.append((prompts, inputs.completion_ids.tolist()))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import json
+import operator
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -212,7 +213,8 @@ class Recording:
     def _reward(self, rollout):
         super()._reward(rollout)
         # Later code writes other fields, and copies before it changes these
-        self.draws.append(self._moment(rows=rollout.rows, batch=rollout, rewards=rollout.rewards_per_func.clone()))
+        rewards = rollout.rewards.per_func.clone()
+        self.draws.append(self._moment(rows=rollout.source.rows, batch=ByName(rollout), rewards=rewards))
 
     def _compute_loss(self, model, inputs):
         kl_coef = getattr(self, "kl_coef", None)
@@ -221,7 +223,7 @@ class Recording:
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
         self.micro_batches.append(
             self._moment(
-                batch=_cloned(inputs),
+                batch=_cloned(inputs.rollout),
                 logps=logps.detach(),
                 entropies=entropies.detach(),
                 loss=loss.detach(),
@@ -242,12 +244,30 @@ class Weights(TrainerCallback, dict):
         self[state.global_step] = copy.deepcopy(model.state_dict())
 
 
+class ByName:
+    """A rollout whose tensors, and with a dot those of its parts, are read by name, too."""
+
+    def __init__(self, rollout):
+        self.rollout = rollout
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["rollout"], name)
+
+    def __len__(self):
+        return len(self.rollout)
+
+    def __getitem__(self, name):
+        return operator.attrgetter(name)(self.rollout)
+
+    def get(self, name, default):
+        value = self[name]
+        return default if value is None else value
+
+
 def _cloned(rollout):
-    cloned = copy.copy(rollout)
-    for name, value in vars(rollout).items():
-        if isinstance(value, torch.Tensor):
-            setattr(cloned, name, value.clone())
-    return cloned
+    cloned = rollout.changed(lambda _, value: value.clone() if isinstance(value, torch.Tensor) else value)
+    vars(cloned).update({name: vars(rollout)[name] for name in vars(rollout).keys() - vars(cloned).keys()})
+    return ByName(cloned)
 
 
 class Recorded(Recording, InjectedOurs):

@@ -15,7 +15,7 @@ from ..encoding.supervised import SupervisedSequence
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
 from .sequences import check_sequences
@@ -93,7 +93,7 @@ class Checks:
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
         completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-        mask, sampling_logps = rollout.loss_mask, rollout.sampling_per_token_logps
+        mask, sampling_logps = rollout.loss_mask, known(rollout.sampling_per_token_logps)
         is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
         if has_tools:
             is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new
@@ -106,7 +106,6 @@ class Checks:
         return {"self_check": None if check is None else asdict(check), "fallbacks": asdict(self.policy.fallbacks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned."""
         self.policy.fallbacks = Fallbacks(**state["fallbacks"])
         if state["self_check"] is not None:
             measured: dict[str, Any] = {**state["self_check"], "fallbacks": self.policy.fallbacks}

@@ -207,7 +207,6 @@ class Measure:
         return None if outcome else result
 
     def require(self, what: str, measure: Callable[[], _Result]) -> _Result:
-        """Raises if something fails."""
         result = self.attempt(what, measure)
         if result is None:
             raise self.inexact(f"{what} fails ({self.failure})")
@@ -218,7 +217,6 @@ class Measure:
         logger.warning(f"self-check: {self.model_type}: {found}; falling back to {fallback}.")
 
     def inexact(self, reason: str) -> RuntimeError:
-        """The error where no fallback is exact."""
         return RuntimeError(
             f"self-check: {self.model_type} can't be trained exactly: {reason}. To train anyway, set "
             "`self_check=False`."

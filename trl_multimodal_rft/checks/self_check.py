@@ -210,8 +210,6 @@ class _Completions(NamedTuple):
 
 
 class _Check(Measure):
-    """One run of the self-check."""
-
     def __init__(self, policy: PolicyForward, model: nn.Module, settings: RunSettings, media: dict[str, float]):
         super().__init__(policy, model, settings.engine_positions)
         self.settings = settings
@@ -566,7 +564,6 @@ class _Check(Measure):
         completions: _Completions,
         scores: torch.Tensor,
     ) -> None:
-        """Measures the effect of another medium of a modality."""
         ids, mask, *_ = completions
         swapped = with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):

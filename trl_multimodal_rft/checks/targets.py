@@ -30,7 +30,6 @@ class Traits:
 
 
 def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
-    """Facts about a prompt."""
     # Features of different grids and sizes may have one shape
     shapes = {
         name: value.tolist() if not value.is_floating_point() and value.numel() <= _MOST_SIZES else tuple(value.shape)

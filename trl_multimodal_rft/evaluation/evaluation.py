@@ -103,7 +103,6 @@ class Evaluation:
 
     @torch.no_grad()
     def run(self) -> EvaluationResult:
-        """Answers all rows."""
         args, ranks, n = self.args, self.accelerator.num_processes, len(self.dataset)
         size = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + size, n)) for start in range(0, n, size)]
@@ -142,7 +141,6 @@ class Evaluation:
         return EvaluationResult(metrics, records, settings, skipped)
 
     def _check_columns(self, at: Dataset | Sequence[dict[str, Any]], extent: Literal["all", "first"]) -> None:
-        """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
         takes: tuple[str, ...] = getattr(self.policy.model, "input_modalities", ())
@@ -260,7 +258,7 @@ class Evaluation:
         rollout, _ = self._read(rows, ablated=True)
         set_seed(seed)  # so that the medium alone makes a difference
         answers, _ = self._answer(rollout)
-        numbers = [] if rollout is None else rollout.numbers[:: self.args.num_samples]
+        numbers = [] if rollout is None else rollout.source.row_indices[:: self.args.num_samples]
         names = ("completions", "correct")
         return {
             number: {f"{name}_without": answer[name] for name in names}
@@ -275,25 +273,26 @@ class Evaluation:
         for start in range(0, len(rollout), self.args.batch_size):
             part = range(start, min(start + self.args.batch_size, len(rollout)))
             trajectories += self._sample(rollout.select(part))
-        rollout.ids = [trajectory.ids for trajectory in trajectories]
-        answers = texts = self.tokenizer.batch_decode(rollout.ids, skip_special_tokens=True)
-        rollout.completions = texts
+        rollout.source.ids = [trajectory.ids for trajectory in trajectories]
+        answers = texts = self.tokenizer.batch_decode(rollout.source.ids, skip_special_tokens=True)
+        rollout.source.completions = texts
         if self.policy.tool_loop is not None:
-            rollout.completions = [trajectory.messages for trajectory in trajectories]
-            texts = [as_text(strip_media(each)) for each in rollout.completions]
-            answers = [str(strip_media(each[-1])["content"]) for each in rollout.completions]
-        elif is_conversational({"prompt": rollout.messages[0]}):
-            rollout.completions = [[{"role": "assistant", "content": text}] for text in texts]
+            rollout.source.completions = [trajectory.messages for trajectory in trajectories]
+            texts = [as_text(strip_media(each)) for each in rollout.source.completions]
+            answers = [str(strip_media(each[-1])["content"]) for each in rollout.source.completions]
+        elif is_conversational({"prompt": rollout.source.messages[0]}):
+            rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
         rewards, extras, metrics = self._reward(rollout)
         decisive, ends = next(iter(rewards.values())), {*self.config.eos_token_id, self.config.pad_token_id}
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
-                extracted_answer(answer, row.get("choices")) for answer, row in zip(answers, rollout.rows, strict=True)
+                extracted_answer(answer, row.get("choices"))
+                for answer, row in zip(answers, rollout.source.rows, strict=True)
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in decisive],
             "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],
-            "truncated": [not ids or ids[-1] not in ends for ids in rollout.ids],
+            "truncated": [not ids or ids[-1] not in ends for ids in rollout.source.ids],
             **{f"reward/{name}": values for name, values in rewards.items()},
             **{f"extra/{name}": values for name, values in extras.items()},
         }
@@ -305,7 +304,7 @@ class Evaluation:
         n = self.args.num_samples
         return [
             {
-                "prompt": as_text(strip_media(rollout.messages[i])),
+                "prompt": as_text(strip_media(rollout.source.messages[i])),
                 **{name: values[i : i + n] for name, values in columns.items()},
             }
             for i in range(0, len(rollout), n)
@@ -329,7 +328,7 @@ class Evaluation:
         ids = policy.complete(rollout.prompts, config, branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         loop = policy.tool_loop(
-            tools=[self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)],
+            tools=[self.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)],
             complete=complete,
             max_length=args.max_completion_length,
             ends=config.eos_token_id,

@@ -136,7 +136,6 @@ def aggregate(
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float | None:
-    """The mean, `None` without values."""
     return math.fsum(values) / len(values) if len(values) else None
 
 

@@ -297,7 +297,6 @@ def _shortened(text: str) -> str:
 
 
 def metric_parts(logs: Mapping[str, Any]) -> list[str]:
-    """The main metrics of a log."""
     parts = []
     rewards = {match[1]: logs[name] for name in logs if (match := re.fullmatch(r"rewards/(.+)/mean", name))}
     if "reward" in logs:

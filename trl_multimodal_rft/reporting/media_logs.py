@@ -77,7 +77,6 @@ class MediaLog:
         self._warned: set[str] = set()
 
     def add(self, prompts: list, group_size: int, completions: list | None = None) -> None:
-        """Adds a batch."""
         start, total = self.n_seen, len(prompts) * self.num_processes
         self.n_seen += total
         first_kept = self.n_seen - self.n_rows
@@ -152,7 +151,6 @@ class MediaLog:
 
 
 def media_columns(frame: pd.DataFrame, media: list[PromptMedia], columns: Iterable[str] = ()) -> dict[str, str]:
-    """Names of the columns of media."""
     found = set(columns).union(*media)
     return {c: f"prompt_{c}" if c in frame.columns else c for c in _COLUMNS if c in found}
 
@@ -209,7 +207,6 @@ def _with_cells(frame: pd.DataFrame, media: list[PromptMedia], cell: Callable[[L
 
 
 def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> dict[str, Any]:
-    """The table for wandb."""
     wandb = require_module("wandb", "logging")
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 

@@ -332,7 +332,6 @@ def _divergence(options: dict[str, Any]) -> str:
 
 
 def _rate(processor: ProcessorMixin | PreTrainedTokenizerBase) -> int:
-    """Sampling rate of a processor's audio."""
     names = ("feature_extractor", "audio_processor")
     return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate
 

@@ -62,7 +62,6 @@ def given_column(values: Sequence[T] | None, column: str, name: str, columns: Co
 
 
 def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
-    """Checks that a reward function accepts the arguments of its calls."""
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # of some builtins

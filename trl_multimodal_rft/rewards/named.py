@@ -91,7 +91,6 @@ def _load(name: str) -> Callable:
 
 
 def _made(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
-    """What a class or a factory returns for these settings."""
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()
     missing = [each.name for each in parameters if each.default is each.empty and each.name not in settings]

@@ -14,7 +14,7 @@ from ..forward.trees import share_media
 from ..views import View
 from .environments import Environments
 from .prompts import PromptEncoder
-from .rollout import Rollout
+from .rollout import Rollout, Source
 from .stream import EncodedRow
 
 
@@ -61,11 +61,13 @@ def collect(
         prompts,
         group_ids.to(accelerator.device),
         pad_token_id,
-        rows=columns,
-        numbers=numbers,
-        messages=messages,
-        environments=environments,
-        whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
+        source=Source(
+            columns,
+            numbers,
+            messages,
+            environments,
+            whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
+        ),
     )
 
 
@@ -109,7 +111,7 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
     """
     if missing := sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys()):
         raise ValueError(f"`rollout_func` must return the keys {missing} in its dictionary.")
-    rollout.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
+    rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
     if rollout.prompts:
         check_rollout(output, rollout.prompts, placeholders)
     else:
@@ -131,7 +133,7 @@ def complete(
 ) -> tuple[dict[str, float], int]:
     """Adds completions to a rollout, with their masks. Returns TRL's metrics of lengths, and tokens, of all ranks."""
     device, pad_token_id = accelerator.device, rollout.pad_token_id
-    rollout.ids = ids
+    rollout.source.ids = ids
     rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
     mask = right_pad([[1] * len(each) for each in ids], 0, pad_to_multiple_of)
     ended = torch.isin(torch.tensor([each[-1] for each in ids]), torch.tensor([*ends, pad_token_id]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
@@ -75,7 +76,6 @@ class Environments:
         return {kind.__name__: reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")}
 
     def fresh(self) -> "Environments":
-        """The same with new environments."""
         factory: Any = self.factories if self.several else self.factories.get(None)
         return Environments(self.standalone, factory, self.media_rules)
 
@@ -128,7 +128,7 @@ class Environments:
         return environments, shown
 
 
-def rows_for_environments(factory: Any, args: Any) -> Dataset:
+def rows_for_environments(factory: Callable | dict[str, Callable] | None, args: Any) -> Dataset:
     """
     Rows whose prompts an environment makes, as many as a generation batch has.
 
@@ -146,14 +146,13 @@ def rows_for_environments(factory: Any, args: Any) -> Dataset:
     return Dataset.from_dict({"prompt": [_NO_PROMPT] * n_rows})
 
 
-def template_for_tools(processing_class: Any) -> str | None:
+def template_for_tools(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> str | None:
     """TRL's chat template for training, if the model's own rewrites earlier turns once others follow; else `None`."""
     preserves = is_chat_template_prefix_preserving(processing_class)
     return None if preserves else get_training_chat_template(processing_class)
 
 
 def tools_of(environment: Any) -> dict[str, Callable]:
-    """The public methods of an environment, by name."""
     names = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")}
 

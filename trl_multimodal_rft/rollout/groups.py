@@ -12,11 +12,11 @@ from datasets import IterableDataset
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
-from .rollout import Rollout, join_rollouts
+from .rollout import PARTS, Rollout, join_rollouts, known
 
 
 # Classes in what [`GroupBuffer.state_dict`] returns, for `torch.serialization.safe_globals`
-SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout)
+SAVED_CLASSES = (EncodedPrompt, Conversation, frozenset, Rollout, *PARTS)
 
 
 class GroupBuffer:
@@ -51,11 +51,9 @@ class GroupBuffer:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, of `SAVED_CLASSES`."""
         return {"groups": self._groups, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned."""
         self._groups = state["groups"][-self.limit :]
         self._generator.set_state(state["generator"])
 
@@ -75,11 +73,9 @@ class GroupExchange:
     is_bounded: bool = False  # whether groups have a range for their mean rewards
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
         return {"replay": self.replay.state_dict(), "surplus": self.surplus.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned, as far as this run still needs it."""
         if self.replays:
             self.replay.load_state_dict(state["replay"])
         if self.max_rounds > 0:
@@ -111,8 +107,9 @@ class GroupExchange:
         result.packed, result.step, result.group_ids = rollout.packed, step, rollout.group_ids
         result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
         age = sum(step - group.step for group in replayed)
-        equal = sum(not group.live.all() for group in drawn)
-        below, above = (sum(_side(group) == side for group in drawn if group.live.all()) for side in (-1, 1))
+        uneven = [group for group in drawn if known(group.rewards.has_signal).all()]
+        equal = len(drawn) - len(uneven)
+        below, above = (sum(_side(group) == side for group in uneven) for side in (-1, 1))
         counts = [len(drawn), len(live), size, len(replayed), age, equal, below, above]
         n_drawn, n_live, n_used, n_replayed, age, *dropped = sum_over_ranks(self.accelerator, counts)
         metrics = {"sampling/kept_frac": n_live / n_drawn}
@@ -128,12 +125,12 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if group.live.all() and _side(group) == 0]
+    return [group for group in groups if known(group.rewards.has_signal).all() and _side(group) == 0]
 
 
 def _side(group: Rollout) -> int:
     """On which side of the wanted range the group's mean reward is: -1 below, 1 above, 0 within."""
-    return 0 if group.out_of_range is None else int(group.out_of_range[0])
+    return 0 if group.rewards.out_of_range is None else int(group.rewards.out_of_range[0])
 
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:

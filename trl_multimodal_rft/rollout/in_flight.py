@@ -15,7 +15,8 @@ from accelerate.logging import get_logger
 from ..data.reading.http import started
 from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
 from ..generation.vllm_server import ServerRequest
-from .reward import EarlyCalls, EarlyRewards
+from .reward import EarlyCalls
+from .rollout import EarlyRewards
 
 
 logger = get_logger(__name__)
@@ -182,7 +183,6 @@ class InFlight:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: the rows of the batches that were asked for, and the answers so far."""
         answers = {key: each for asked in self._asked.values() for key, each in asked.answers.items()}
         ended = {key: each.result() for key, each in answers.items() if each.done() and each.exception() is None}
         return {
@@ -191,7 +191,6 @@ class InFlight:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`state_dict`] returned: the other completions are asked for again."""
         now, self._rows = time.monotonic(), state["rows"]
         self._known = {key: Answer(*each)._replace(at=now) for key, each in state["answers"].items()}
 

@@ -1,15 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Rewards of a rollout's completions."""
 
+from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, nanstd
 
 from ..data.reading.refs import iter_refs
@@ -18,23 +20,10 @@ from ..data.rows.features import restore_media
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import checked_reward
 from ..rewards.model import read_as_text
-from .rollout import Rollout
+from .rollout import EarlyRewards, Rollout
 
 
 logger = get_logger(__name__)
-
-
-class EarlyRewards(NamedTuple):
-    """Rewards by some functions, of completions that were asked for ahead, and what these functions logged."""
-
-    values: dict[str, list[float | None]]
-    logged: list[tuple[str, str, Any]]  # the argument that was called, the name, and what
-
-    @classmethod
-    def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
-        """Those of all parts, in their order."""
-        values = {name: sum((each.values[name] for each in parts), []) for name in parts[0].values}
-        return cls(values, sum((each.logged for each in parts), []))
 
 
 class EarlyCalls:
@@ -68,13 +57,13 @@ def checked_functions(
 ) -> dict[str, Callable]:
     """Reward functions by name, whose arguments and results are checked; models of text read completions as text."""
     readers = [name for name, each in zip(names, reward_funcs, strict=True) if isinstance(each, nn.Module)]
-    check_readers(readers, rollout.messages, rollout.completions)
+    check_readers(readers, rollout.source.messages, rollout.source.completions)
     return {
         name: checked_reward(
             read_as_text(each, processor, template_kwargs) if name in readers else each,
             name,
             media_rules,
-            rollout.numbers,
+            rollout.source.row_indices,
         )
         for name, each, processor in zip(names, reward_funcs, processors, strict=True)
     }
@@ -86,17 +75,17 @@ def rollout_arguments(rollout: Rollout, given: dict[str, Any]) -> dict[str, Any]
     unless a group straddles ranks.
     """
     rows = [
-        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.extra.items()}}
-        for i, row in enumerate(rollout.rows)
+        {**row, **{key: each[i] if isinstance(each, list) else each for key, each in rollout.source.extra.items()}}
+        for i, row in enumerate(rollout.source.rows)
     ]
-    if rollout.environments is not None:
-        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.environments, strict=True)]
-    prompts, completions = restore_media(rollout.messages), restore_media(rollout.completions)
-    groups = {"group_ids": rollout.group_ids.tolist()} if rollout.whole_groups else {}
-    return {**reward_arguments(prompts, completions, rollout.ids, rows, completions), **groups, **given}
+    if rollout.source.environments is not None:
+        rows = [{**row, "environments": each} for row, each in zip(rows, rollout.source.environments, strict=True)]
+    prompts, completions = restore_media(rollout.source.messages), restore_media(rollout.source.completions)
+    groups = {"group_ids": rollout.group_ids.tolist()} if rollout.source.whole_groups else {}
+    return {**reward_arguments(prompts, completions, rollout.source.ids, rows, completions), **groups, **given}
 
 
-def only_waits(reward_func: Any) -> bool:
+def only_waits(reward_func: Callable) -> bool:
     """
     Whether a thread may call a function while the policy is trained: it is async, or has a true `only_waits`, as those
     that ask servers. Others may use collectives, signals or the device.
@@ -105,7 +94,11 @@ def only_waits(reward_func: Any) -> bool:
 
 
 def reward_early(
-    rollout: Rollout, functions: Mapping[str, Callable], state: Any, loop: Any, calls: EarlyCalls
+    rollout: Rollout,
+    functions: Mapping[str, Callable],
+    state: TrainerState,
+    loop: AbstractEventLoop | None,
+    calls: EarlyCalls,
 ) -> EarlyRewards:
     """Calls reward functions in a thread of their own. What they log is kept."""
     logged: list[tuple[str, str, Any]] = []
@@ -119,7 +112,7 @@ def reward_rollout(
     rollout: Rollout,
     functions: Mapping[str, Callable],
     given: dict[str, Any],
-    loop: Any,
+    loop: AbstractEventLoop | None,
     profile: Callable[[str], Any],
     early: EarlyRewards | None = None,
 ) -> torch.Tensor:
@@ -136,7 +129,7 @@ def reward_rollout(
     found = call_rewards(called, arguments, loop, profile) | known
     columns = (found[name] for name in functions)
     rewards = torch.tensor([[torch.nan if each is None else each for each in column] for column in columns]).T
-    warn_of_unscorable(rewards, [*functions], rollout.numbers)
+    warn_of_unscorable(rewards, [*functions], rollout.source.row_indices)
     return rewards.contiguous()
 
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The completions that flow through a training step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,90 +14,167 @@ from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
 
 
-# Per-token tensors, with the value on padding (that of ids is the padding token)
-_PER_TOKEN = {
-    "completion_ids": None,
-    "completion_mask": 0,
-    "tool_mask": 1,
-    "sampling_per_token_logps": 0.0,
-    "old_per_token_logps": 0.0,
-    "old_entropies": 0.0,
-    "ref_per_token_logps": 0.0,
-    "dependency": 0.0,
-    "old_values": 0.0,
-    "returns": 0.0,
-    "teacher_ids": 0,
-    "teacher_logps": 0.0,
-    "token_weights": 0.0,
-}
+def _per_token(fill: float = 0.0) -> Any:
+    """A tensor with a value per token, `fill` on padding."""
+    return field(default=None, metadata={"fill": fill})
 
-# What only rewards, logs and checks read
-_BEFORE_LOSS = ("rows", "messages", "environments", "ids", "completions", "extra", "rewards_per_func")
-_BEFORE_LOSS += ("place", "versions", "early_rewards", "from_view", "contrast", "bonus")
+
+def _fields(part: "_Part") -> tuple[Field, ...]:
+    return fields(part)  # pyrefly: ignore[bad-argument-type]  # every part is a dataclass
+
+
+class _Part:
+    """What a stage knows of completions: a dataclass of tensors and lists with a row per completion, and parts."""
+
+    def walk(self) -> Iterator[tuple[Field, Any]]:
+        """Yields fields and values, of parts, too."""
+        for each in _fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, _Part):
+                yield from value.walk()
+            yield each, value
+
+    def changed(self, change: Callable[[Field, Any], Any]) -> Self:
+        """A copy with `change(field, value)` in place of each value, in parts, too."""
+        values = {each: getattr(self, each.name) for each in _fields(self)}
+        changed = {
+            each.name: value.changed(change) if isinstance(value, _Part) else change(each, value)
+            for each, value in values.items()
+        }
+        return type(self)(**changed)
+
+
+AnyPart = TypeVar("AnyPart", bound=_Part)
+Written = TypeVar("Written", torch.Tensor, int)
+
+
+class EarlyRewards(NamedTuple):
+    """Rewards by some functions, of completions that were requested ahead, and what these functions logged."""
+
+    values: dict[str, list[float | None]]
+    logged: list[tuple[str, str, Any]]  # the argument that was called, the name, and what
+
+    @classmethod
+    def join(cls, parts: Sequence["EarlyRewards"]) -> "EarlyRewards":
+        values = {name: sum((each.values[name] for each in parts), []) for name in parts[0].values}
+        return cls(values, sum((each.logged for each in parts), []))
+
+
+def known(value: Written | None) -> Written:
+    """What an earlier stage has written into a rollout."""
+    if value is None:
+        raise ValueError("A stage of the step was left out, of which a later one needs a result.")
+    return value
 
 
 @dataclass(eq=False)
-class Rollout:
-    """
-    Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.
+class Flight(_Part):
+    """Of completions that were requested ahead of need."""
 
-    Each field is written by one stage of the step. Fields that a loss reads have TRL's names, and `rollout[name]` and
-    `rollout.get(name)` read them as TRL's losses read their dictionary.
-    """
+    versions: torch.Tensor  # (N, 2), of the weights by which servers sampled first and last tokens
+    early_rewards: EarlyRewards | None = None  # by functions that only wait
 
-    # collect
-    prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
-    group_ids: torch.Tensor  # (N,), the number of each completion's group among those of all ranks
-    pad_token_id: int
-    place: int | None = None  # of the batch in the run, where it is one that the loader of training yielded
+
+@dataclass(eq=False)
+class Source(_Part):
+    """What completions were sampled from, and their texts, which rewards, logs and checks read, and no loss."""
+
     rows: list[dict[str, Any]] = field(default_factory=list)  # as reward functions get them
-    numbers: list[int] = field(default_factory=list)  # of the rows in their dataset
+    row_indices: list[int] = field(default_factory=list)  # in their dataset
     messages: list[Any] = field(default_factory=list)  # prompts with references to media
     environments: list[Any] | None = None
     whole_groups: bool = True  # whether no group straddles ranks
-    # sample
-    completion_ids: Any = None  # (N, C), padded on the right
-    completion_mask: Any = None  # (N, C), 0 on padding, and on truncated completions that are masked
-    tool_mask: Any = None  # (N, C), 0 on results of tools; None if every token was sampled
+    batch_index: int | None = None  # in the run, of a batch that the loader of training yielded
     ids: list[list[int]] = field(default_factory=list)  # of each completion, without padding
     completions: list[Any] = field(default_factory=list)  # texts, or messages
-    sampling_per_token_logps: Any = None  # (N, C), NaN where the engine returned none
     extra: dict[str, Any] = field(default_factory=dict)  # further columns, of `rollout_func`
-    versions: Any = None  # (N, 2), of the weights by which servers sampled first and last tokens ahead of the update
-    early_rewards: Any = None  # of completions that were asked for ahead, by functions that only wait
-    from_view: Any = None  # (N,), whether a completion was sampled from a view of its prompt
+    flight: Flight | None = None
+    from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
     # Further completions, sampled from another view, which aren't trained on, and beside which ones they were sampled
     contrast: "tuple[Rollout, list[int]] | None" = None
-    # The teacher's prompt of each completion, where it differs from the student's; empty if none does
-    teacher_prompts: list[EncodedPrompt] = field(default_factory=list)
-    teacher_ids: Any = None  # (N, C, K), the most likely tokens of a teacher on a server
-    teacher_logps: Any = None  # (N, C, K), their log-probabilities
-    # score
-    packed: bool = False  # whether completions share a forward of their prompt
-    old_per_token_logps: Any = None  # (N, C)
-    old_entropies: Any = None  # (N, C)
-    ref_per_token_logps: Any = None  # (N, C)
-    view_prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view in the loss; empty without one
-    dependency: Any = None  # (N, C), how far the tokens' distributions depend on the media that the view replaces
-    viewed: Any = None  # (N,), whether the view replaces media of the prompt
-    importance_sampling_ratio: Any = None  # (N, C) or (N, 1), of the trainer's policy to the engine's
-    old_values: Any = None  # (N, C), of a critic
-    bootstrap: Any = None  # (N,), value after the cut of a truncated completion
-    # reward
-    rewards_per_func: Any = None  # (all ranks' N, number of functions)
-    bonus: Any = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
-    # estimate
-    advantages: Any = None  # (N,) or (N, C)
-    returns: Any = None  # (N, C)
-    scorable: Any = None  # (N,), 0 where no reward function applies
-    live: Any = None  # (N,), whether rewards differ within the group
-    out_of_range: Any = None  # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
-    num_items_in_batch: Any = None  # (), tokens in the loss over all ranks
+
+
+@dataclass(eq=False)
+class Rewards(_Part):
+    """What reward functions say of completions."""
+
+    per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
+    bonus: torch.Tensor | None = None  # (all ranks' N,), on top of their sum, by the rewards of the contrast
+    has_signal: torch.Tensor | None = None  # (N,), whether rewards differ within the group
+    # (N,), -1 or 1 where the group's mean reward is below or above the wanted range
+    out_of_range: torch.Tensor | None = None
+    scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
+
+
+@dataclass(eq=False)
+class ViewScores(_Part):
+    """The view in the loss."""
+
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without one
+    replaces: torch.Tensor | None = None  # (N,), whether the view replaces media of the prompt
+    dependency: torch.Tensor | None = _per_token()  # (N, C), how far tokens depend on the media that it replaces
+
+
+@dataclass(eq=False)
+class Values(_Part):
+    """What a critic says of completions."""
+
+    old: torch.Tensor | None = _per_token()  # (N, C)
+    returns: torch.Tensor | None = _per_token()  # (N, C)
+
+
+@dataclass(eq=False)
+class TeacherScores(_Part):
+    """What a teacher reads, and what one on a server says of completions."""
+
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # where they differ from the student's; else empty
+    ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
+    logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
+
+
+@dataclass(eq=False)
+class TokenChoice(_Part):
+    """Which tokens an update trains on."""
+
+    entropies: torch.Tensor | None = _per_token()  # (N, C), under the policy that sampled
+    weights: torch.Tensor | None = _per_token()  # (N, C), in the policy loss; None for 1
+    without_gradient: list[bool] = field(default_factory=list)  # completions that needn't be forwarded; empty for none
+
+
+PARTS = (Flight, Source, Rewards, ViewScores, Values, TeacherScores, TokenChoice)
+
+
+@dataclass(eq=False)
+class Rollout(_Part):
+    """
+    Completions of a generation batch on this rank, or a micro-batch of them: `N` completions of at most `C` tokens.
+
+    One stage of the step writes each field, or each part. Fields that losses of TRL read have TRL's names, see
+    [`TRLInputs`].
+    """
+
+    prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
+    group_ids: torch.Tensor  # (N,), the number of each completion's group among those of all ranks
+    pad_token_id: int
+    # (N, C), padded on the right
+    completion_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": None})
+    # (N, C), 0 on padding, and on truncated completions that are masked
+    completion_mask: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": 0})
+    tool_mask: torch.Tensor | None = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
+    num_items_in_batch: torch.Tensor | None = None  # (), tokens in the loss over all ranks
     step: int = 0  # optimizer step at which the completions were sampled
-    # update
-    without_gradient: list[bool] = field(default_factory=list)  # completions that it needn't forward; empty for none
-    # token filter
-    token_weights: Any = None  # (N, C), weights in the policy loss; None for 1
+    packed: bool = False  # whether completions share a forward of their prompt
+    sampling_per_token_logps: torch.Tensor | None = _per_token()  # (N, C), NaN where the engine returned none
+    old_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
+    ref_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
+    importance_sampling_ratio: torch.Tensor | None = _per_token()  # (N, C) or (N, 1), of the policy to the engine
+    advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
+    source: Source = field(default_factory=Source)
+    rewards: Rewards = field(default_factory=Rewards)
+    view: ViewScores = field(default_factory=ViewScores)
+    values: Values = field(default_factory=Values)
+    teacher: TeacherScores = field(default_factory=TeacherScores)
+    tokens: TokenChoice = field(default_factory=TokenChoice)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -110,7 +187,11 @@ class Rollout:
     @property
     def rows_to_score(self) -> list[int] | None:
         """Completions that have a gradient, `None` for all."""
-        return [i for i, none in enumerate(self.without_gradient) if not none] if any(self.without_gradient) else None
+        return (
+            [i for i, none in enumerate(self.tokens.without_gradient) if not none]
+            if any(self.tokens.without_gradient)
+            else None
+        )
 
     @property
     def scored_mask(self) -> torch.Tensor:
@@ -118,7 +199,7 @@ class Rollout:
         mask = self.loss_mask
         if self.rows_to_score is None:
             return mask
-        return mask * to_device(~torch.tensor(self.without_gradient), mask.device)[:, None]
+        return mask * to_device(~torch.tensor(self.tokens.without_gradient), mask.device)[:, None]
 
     @property
     def prompt_ids(self) -> torch.Tensor:
@@ -135,44 +216,20 @@ class Rollout:
         """Log-probabilities of whole completions, `(N,)`, as TRL's RLOO reads them."""
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The field, or the default where no stage has written it."""
-        value = getattr(self, name, None)
-        return default if value is None else value
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise KeyError(name)
-        return value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
-
-    def __contains__(self, name: str) -> bool:
-        return self.get(name) is not None
-
-    def keys(self) -> list[str]:
-        """Names of the fields that are written, so that a loss may copy its inputs as `{**inputs}`."""
-        return [each.name for each in fields(self) if each.name in self]
-
     def select(self, indices: Sequence[int]) -> "Rollout":
-        """Some of the completions, in this order."""
         indices, n = list(indices), len(self)
-        changed: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
+
+        def chosen(_: Field, value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
-                changed[each.name] = rows_of(value, indices)
-            elif isinstance(value, list) and len(value) == n:
-                changed[each.name] = [value[i] for i in indices]
-        return replace(self, **changed)
+                return rows_of(value, indices)
+            return [value[i] for i in indices] if isinstance(value, list) and len(value) == n else value
+
+        return self.changed(chosen)
 
     def for_loss(self) -> "Rollout":
         """Without what only rewards, logs and checks read."""
-        defaults = {each.name: each for each in fields(self) if each.name in _BEFORE_LOSS}
-        empty = {name: None if each.default is None else each.default_factory() for name, each in defaults.items()}
-        return replace(self, **empty)
+        rewards = replace(self.rewards, per_func=None, bonus=None)
+        return replace(self, source=Source(), rewards=rewards)
 
     def micro_batches(self, n: int) -> list["Rollout"]:
         """`n` parts of equal size, in order."""
@@ -182,30 +239,31 @@ class Rollout:
     def groups(self, size: int) -> list["Rollout"]:
         """One rollout per group of `size` completions, without columns that are padding in the whole group."""
         parts = [self.select(range(start, start + size)) for start in range(0, len(self), size)]
-        names = self.per_token_fields()
-        return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), names) for part in parts]
+        tokens = self.token_fields()
+        return [part.resized(max(int(part.completion_mask.sum(1).max()), 1), tokens) for part in parts]
 
-    def per_token_fields(self) -> set[str]:
-        """Names of the tensors with a value per token, which advantages and ratios may or may not have."""
+    def token_fields(self) -> set[Field]:
+        """Fields of tensors with a value per token, which advantages and ratios may or may not have."""
         width = self.completion_ids.size(1)
-        maybe = {name: self.get(name) for name in ("advantages", "importance_sampling_ratio")}
-        found = {name for name, value in maybe.items() if value is not None and value.shape[1:] == (width,)}
-        return found | {name for name in _PER_TOKEN if name in self}
+        known = {each: value for each, value in self.walk() if "fill" in each.metadata and value is not None}
+        return {each for each, value in known.items() if value.dim() > 1 and value.size(1) == width}
 
-    def resized(self, width: int, names: set[str]) -> "Rollout":
+    def resized(self, width: int, tokens: set[Field]) -> "Rollout":
         """With per-token tensors padded on the right, or cut, to a number of columns."""
         more = width - self.completion_ids.size(1)
-        fills = {**_PER_TOKEN, "completion_ids": self.pad_token_id}
-        given = {name: getattr(self, name) for name in names}
-        after = {name: (0, 0) * (value.dim() - 2) for name, value in given.items()}  # of dimensions behind the tokens
-        changed = {name: F.pad(given[name], (*after[name], 0, more), value=fills.get(name, 0)) for name in names}
-        return replace(self, **changed)
+
+        def padded(each: Field, value: Any) -> Any:
+            if each not in tokens:
+                return value
+            fill = each.metadata["fill"]
+            behind = (0, 0) * (value.dim() - 2)  # of dimensions behind the tokens
+            return F.pad(value, (*behind, 0, more), value=self.pad_token_id if fill is None else fill)
+
+        return self.changed(padded)
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Rollout":
         """With tensors on a device; prompts stay on the CPU."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        moved = {k: v.to(device, copy=copy) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        return self.changed(lambda _, value: value.to(device, copy=copy) if isinstance(value, torch.Tensor) else value)
 
     def with_copied_prompts(self, on_device: bool = True) -> "Rollout":
         """With prompts that share no cached masks, nor what only generation needs, with those of this one."""
@@ -217,12 +275,13 @@ class Rollout:
                 return replace(prompt, prompt=copied(prompt.prompt), later=copied(prompt.later), **fresh)
             return copies.setdefault(id(prompt), replace(prompt, decoded=(), **fresh))
 
-        names = ("prompts", "view_prompts", "teacher_prompts")
-        return replace(self, **{name: [copied(prompt) for prompt in getattr(self, name)] for name in names})
+        return self.changed(
+            lambda each, value: [copied(prompt) for prompt in value] if each.name == "prompts" else value
+        )
 
     def release(self) -> None:
         """Frees what forwards kept of the media, once no more of them come."""
-        for prompt in [*self.prompts, *self.view_prompts, *self.teacher_prompts]:
+        for prompt in [*self.prompts, *self.view.prompts, *self.teacher.prompts]:
             for part in prompt.parts:
                 part.on_device.clear()
 
@@ -233,13 +292,52 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     `num_items_in_batch`, which count over the whole batch.
     """
     width = max(each.completion_ids.size(1) for each in rollouts)
-    names = set.intersection(*(each.per_token_fields() for each in rollouts))
-    parts = [each.with_copied_prompts().to(device).resized(width, names) for each in rollouts]
+    tokens = set.intersection(*(each.token_fields() for each in rollouts))
+    return _join([each.with_copied_prompts().to(device).resized(width, tokens) for each in rollouts], len(rollouts[0]))
+
+
+def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
+    """Concatenates parts, the first of `n` completions."""
     changed: dict[str, Any] = {}
-    for name in (each.name for each in fields(Rollout)):
+    for name in (each.name for each in _fields(parts[0])):
         values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
+        if isinstance(values[0], _Part):
+            changed[name] = _join(values, n)
+        elif isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
             changed[name] = torch.cat(values)
-        elif isinstance(values[0], list) and len(values[0]) == len(parts[0]):
+        elif isinstance(values[0], list) and len(values[0]) == n:
             changed[name] = sum(values, [])
-    return replace(parts[0], **changed)
+    values = {each.name: getattr(parts[0], each.name) for each in _fields(parts[0])}
+    return type(parts[0])(**{**values, **changed})
+
+
+_TRL_NAMES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "old_logps")
+_TRL_NAMES += ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+_TRL_NAMES += ("num_items_in_batch",)
+
+
+class TRLInputs(MutableMapping[str, torch.Tensor]):
+    """A micro-batch as the dictionary that a `_compute_loss` in TRL's way reads and writes."""
+
+    def __init__(self, rollout: Rollout):
+        self.rollout = rollout
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = getattr(self.rollout, name) if name in _TRL_NAMES else None
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        if name not in _TRL_NAMES:
+            raise KeyError(name)
+        setattr(self.rollout, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        setattr(self.rollout, name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _TRL_NAMES if getattr(self.rollout, name) is not None)
+
+    def __len__(self) -> int:
+        return len([*self])

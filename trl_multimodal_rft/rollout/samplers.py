@@ -99,7 +99,16 @@ class TransformersSampler(Sampler):
         """Where sharded weights are gathered, or forwards of isolated prompts counted."""
         return not is_unsharded(self.accelerator) or self.policy.fallbacks.isolate is not None
 
-    def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
+    def __call__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        step: int,
+        config: GenerationConfig | None = None,
+        room: Sequence[int] | None = None,
+        branches: Branches | None = None,
+    ) -> Samples:
         if self.continuous_batching is not None and config is None:
             return self._generate_batch(prompts), None
         given = self.config if config is None else config
@@ -145,12 +154,10 @@ class VLLMSampler(Sampler):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the engine."""
         return self.engine.dtype
 
     @property
     def max_length(self) -> int:
-        """Length of the engine's context."""
         return self.engine.max_length
 
     @property
@@ -158,7 +165,16 @@ class VLLMSampler(Sampler):
         """Where ranks share an engine, or the error of a server."""
         return self.engine.mode == "server" or self.engine.tensor_parallel_size > 1
 
-    def __call__(self, model, prompts, *, step, config=None, room=None, branches=None) -> Samples:
+    def __call__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        step: int,
+        config: GenerationConfig | None = None,
+        room: Sequence[int] | None = None,
+        branches: Branches | None = None,
+    ) -> Samples:
         sampling = None
         if config is not None:
             sampling = sampling_parameters(config)

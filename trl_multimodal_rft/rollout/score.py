@@ -18,7 +18,7 @@ from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
 from .ranks import sum_over_ranks
-from .rollout import Rollout
+from .rollout import Rollout, known
 
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
@@ -45,15 +45,16 @@ def score_with_view(
     computes both, as engines need it; where the view replaces nothing, both are the same. Other arguments are those of
     [`PolicyForward.score`].
     """
-    prompts, views, n = rollout.prompts, rollout.view_prompts, len(rollout)
+    prompts, views, n = rollout.prompts, rollout.view.prompts, len(rollout)
     ids, mask, packed = rollout.completion_ids, rollout.completion_mask, rollout.packed
     if views:
         twice = (torch.cat([each, each]) for each in (ids, mask))
-        chosen = [*(range(n) if rows is None else rows), *(n + i for i in rollout.viewed.nonzero()[:, 0].tolist())]
+        replaces = known(rollout.view.replaces)
+        chosen = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         chosen = None if len(chosen) == 2 * n else chosen
         scores = policy.score(model, [*prompts, *views], *twice, packed=packed, rows=chosen, **options)
         own, view = scores.rows(slice(n)), scores.rows(slice(n, None))
-        viewed = rollout.viewed[:, None]
+        viewed = replaces[:, None]
         own.view = Scores(
             logps=torch.where(viewed, view.logps, own.logps),
             entropies=torch.where(viewed, view.entropies, own.entropies),
@@ -78,9 +79,9 @@ def score_dependency(
     for part in map(rollout.select, places):
         ids, mask = part.completion_ids, part.completion_mask
         clean = policy.score(model, part.prompts, ids, mask, packed=part.packed, hidden=True)
-        head, seen = head_of(policy.unwrapped(model), rule), mask * part.viewed[:, None]
+        head, seen = head_of(policy.unwrapped(model), rule), mask * known(part.view.replaces)[:, None]
         target = Target(seen, rule, beta=0.0, temperature=policy.temperature, hidden=clean.hidden, head=head)
-        view = policy.score(model, part.view_prompts, ids, mask, packed=part.packed, target=target)
+        view = policy.score(model, part.view.prompts, ids, mask, packed=part.packed, target=target)
         dependencies.append(view.divergences)
         clean.hidden = None
         found.append(clean)
@@ -146,8 +147,8 @@ def engine_ratios(
 def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
     """Importance ratios of the policy that sampled a rollout to its engine, `(N, C)` or `(N, 1)`."""
     return engine_ratios(
-        rollout.old_per_token_logps,
-        rollout.sampling_per_token_logps,
+        known(rollout.old_per_token_logps),
+        known(rollout.sampling_per_token_logps),
         rollout.scored_mask,
         args.vllm_importance_sampling_mode,
         args.vllm_importance_sampling_clip_min,
@@ -158,10 +159,9 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
 def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     """TRL's metrics of the differences between policy and engine, and of the ratios, from parts of a rollout."""
     scored = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
-    logps, sampled, mask = (
-        torch.cat([part[name] for part in scored])
-        for name in ("old_per_token_logps", "sampling_per_token_logps", "loss_mask")
-    )
+    logps = torch.cat([known(part.old_per_token_logps) for part in scored])
+    sampled = torch.cat([known(part.sampling_per_token_logps) for part in scored])
+    mask = torch.cat([part.loss_mask for part in scored])
     ratios = torch.cat([rollout_ratios(part, args) for part in scored])
     difference = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
     taken = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
@@ -192,7 +192,8 @@ def n_on_policy(args: Any, steps_per_rollout: int) -> int:
 
 def without_gradient(rollout: Rollout) -> list[bool]:
     """Which completions have a policy gradient of exactly 0, such as those of a group with equal rewards."""
-    advantages = rollout.advantages if rollout.advantages.dim() == 2 else rollout.advantages[:, None]
+    advantages = known(rollout.advantages)
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
 
 
@@ -208,7 +209,7 @@ def packing_metrics(
         policy.n_prompt_tokens(model, each.prompts, each.completion_mask.sum(1).tolist()) if each.packed else n
         for each, n in zip(micro_batches, repeated, strict=True)
     ]
-    n_skipped = sum(sum(each.without_gradient) for each in micro_batches)
+    n_skipped = sum(sum(each.tokens.without_gradient) for each in micro_batches)
     counts = [sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))]
     forwarded, repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
     return {"packing/shared_frac": 1 - forwarded / repeated, "packing/skipped_frac": n_skipped / n}

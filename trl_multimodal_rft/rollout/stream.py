@@ -103,7 +103,6 @@ class RowStream:
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
     def close(self) -> None:
-        """Ends the workers."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -262,7 +261,6 @@ class RowStream:
         return [groups[group - 1] for group in accumulate(begins)]
 
     def _take(self, key: Any, rows: DatasetRows | None, training: bool) -> "_Read":
-        """A row and its prompt."""
         if training and self._pool is not None and self._has_prompts:
             read = self._pool.take(key)
         else:
@@ -421,5 +419,4 @@ def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int
 
 
 def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
-    """How many rows may be skipped."""
     return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))

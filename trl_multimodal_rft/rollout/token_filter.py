@@ -59,4 +59,4 @@ class TokenFilter:
         """Sets the weights of the tokens of micro-batches, which compete with each other and those of all ranks."""
         weights = self.weights(torch.cat([*entropies]), torch.cat([each.loss_mask for each in micro_batches]))
         for each, part in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
-            each.token_weights = part
+            each.tokens.weights = part

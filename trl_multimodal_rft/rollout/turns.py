@@ -57,7 +57,6 @@ class Trajectory:
 
     @property
     def media(self) -> list[EncodedPrompt]:
-        """Results that hold media."""
         return [turn for _, turn in self.turns if turn.media]
 
     def append(self, ids: list[int], logps: list[float | None] | None, sampled: bool) -> None:
@@ -98,7 +97,6 @@ class ToolLoop:
     loop: Any = None  # where async tools run
 
     def run(self, trajectories: list[Trajectory]) -> None:
-        """Continues completions that end with calls."""
         calling = {i: trajectory for i, trajectory in enumerate(trajectories) if trajectory.calls}
         n_turns = 0
         while self.anyone(bool(calling)) and n_turns < self.max_turns:
@@ -113,7 +111,6 @@ class ToolLoop:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The processor's tokenizer."""
         return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
 
     @property
@@ -253,23 +250,31 @@ def parse_assistant_turn(
 
 
 def first_turns(
-    rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments
+    rollout: Rollout,
+    ids: list[list[int]],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    toolbox: Environments,
 ) -> list[dict[str, Any]]:
     """First turns as messages, with their calls if the tokenizer can parse them."""
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         texts = processing_class.batch_decode(ids, skip_special_tokens=True)
         return [{"role": "assistant", "content": text} for text in texts]
-    environments = rollout.environments or [None] * len(rollout)
+    environments = rollout.source.environments or [None] * len(rollout)
     return [
         parse_assistant_turn(tokenizer, each, prompt.input_ids.tolist(), toolbox.tools_in(environment))
         for each, prompt, environment in zip(ids, rollout.prompts, environments, strict=True)
     ]
 
 
-def without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Any, toolbox: Environments) -> list[Any]:
+def without_tools(
+    rollout: Rollout,
+    ids: list[list[int]],
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    toolbox: Environments,
+) -> list[Any]:
     """Completions as texts, or as messages where the prompts are."""
-    if is_conversational({"prompt": rollout.messages[0]}):
+    if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[each] for each in first_turns(rollout, ids, processing_class, toolbox)]
     return processing_class.batch_decode(ids, skip_special_tokens=True)
 
@@ -296,7 +301,7 @@ def run_turns(
     trajectories = [
         Trajectory(prompt, sampled, [message], list(history), each_logps, [1] * len(sampled))
         for prompt, sampled, message, history, each_logps in zip(
-            rollout.prompts, ids, first, rollout.messages, every, strict=True
+            rollout.prompts, ids, first, rollout.source.messages, every, strict=True
         )
     ]
     loop.run(trajectories)
@@ -319,7 +324,7 @@ def take_turns(
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
     rollout.prompts = with_results(loop.model, trajectories)
-    rollout.completions = [each.messages for each in trajectories]
+    rollout.source.completions = [each.messages for each in trajectories]
     return (
         [each.ids for each in trajectories],
         None if logps is None else [each.logps or [] for each in trajectories],
@@ -358,7 +363,7 @@ def _content(name: str, result: Any, row: int, rules: MediaRules) -> str | list[
     return str(result)
 
 
-def _is_causal(model, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
+def _is_causal(model: PreTrainedModel, prompt: EncodedPrompt, whole: EncodedPrompt) -> bool:
     """Whether appending tool results leaves the prompt's positions and masks unchanged."""
     positions = whole.position_ids[..., : len(prompt)]
     same = torch.equal(positions, prompt.position_ids.expand_as(positions))

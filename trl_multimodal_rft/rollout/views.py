@@ -119,10 +119,10 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
             return prompt
         if id(prompt) not in found:
             found[id(prompt)] = encoder.encode(
-                rollout.messages[row],
-                rollout.numbers[row],
+                rollout.source.messages[row],
+                rollout.source.row_indices[row],
                 _of_row(view, rollout, row),
-                **template_tools(toolbox, rollout.environments, row),
+                **template_tools(toolbox, rollout.source.environments, row),
             )
         return found[id(prompt)]
 
@@ -142,12 +142,12 @@ def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
 
 def _of_row(view: View, rollout: Rollout, row: int) -> View:
     """The view with the random numbers of a row and, where it shows one, with the media of the next other row."""
-    view = view.seeded(*view.seed, rollout.numbers[row])
+    view = view.seeded(*view.seed, rollout.source.row_indices[row])
     if not view.type.needs_other:
         return view
-    own = _replaced(view, rollout.messages[row])
+    own = _replaced(view, rollout.source.messages[row])
     for step in range(1, len(rollout)):
-        others = _replaced(view, rollout.messages[(row + step) % len(rollout)])
+        others = _replaced(view, rollout.source.messages[(row + step) % len(rollout)])
         if {ref.modality for ref in others} >= {ref.modality for ref in own} and not same_prompt(others, own):
             return view.with_others(others)
     return view

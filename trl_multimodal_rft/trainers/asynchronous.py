@@ -20,8 +20,8 @@ from ..generation.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import complete
 from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompts import PromptEncoder
-from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
-from ..rollout.rollout import Rollout
+from ..rollout.reward import checked_functions, only_waits, reward_early
+from ..rollout.rollout import EarlyRewards, Flight, Rollout
 from ..rollout.samplers import Samples, VLLMSampler
 from ..rollout.turns import without_tools
 from .run import Run
@@ -72,12 +72,12 @@ class AheadSampling:
         completions = [each for answer in answers for each in answer.completions]
         ids, logps = ([*each] for each in zip(*completions, strict=True))
         versions = [[each.first, each.last] for each in answers for _ in each.completions]
-        rollout.versions = torch.tensor(versions[:n], device=accelerator.device)
+        rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if asked.rewards:
             rewards = on_all_ranks(accelerator, lambda: [each.result() for each in asked.rewards.values()])
-            rollout.early_rewards = EarlyRewards.join(rewards)
+            rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
         flight.probes = asked.probes
-        ages = place - accelerator.gather(rollout.versions[:, 0]).float()
+        ages = place - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
         waits = accelerator.gather(torch.tensor([seconds], device=ages.device))
         run.metrics.add(
             {
@@ -103,7 +103,8 @@ class AheadSampling:
         places, prompts = [*range(n), *views.contrast], views.prompts(rollout)
         # Further completions have further seeds
         indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
-        keys = request_keys(prompts, [rollout.numbers[i] for i in places], indices, place, run.args.seed)
+        rows_of_prompts = [rollout.source.row_indices[i] for i in places]
+        keys = request_keys(prompts, rows_of_prompts, indices, place, run.args.seed)
         requests = self.engine.server_requests(prompts)
         if not run.toolbox.tools:
             for prompt in prompts:
@@ -115,7 +116,7 @@ class AheadSampling:
         probes = [(prompts[i], requests[key]) for key, i in starts.items()] if is_due else []
         parts = {key: rollout.select(range(i, i + key[3])) for key, i in starts.items() if i < n}  # without contrasts
         reward = self._early_rewards(parts)
-        self.flight.ask(place, batch, rollout.numbers, requests, reward=reward, views=views, probes=probes)
+        self.flight.ask(place, batch, rollout.source.row_indices, requests, reward=reward, views=views, probes=probes)
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""
@@ -129,8 +130,9 @@ class AheadSampling:
             flight.processor = copy.deepcopy(run.prompts.processor)
 
         def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
-            part.ids, part.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
-            part.completions = without_tools(part, part.ids, flight.processor, run.toolbox)
+            source = part.source
+            source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
+            source.completions = without_tools(part, source.ids, flight.processor, run.toolbox)
             functions = checked_functions(
                 part, names, funcs, processors, rewarding.template_kwargs, rewarding.media_rules
             )

@@ -41,7 +41,7 @@ from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler, VLLMSampler
 from ..rollout.score import (
     engine_metrics,
@@ -77,6 +77,7 @@ from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_cal
 from .run import MetricLog, Rewarding, Run
 from .setup import (
     around_trl_constructor,
+    check_deepspeed_steps,
     check_first_rows,
     check_launch,
     enable_packing,
@@ -87,7 +88,6 @@ from .setup import (
     load_parts,
     modalities,
     prepare_reference,
-    refuse_unchecked_steps,
     reward_sources,
     start_loop,
     warn_of_truncation,
@@ -112,14 +112,13 @@ class MultimodalTrainer(CheckpointMixin):
     _scores: Scores | None = None  # of it
     _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
-    _prompt_columns: tuple[str, ...] = ("prompt",)
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
-    reward_funcs: Any
-    reward_processing_classes: Any
+    reward_funcs: Any = ()
+    reward_processing_classes: Any = ()
     chat_template_kwargs: Any
-    num_generations: Any
-    num_generations_eval: Any
+    num_generations_eval: Any = 1
+    aux_loss_enabled = mask_truncated_completions = _has_async_funcs = False
     max_completion_length: Any
     lr_scheduler: Any
     _logit_bias: dict[int, float]
@@ -130,7 +129,7 @@ class MultimodalTrainer(CheckpointMixin):
         ignore_deprecated_names()
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
         check_launch(args, model)
-        refuse_unchecked_steps(args)
+        check_deepspeed_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
@@ -153,7 +152,7 @@ class MultimodalTrainer(CheckpointMixin):
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
         processors = kwargs.pop("reward_processing_classes", None)
-        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
+        sources = reward_sources(reward_funcs, processors, self.toolbox, needed=args.needs_rewards)
 
         self.card_notes = CardNotes()
         # Datasets whose rows are looked at when the first ones come
@@ -162,11 +161,9 @@ class MultimodalTrainer(CheckpointMixin):
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
                 model=loaded.model,
-                reward_funcs=sources.reward_funcs,
                 args=args,
                 processing_class=loaded.processing_class,
-                # TRL reads texts with them, and asks for padding, which processors don't have
-                reward_processing_classes=[getattr(each, "tokenizer", each) for each in sources.processors],
+                **sources.for_trl(),
                 quantization_config=quantization_config,
                 **kwargs,
             )
@@ -203,8 +200,8 @@ class MultimodalTrainer(CheckpointMixin):
             self.accelerator,
             encode=None if self.toolbox or rollout_func is not None else encode,
             messages=self.prompts.messages,
-            encode_teachers=self.prompts.encode_teachers if args.is_distillation else None,
-            columns=[*self._prompt_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+            encode_teachers=self.prompts.encode_teachers if args.teacher_columns else None,
+            columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
             metrics=self._metrics,
             state=lambda: self.state,
         )
@@ -231,15 +228,16 @@ class MultimodalTrainer(CheckpointMixin):
         def functions():
             return self.reward_func_names, self.reward_funcs, self.reward_processing_classes
 
-        logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
+        logs = {argument: getattr(self, name, None) for argument, name in names.items()}
         how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
         rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
-        now, sizes = (lambda: self.model, lambda: self.state), (self.num_generations, self.num_generations_eval)
+        now, sizes = (lambda: self.model, lambda: self.state), (args.num_generations, self.num_generations_eval)
         return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
 
-    def _unwrapped(self, model) -> PreTrainedModel:
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
@@ -315,12 +313,11 @@ class MultimodalTrainer(CheckpointMixin):
             dataset = dataset.shuffle(seed=args.seed)
         ranks = self.accelerator.num_processes, self.accelerator.process_index
         size = args.generation_batch_size // ranks[0]
-        shape = BatchShape(size, self.num_generations, self._steps_per_rollout, *ranks)
+        shape = BatchShape(size, args.num_generations, self._steps_per_rollout, *ranks)
         order = functools.partial(repeat_order, seed=args.seed) if self.shuffle_dataset else None
         return self._stream.train_loader(dataset, shape, args.media_prefetch, order)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """A loader of rows with encoded prompts, each as often as it is completed."""
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
@@ -343,13 +340,13 @@ class MultimodalTrainer(CheckpointMixin):
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         check_first_rows(self._run, [row.stored for row in rows], self._unseen)
         rollout = self._run.collect(rows)
-        self.environments = rollout.environments
-        rollout.place = getattr(inputs, "batch_index", None) if self.model.training else None
+        self.environments = rollout.source.environments
+        rollout.source.batch_index = getattr(inputs, "batch_index", None) if self.model.training else None
         rollout.step = self.state.global_step
-        prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
-        self.card_notes.add(rollout.rows[0], messages, (prompt.modalities for prompt in prompts))
+        prompts, source = rollout.prompts, rollout.source
+        self.card_notes.add(source.rows[0], source.messages, (prompt.modalities for prompt in prompts))
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
-            self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
+            self._warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         if self.args.self_check and self.model.training and prompts:
             parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
             check_prompts(self._run, rollout, functools.partial(check_settings, *parts, self._processor_source))
@@ -360,19 +357,19 @@ class MultimodalTrainer(CheckpointMixin):
         branches: Any = Branches() if self.tools else None
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
-        elif self.in_flight is None or rollout.place is None:
+        elif self.in_flight is None or rollout.source.batch_index is None:
             samples = sample_with_views(self._run, self.sampler, self.model_wrapped, rollout, branches)
             (ids, logps), tool_mask = samples, None
         else:
             engine: Any = self.vllm_generation
             ahead = AheadSampling(self._run, self.in_flight, engine)
-            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.place), None
+            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.source.batch_index), None
         if self.tools:
             samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
             ids, logps, tool_mask = self._tool_turns(*samples, self.tool_loop)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
-            rollout.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
+            rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
@@ -386,8 +383,6 @@ class MultimodalTrainer(CheckpointMixin):
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
-        if rollout.versions is not None and self.tools:  # results of which are followed by the newest weights
-            rollout.versions[(rollout.tool_mask == 0).any(1), 1] = rollout.place
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
         self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -406,12 +401,12 @@ class MultimodalTrainer(CheckpointMixin):
     def _custom_rollout(self, rollout: Rollout):
         """What the user's `rollout_func` samples, as TRL calls it, with prompts that hold their media."""
         self.sampler.load_weights(self.state.global_step)
-        output = self.rollout_func(restore_media(rollout.messages), self)
+        output = self.rollout_func(restore_media(rollout.source.messages), self)
         placeholders = all_placeholder_ids(self._unwrapped(self.model), self.processing_class)
         return take_custom_rollout(rollout, output, placeholders)
 
     @torch.no_grad()
-    def _score_rollout(self, model, rollout: Rollout) -> Scores:
+    def _score_rollout(self, model: nn.Module, rollout: Rollout) -> Scores:
         """Scores of a rollout, or of a part of it, without gradients."""
         args = self.args
         size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
@@ -426,10 +421,9 @@ class MultimodalTrainer(CheckpointMixin):
             return self._score_rollout(self.model, rollout)
 
     def _reward(self, rollout: Rollout) -> None:
-        """Rewards of all ranks' completions, by function."""
-        rewards = self._run.rewarding(rollout, rollout.early_rewards)
-        rollout.rewards_per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
-        rollout.bonus = bonus_of_contrast(self._run, rollout)
+        rewards = self._run.rewarding(rollout)
+        rollout.rewards.per_func = self.accelerator.gather(rewards.to(self.accelerator.device))
+        rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
 
     # Checkpoints
 
@@ -456,7 +450,7 @@ class MultimodalTrainer(CheckpointMixin):
                 part.release()
             rollout: Any = self._generate_and_score_completions(inputs)
             if not (self._uses_every_score or _has_own_loss(type(self)) or has_dropout(self.model)):
-                rollout.without_gradient = without_gradient(rollout)
+                rollout.tokens.without_gradient = without_gradient(rollout)
             if self.rollout_func is not None or not self.args.keep_groups_together:
                 rollout = rollout.select(torch.randperm(len(rollout)).tolist())  # as TRL shuffles
             else:
@@ -498,7 +492,7 @@ class MultimodalTrainer(CheckpointMixin):
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
         self._micro_batch, self._scores = inputs, None
         try:
-            loss = self._compute_loss(model, inputs)
+            loss = self._compute_loss(model, TRLInputs(inputs))
             parts = None if self._scores is None else self._scores.deferred
         finally:
             self._micro_batch = self._scores = None
@@ -510,13 +504,14 @@ class MultimodalTrainer(CheckpointMixin):
         divisor = 1 if self.loss_is_scaled_for_ga else self.current_gradient_accumulation_steps
         return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
-    def _compute_loss(self, model, inputs: Rollout) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: TRLInputs) -> torch.Tensor:
         """
         The loss of a micro-batch: its scores, then the loss and the metrics of the trainer's algorithm.
 
         A subclass may replace it in TRL's way: `_get_per_token_logps_and_entropies` scores with media.
         """
-        loss, metrics = self._loss(self._score(model, inputs, rows=inputs.rows_to_score), inputs)
+        rollout = inputs.rollout
+        loss, metrics = self._loss(self._score(model, rollout, rows=rollout.rows_to_score), rollout)
         self._unread_metrics.add(metrics, self.accelerator.gather, self._run.metrics.now)
         return loss
 
@@ -524,7 +519,7 @@ class MultimodalTrainer(CheckpointMixin):
         """The loss of a micro-batch, a scalar, and its metrics, from its scores."""
         raise NotImplementedError
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Scores of a micro-batch, with gradients. Where no update came between, they are those of sampling, too."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         if rollout.old_per_token_logps is None:

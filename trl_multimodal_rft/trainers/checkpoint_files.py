@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -47,7 +48,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run, in the order of their steps."""
     found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) and path.is_dir()]
     return sorted(found, key=step_of)
 
@@ -173,7 +173,11 @@ def save_unsharded(accelerator: Accelerator, model: nn.Module, folder: str | Pat
 
 
 def save_without_weights(
-    accelerator: Accelerator, model: nn.Module, processing_class: Any, folder: Path, writes: bool
+    accelerator: Accelerator,
+    model: nn.Module,
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    folder: Path,
+    writes: bool,
 ) -> None:
     """
     Saves what makes a model of weights that are saved elsewhere: config and processor. Adapters, which are small, are

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
@@ -24,6 +24,7 @@ from ..models.parts import freeze, rates_of_parts
 from ..models.wrapped import is_unsharded, unwrapped
 from ..policy import PolicyForward
 from ..reporting.console import PRINTERS, console_of, show_parts
+from ..reporting.events import EventPart
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
@@ -46,7 +47,7 @@ from .finite import check_weights, skip_broken_update
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
 from .optimizer import check_rates, other_parts, save_parts, split_by_rate
 from .run_lock import holding
-from .shards import gathering, load_module, other_layout, refuse_missing_shards, save_module, writes_shards
+from .shards import check_shards, gathering, load_module, other_layout, save_module, writes_shards
 from .signals import EndOnSignal, end_with_launcher
 
 
@@ -75,15 +76,15 @@ class CheckpointMixin(Trainer):
     accelerator: Any
     model: Any
     optimizer: Any
-    ref_model: Any
+    ref_model: Any = None
     train_dataset: Any
     _policy: Any
     checks: Any
     sampler: Any = None
-    num_iterations: int  # these three, of trainers that sample
+    num_iterations: Any = 1  # these three, of trainers that sample
     _step: int
     _buffered_inputs: Any
-    reward_func_names: list[str]
+    reward_func_names: Any = ()
     _metrics: Any
     _stream: Any
     card_notes: CardNotes
@@ -256,7 +257,6 @@ class CheckpointMixin(Trainer):
         """Loads what [`_save_parts`] saved, where no engine does."""
 
     def _load_state(self, folder: Path) -> None:
-        """Loads what [`_save_state`] saved."""
         if self._reference_moves:
             if not (folder / _REFERENCE).is_dir():
                 raise ValueError(
@@ -482,12 +482,10 @@ class CheckpointMixin(Trainer):
             write_card(run, model_name, dataset_name)
 
     def _training_lines(self) -> list[tuple[str, str]]:
-        """What the card says about the method."""
         rewards = ", ".join(map(in_code, self.reward_func_names))
         return [*training_lines(self.args.to_dict()), ("Rewards", rewards)]
 
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
-        """What the card says about further folders of the model."""
         return []
 
     # Finite updates
@@ -513,7 +511,7 @@ def _write_manifest(
     """Lists what all processes have written. All processes have to call this."""
     shards, process = writes_shards(accelerator), accelerator.process_index
     if shards and process == 0:
-        refuse_missing_shards(folder)
+        check_shards(folder)
     if not args.checkpoint_manifest:
         return
     measured = measure_together(folder, process, accelerator.num_processes) if shards else None
@@ -545,7 +543,14 @@ class _RestoreState(TrainerCallback):
     def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
         self.checkpoint, self.load = checkpoint, load
 
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: EventPart,
+    ):
         if (folder := self.checkpoint()) is not None:
             # Before transformers 5.17, `Trainer` doesn't find the batches of a loader that has skipped some
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))

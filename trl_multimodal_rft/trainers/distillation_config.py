@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from trl import DistillationConfig
 
+from ..data.rows.columns import TEACHER_COLUMNS
 from ..rollout.views import ContrastView, RolloutView
 from ..spelling import read_settings
 from ..views import as_view
@@ -90,7 +91,8 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
 
     # What other trainers that sample have options for: `beta` is no coefficient of a reference, and completions are
     # trained on once, whatever their weights under an engine
-    is_distillation = True
+    needs_rewards = beta_is_kl = False
+    teacher_columns = TEACHER_COLUMNS
     num_generations_eval = num_iterations = 1
     sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
     rollout_view = contrast_view = None

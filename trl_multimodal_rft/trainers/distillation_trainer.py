@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer.utils import get_config_model_id
@@ -17,7 +18,7 @@ from ..data.rows.columns import TEACHER_COLUMNS
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow
 from ..rollout.views import continued
@@ -44,21 +45,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-class _WithoutRewards(DistillationTrainer):
-    """TRL's trainer with what [`MultimodalTrainer`] takes from trainers with rewards and a reference."""
-
-    rollout_func = ref_model = _log_completion_extra = _log_metric = None
-    mask_truncated_completions = aux_loss_enabled = _has_async_funcs = False
-    num_iterations = num_generations_eval = 1
-    log_multimodal: bool
-
-    def __init__(self, *, args, reward_funcs, reward_processing_classes, **kwargs):
-        super().__init__(args=args, **kwargs)
-        self.num_generations, self.log_multimodal = args.num_generations, args.log_multimodal
-        self.reward_funcs, self.reward_func_names, self.reward_processing_classes = reward_funcs, [], []
-
-
-class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
+class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # pyrefly: ignore[inconsistent-inheritance]
     """
     Trainer for on-policy distillation of models that see and hear, see
     [On-Policy Distillation of Language Models](https://huggingface.co/papers/2306.13649).
@@ -121,7 +108,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     """
 
     _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
-    _prompt_columns = ("prompt", *TEACHER_COLUMNS)
     teacher_model: Any
     reward_weights: Any
 
@@ -211,7 +197,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         for prompt in read:
             prompt.decoded = ()
         if server is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
-            rollout.teacher_prompts = read
+            rollout.teacher.prompts = read
         self._check_sampler(rollout)
         self._rollout_log.add_completions(rollout)
         log_contribution(self._run, rollout, self._steps_per_rollout)
@@ -222,7 +208,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
     def _on_rollout(self, micro_batches: list[Rollout]) -> None:
         """No scores are needed that the student will have moved away from."""
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Divergences of a micro-batch from the teacher, with gradients."""
         self._scores = self._policy.score(
             model,
@@ -239,7 +225,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         mask = inputs.loss_mask
         n_tokens = mask.sum().clamp(min=1)
         if self.model.training:
-            n_tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            n_tokens = known(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = scores.divergences.sum() / n_tokens  # 0 on tokens that don't count
         return LossOutput(loss, {"entropy": scored_mean(scores.entropies, mask)})

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..reporting.events import EventPart
 from .shards import load_shards, save_shards, writes_shards
 
 
@@ -43,7 +44,15 @@ class MovingAverage(TrainerCallback):
         self._sharded: list[FSDPModule] = []
         self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: EventPart,
+    ):
         self.follow(model)
         self.update()
 
@@ -60,7 +69,6 @@ class MovingAverage(TrainerCallback):
             self._average[name] = _placed(average, parameters[name])
 
     def update(self) -> None:
-        """Moves the average towards the weights."""
         for name, parameter in self._parameters.items():  # one by one, so that only one is there in float32
             self._move([self._average[name]], [parameter.detach().float()], None)
 
@@ -100,7 +108,6 @@ class MovingAverage(TrainerCallback):
             save_file({name: value.contiguous().cpu() for name, value in whole.items()}, file)
 
     def load(self, checkpoint: Path, accelerator: Accelerator) -> None:
-        """Reads what [`save`] wrote. All processes have to call this."""
         shards = writes_shards(accelerator)
         path = checkpoint / (_NAME if shards else f"{_NAME}.safetensors")
         if not path.exists():

@@ -154,9 +154,9 @@ def ready_to_generate(run: Run, generation: Generation) -> Iterator[Any]:
 
 def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
     """Runs the self-check on the first prompts of a run, and on the first with other media."""
-    messages = rollout.messages
+    messages = rollout.source.messages
     if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
-        rows = zip(messages, rollout.numbers, strict=True)
+        rows = zip(messages, rollout.source.row_indices, strict=True)
         messages = [run.prompts.checked(each, number) for each, number in rows]
     run.checks.on_prompts(run.model(), messages, rollout.prompts, settings)
 
@@ -245,7 +245,7 @@ def check_sampler(
         return
     if check is not None and rollout.sampling_per_token_logps is not None:
         own = computing_dtype(run.accelerator, run.policy.unwrapped(run.model()))
-        dtype, is_old = sampler.dtype or own, rollout.versions is not None
+        dtype, is_old = sampler.dtype or own, rollout.source.flight is not None
         if flight is not None and is_old and flight.probes:  # its completions are older than the policy
             pad: Any = tokenizer.pad_token_id
             probe = probe_engine(flight, run.accelerator, len(rollout), ends=ends, pad_token_id=pad)
@@ -262,8 +262,8 @@ def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
     checks, sampled, mask = run.checks, rollout.sampling_per_token_logps, rollout.loss_mask.bool()
     if sampled is None:
         return
-    if rollout.from_view is not None:  # which are left out by us
-        mask = mask & ~rollout.from_view[:, None]
+    if rollout.source.from_view is not None:  # which are left out by us
+        mask = mask & ~rollout.source.from_view[:, None]
     n_missing, n = sum_over_ranks(run.accelerator, [float((sampled.isnan() & mask).sum()), float(mask.sum())])
     run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
     text = f"What samples gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
@@ -285,7 +285,6 @@ def suppress_placeholders(model: PreTrainedModel, generation: Generation, placeh
 
 
 def transformers_sampler(run: Run, generation: Generation) -> TransformersSampler:
-    """What samples with the policy itself."""
     args, processor = run.args, run.prompts.processor
     return TransformersSampler(
         run.policy,
@@ -318,7 +317,6 @@ def prompt_limits(run: Run, datasets: Iterable[Any]) -> dict[str, int]:
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:
-    """The requests for completions ahead of need, with `max_staleness`."""
     if args.max_staleness == 0:
         return None
     return InFlight(

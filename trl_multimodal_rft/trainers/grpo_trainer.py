@@ -26,7 +26,7 @@ from ..rewards.checks import distinct_names
 from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter
 from .base import MultimodalTrainer
@@ -204,12 +204,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
                     rollout.ref_per_token_logps = self._score_reference(rollout).logps
-        if rollout.dependency is not None:
+        if rollout.view.dependency is not None:
             weigh_by_dependency(self._run, rollout)
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -237,7 +236,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
         score = functools.partial(self._score_rollout, self.model)
         for part in parts:
-            measures = args.loss_view_settings.measures_dependency and part.view_prompts and part.dependency is None
+            needs = args.loss_view_settings.measures_dependency
+            measures = needs and part.view.prompts and part.view.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
                     old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
@@ -245,7 +245,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     old = score(part)
             part.old_per_token_logps = old.logps
             if self._filters_by_rollout and self.model.training:
-                part.old_entropies = old.entropies
+                part.tokens.entropies = old.entropies
 
     @property
     def _filters_by_rollout(self) -> bool:
@@ -255,13 +255,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
             # The last column is the length penalty, which alone doesn't make a completion scorable
-            rewards = rollout.rewards_per_func
+            rewards = known(rollout.rewards.per_func)
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
 
     def _estimate(self, rollout: Rollout) -> None:
-        """Advantages from the rewards of all ranks."""
-        args, n, per_func, size = self.args, len(rollout), rollout.rewards_per_func, self._run.group_size
-        rewards = weighted_sum(per_func, self.reward_weights, rollout.bonus)
+        args, n, per_func, size = self.args, len(rollout), known(rollout.rewards.per_func), self._run.group_size
+        rewards = weighted_sum(per_func, self.reward_weights, rollout.rewards.bonus)
         zero_std = is_std_zero(rewards, size, args.scale_rewards)
         group_ids = self.accelerator.gather(rollout.group_ids)
         shaped = self._shape_rewards(rewards)
@@ -269,13 +268,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
-        rollout.live = local_rows(self.accelerator, live, n)
+        rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         local = local_rows(self.accelerator, advantages, n)
         rollout.advantages = local if local.dim() == 1 else local[:, : rollout.completion_ids.size(1)]
         self._rollout_log.add(rollout, rewards, zero_std, advantages)
         if args.kl_in_reward:
-            kl = approx_kl(rollout.old_per_token_logps, rollout.ref_per_token_logps, rollout.loss_mask, "k1")
+            logps = known(rollout.old_per_token_logps), known(rollout.ref_per_token_logps)
+            kl = approx_kl(*logps, rollout.loss_mask, "k1")
             log_metrics({"kl": token_mean(kl, rollout.loss_mask)}, self.accelerator.gather, self._run.metrics.now)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -299,10 +299,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         advantages = estimate_advantages(
             args.advantage_estimator,
             rewards=rewards,
-            rewards_per_func=rollout.rewards_per_func,
+            rewards_per_func=known(rollout.rewards.per_func),
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
-            old_logps=gather_rows(self.accelerator, rollout.old_per_token_logps) if need_logps else None,
+            old_logps=gather_rows(self.accelerator, known(rollout.old_per_token_logps)) if need_logps else None,
             ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
@@ -317,7 +317,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return advantages
 
     def _draw_extra(self, n: int) -> Rollout:
-        """Completions of this rank's next `n` prompts of dynamic sampling."""
         start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
         return self._draw(self._stream.draw(start, n))
@@ -338,11 +337,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             window = self._token_filter.window or 1  # sequences don't compete
             # Where micro-batches compete, the update's own entropies come too late
             first = 0 if window > 1 else self._n_on_policy
-            self._score_with_entropies([part for part in micro_batches[first:] if part.old_entropies is None])
+            self._score_with_entropies([part for part in micro_batches[first:] if part.tokens.entropies is None])
             for start in range(0, len(micro_batches), window):
                 parts = micro_batches[start : start + window]
-                if start >= first or parts[0].old_entropies is not None:
-                    self._token_filter.mark(parts, [part.old_entropies for part in parts])
+                if start >= first or parts[0].tokens.entropies is not None:
+                    self._token_filter.mark(parts, [part.tokens.entropies for part in parts])
         super()._on_rollout(micro_batches)
 
     def _on_micro_batch(self, micro_batches: list[Rollout], place: int) -> None:
@@ -358,13 +357,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
         """Weights of the tokens in the policy loss, `(B, C)`, or 1."""
-        if rollout.token_weights is not None or not self._token_filter.is_on:
-            return rollout.get("token_weights", 1.0)
+        if rollout.tokens.weights is not None or not self._token_filter.is_on:
+            return 1.0 if rollout.tokens.weights is None else rollout.tokens.weights
         if self._token_filter.is_trls:
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
         if self._filters_by_rollout:
-            rollout.token_weights = weights  # of further iterations, too
+            rollout.tokens.weights = weights  # of further iterations, too
         return weights
 
     # Loss
@@ -373,13 +372,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args, mask = self.args, inputs.loss_mask
         tensors = LossInputs(
             scores.logps,
-            inputs.old_per_token_logps,
-            inputs["advantages"],
+            known(inputs.old_per_token_logps),
+            known(inputs.advantages),
             mask,
             weights=self._token_weights(inputs, scores.entropies),
-            sampling_logps=inputs.get("sampling_per_token_logps"),
-            sampling_ratio=inputs.get("importance_sampling_ratio"),
-            ref_logps=inputs["ref_per_token_logps"] if args.beta != 0 and not args.kl_in_reward else None,
+            sampling_logps=inputs.sampling_per_token_logps,
+            sampling_ratio=inputs.importance_sampling_ratio,
+            ref_logps=inputs.ref_per_token_logps if args.beta != 0 and not args.kl_in_reward else None,
             entropies=scores.entropies,
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
             scored=inputs.scored_mask,
@@ -413,7 +412,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
-        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        tokens = known(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
         if self.model.training:  # of the generation batch, where it holds several optimizer steps
             tokens = tokens * self._accumulation() / self.args.steps_per_generation
         return Normalizer(self._accumulation(), self.max_completion_length, tokens)
@@ -451,7 +450,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.args.kl_target is None:
             return
         if self._counts_for_kl():
-            kl = approx_kl(logps.detach(), inputs["ref_per_token_logps"], mask, self.args.kl_estimator)
+            kl = approx_kl(logps.detach(), known(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
             self._kl_window.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
             sums = self._kl_window.close(self.accelerator.reduce)

@@ -16,7 +16,7 @@ from ..algorithms.views import advantage_weights, relevance_weights, view_term
 from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
 from ..rollout.ranks import local_rows
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.score import score_dependency
 from ..rollout.views import view_prompts
 from .run import Run
@@ -37,12 +37,11 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
-    """Adds the prompts of a rollout under the view in the loss."""
     view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
-    rollout.view_prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
-    pairs = [*zip(rollout.prompts, rollout.view_prompts, strict=True)]
-    rollout.viewed = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
-    for prompt in rollout.view_prompts:
+    rollout.view.prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
+    pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
+    rollout.view.replaces = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
+    for prompt in rollout.view.prompts:
         prompt.decoded = ()  # the engine never sees them
 
 
@@ -57,41 +56,42 @@ def measure_dependency(
     Scores of a rollout under the policy that sampled it, and how far its tokens depend on their media: by the
     distributions of a head with a `rule`, else by entropies without the media under the reference.
     """
-    args, viewed = run.args, rollout.viewed[:, None]
+    args, viewed = run.args, known(rollout.view.replaces)[:, None]
     if rule is None:
         old = score(rollout)
-        without = score_reference(replace(rollout, prompts=rollout.view_prompts))
-        rollout.dependency = torch.where(viewed, without.entropies - old.entropies, 0)
+        without = score_reference(replace(rollout, prompts=rollout.view.prompts))
+        rollout.view.dependency = torch.where(viewed, without.entropies - old.entropies, 0)
     else:
         size: int = args.per_device_train_batch_size
         model: Any = run.model()
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
-            old, rollout.dependency = score_dependency(run.policy, model, rule, rollout, size)
+            old, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, size)
     if not args.loss_view_settings.is_trained:  # updates don't forward the view
-        rollout.view_prompts = []
-    metrics = {"view/dependency": scored_mean(rollout.dependency.abs(), rollout.loss_mask * viewed)}
+        rollout.view.prompts = []
+    metrics = {"view/dependency": scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * viewed)}
     log_metrics(metrics, run.accelerator.gather, run.metrics.now)
     return old
 
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
-    view, dependency, mask = run.args.loss_view_settings, rollout.dependency, rollout.loss_mask
+    view, dependency, mask = run.args.loss_view_settings, known(rollout.view.dependency), rollout.loss_mask
+    replaces, advantages = known(rollout.view.replaces), known(rollout.advantages)
     if view.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
-        counts = rollout.viewed & mask.any(1)
+        counts = replaces & mask.any(1)
         everyone = run.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
         weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, view.advantage_min)
         run.metrics.add({"view/weight_max": weights.max().item()})
         local = local_rows(run.accelerator, weights, len(rollout))
-        rollout.advantages = rollout.advantages * (local if rollout.advantages.dim() == 1 else local[:, None])
+        rollout.advantages = advantages * (local if advantages.dim() == 1 else local[:, None])
     weights = None
     if view.temperature is not None:
         weights = relevance_weights(dependency, mask, view.temperature)
     elif view.token_quantile < 1:
         weights = high_entropy_mask(dependency, mask, view.token_quantile, scope="sequence")
     if weights is not None:
-        rollout.token_weights = torch.where(rollout.viewed[:, None], weights, 1.0)
+        rollout.tokens.weights = torch.where(replaces[:, None], weights, 1.0)
 
 
 def with_view_term(
@@ -110,6 +110,6 @@ def with_view_term(
     )
     metrics = dict(output.metrics)
     if scores.view is not None:
-        seen = mask * inputs.viewed[:, None]
+        seen = mask * known(inputs.view.replaces)[:, None]
         metrics |= {"view/kl": scored_mean(kl, seen), "view/entropy": scored_mean(view.entropies, seen)}
     return LossOutput(output.loss + kind.average(losses, mask, normalizer), metrics)

@@ -116,7 +116,6 @@ def _read(folder: Path) -> _Manifest | None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All files by their names below the folder."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     found.pop(_MANIFEST, None)
     return found

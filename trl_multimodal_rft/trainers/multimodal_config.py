@@ -3,7 +3,9 @@
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from transformers import GenerationConfig
@@ -275,7 +277,9 @@ class SamplingArguments(MediaArguments):
     media_contribution_steps: int = 10
     self_check: bool = True
 
-    is_distillation = False  # whether the reference is a teacher, and `beta` chooses a divergence from it
+    needs_rewards = True  # whether something must reward completions
+    beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
+    teacher_columns: ClassVar[Sequence[str]] = ()  # of rows, which only a teacher reads
     keeps_decoded = False  # whether something else than the sampler takes decoded media
     max_staleness = 0  # generation batches that are sampled ahead
 

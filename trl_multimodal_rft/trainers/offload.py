@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -95,7 +96,7 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
         yield getattr(parameter, "ds_tensor", parameter)
 
 
-def update_states(model: nn.Module, optimizer: Any) -> Iterator[Any]:
+def update_states(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Any]:
     """Gradients, and all that the optimizer holds."""
     yield from (parameter.grad for parameter in model.parameters())
     while optimizer is not None:
@@ -108,7 +109,7 @@ def update_states(model: nn.Module, optimizer: Any) -> Iterator[Any]:
 
 def idle_storages(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: Optimizer | None,
     reference: nn.Module | None = None,
     average: MovingAverage | None = None,
     critic: nn.Module | None = None,

@@ -94,7 +94,6 @@ def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: Train
 
 
 def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
-    """Saves the options of parts, if there are any."""
     if args.freeze or args.learning_rates:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
 
@@ -159,7 +158,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
     now, and its state is there in checkpoints.
     """
 
-    def before_step(optimizer, args, kwargs) -> None:
+    def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if group["part"] not in trained():
                 # Not even momentum or weight decay change what has no gradient
@@ -171,7 +170,7 @@ def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], t
                     if parameter.grad is not None:
                         parameter.grad.zero_()  # that of the value loss, with a shared trunk
 
-    def after_step(optimizer, args, kwargs) -> None:
+    def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for group in optimizer.param_groups:
             if "thawed_lr" in group:
                 group["lr"] = group.pop("thawed_lr")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -42,7 +43,7 @@ from ..models.towers import freeze_as_built
 from ..models.wrapped import is_unsharded
 from ..reporting.model_card import in_code
 from ..rollout.ranks import gather_rows, local_rows
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.score import score_values
 from .arguments import check_arguments
@@ -238,7 +239,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.ema is not None:
             self.add_callback(self.ema)
 
-    def _make_critic(self, value_model) -> Any:
+    def _make_critic(self, value_model: str | PreTrainedModel | Critic | None) -> Any:
         policy = self._unwrapped(self.model)
         if self.args.shared_trunk:
             return ValueHead(policy.config.get_text_config().hidden_size)
@@ -284,9 +285,9 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
         advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
-        rollout.old_values, rollout.returns, rollout.scorable = values, returns, (~local.isnan()).long()
+        rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
-        mask = gather_rows(self.accelerator, mask * rollout.scorable[:, None])
+        mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
         advantages, returns, values = (gather_rows(self.accelerator, each) for each in (advantages, returns, values))
         metrics, valid = self._run.metrics.now, mask.bool()
         for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
@@ -328,13 +329,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if not self.model.training:
             return policy
         args, mask, kind = self.args, inputs.loss_mask, self.args.loss
-        tensors = LossInputs(scores.logps, inputs.old_per_token_logps, inputs["advantages"], mask)
+        tensors = LossInputs(scores.logps, known(inputs.old_per_token_logps), known(inputs.advantages), mask)
         unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}
         loss = self._if_trained("policy", policy.loss, scores.logps)
         if self.critic is not None:
-            mask = mask * inputs["scorable"][:, None]
-            value = value_loss(scores.values, inputs["old_values"], inputs["returns"], mask, args.cliprange_value)
+            mask = mask * known(inputs.rewards.scorable)[:, None]
+            before = known(inputs.values.old), known(inputs.values.returns)
+            value = value_loss(scores.values, *before, mask, args.cliprange_value)
             mean = kind.average(value.loss, mask, self._normalizer(inputs))
             loss = loss + args.vf_coef * self._if_trained("critic", mean, scores.values)
             metrics |= value.metrics
@@ -356,7 +358,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _uses_every_score(self) -> bool:
         return True  # the critic, and metrics of ratios
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Scores of policy and critic, and of supervised completions, in one forward of the engine."""
         if self.model.training:
             self._ptx_batch = self._supervised_batch()
@@ -369,7 +371,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Supervised rows
 
     def _supervised_batch(self):
-        """This micro-batch's prompts, completions and their mask."""
         if self._supervised is None:
             return None
         n = self.args.per_device_ptx_batch_size

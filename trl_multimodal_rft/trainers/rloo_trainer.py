@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
@@ -17,7 +18,7 @@ from ..forward.scores import Scores
 from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighted_sum
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import local_rows, sum_over_ranks
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer
 from .rloo_config import MultimodalRLOOConfig
@@ -139,13 +140,11 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         return rollout
 
     def _draw_extra(self, n: int) -> Rollout:
-        """Completions of this rank's next `n` prompts of dynamic sampling."""
         start = self._n_extra_prompts
         self._n_extra_prompts += self.accelerator.num_processes * n
         return self._draw(self._stream.draw(start, n))
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Completions of rows with their rewards and advantages."""
         self._check_policy()
         rollout = self._collect(inputs)
         with self.offloading():
@@ -164,14 +163,14 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _estimate(self, rollout: Rollout) -> None:
         """Leave-one-out advantages with the KL penalty in the reward."""
         n, mask = len(rollout), rollout.loss_mask
-        rewards = weighted_sum(rollout.rewards_per_func, self.reward_weights, rollout.bonus)
+        rewards = weighted_sum(known(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
         group_ids = self.accelerator.gather(rollout.group_ids)
         live = has_signal(shaped, group_ids)
-        rollout.live = local_rows(self.accelerator, live, n)
+        rollout.rewards.has_signal = local_rows(self.accelerator, live, n)
         self._rollout_log.measure_groups(rollout, rewards, group_ids, live)
         if self.beta != 0:
-            kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
+            kl = (known(rollout.old_per_token_logps) - known(rollout.ref_per_token_logps)) * mask
             shaped = shaped - self.beta * self.accelerator.gather(kl.sum(1))
             total, count = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
             self._run.metrics.add({"kl": total / max(count, 1.0)})
@@ -181,11 +180,11 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Update
 
-    def _score(self, model, rollout: Rollout, **options) -> Scores:
+    def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         is_corrected = rollout.importance_sampling_ratio is not None
         scores = super()._score(model, rollout, **options)
         if self._corrects(rollout) and not is_corrected:  # a weight on the advantage is one on the loss
-            rollout.advantages = rollout.advantages * rollout.importance_sampling_ratio[:, 0]
+            rollout.advantages = known(rollout.advantages) * known(rollout.importance_sampling_ratio)[:, 0]
         return scores
 
     @property
@@ -195,7 +194,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
         loss, metrics = rloo_loss(
-            LossInputs(scores.logps, inputs["old_logps"], inputs["advantages"], mask),
+            LossInputs(scores.logps, known(inputs.old_logps), known(inputs.advantages), mask),
             LossOptions(self.epsilon_low, self.epsilon_high),
         )
         if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps

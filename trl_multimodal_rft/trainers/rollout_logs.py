@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.metrics import PendingMetrics
@@ -16,6 +16,7 @@ from ..checks.media_contribution import is_due, media_contribution
 from ..data.rows.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import console_of
+from ..reporting.events import EventPart
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..reporting.model_card import CardNotes
@@ -23,7 +24,7 @@ from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
 from ..rollout.reward import reward_metrics
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..views import View
 from .run import Run
 from .views import view_metrics
@@ -49,10 +50,10 @@ class RolloutLog:
 
         Shapes: `rewards`, `is_std_zero` `(N,)`, `advantages` `(N,)` or `(N, C)`, all of all ranks.
         """
-        run, per_func, names = self.run, rollout.rewards_per_func, self.run.rewarding.names
+        run, per_func, names = self.run, known(rollout.rewards.per_func), self.run.rewarding.names
         run.metrics.add(reward_metrics(per_func, names, rewards, is_std_zero))
-        if rollout.from_view is not None:
-            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.from_view), run.group_size))
+        if rollout.source.from_view is not None:
+            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
         self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
@@ -61,24 +62,24 @@ class RolloutLog:
 
     def add_completions(self, rollout: Rollout) -> None:
         """Logs prompts and completions, and shows the first of a run."""
-        self.tables["prompt"].extend(gather_object(strip_media(rollout.messages)))
-        self.tables["completion"].extend(gather_object(strip_media(rollout.completions)))
+        self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
+        self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            shown = rollout.completions if self.run.toolbox.tools else None
-            self.media.add(rollout.messages, self.run.group_size, shown)
+            shown = rollout.source.completions if self.run.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.run.group_size, shown)
         display = None
         if self.callbacks is not None and self.run.is_training:
             display = console_of(self.callbacks.callbacks)
         if display is not None and display.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
-            rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
+            rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
             display.show_example(
                 self.run.prompts.model,
                 self.run.prompts.processor,
                 rollout.prompts[0].input_ids.tolist(),
-                rollout.messages[0],
+                rollout.source.messages[0],
                 ids[mask].tolist(),
-                reference=rollout.rows[0].get("solution"),
+                reference=rollout.source.rows[0].get("solution"),
                 rewards=dict(zip(self.run.rewarding.names, rewards, strict=True)),
             )
 
@@ -91,19 +92,19 @@ class RolloutLog:
 
         Shapes: `rewards`, `group_ids` and `live`, whether the rewards of a group differ, `(N,)`, of all ranks.
         """
-        run, per_func, sampler = self.run, rollout.rewards_per_func, self.run.stream.sampler
+        run, per_func, sampler = self.run, known(rollout.rewards.per_func), self.run.stream.sampler
         name, wanted = run.args.dynamic_sampling_reward, run.args.dynamic_sampling_range
         if wanted is not None:
             bounded = rewards if name is None else per_func[:, reward_index(name, run.rewarding.names)]
             outside = out_of_range(bounded, group_ids, wanted)
-            rollout.out_of_range = local_rows(run.accelerator, outside, len(rollout))
+            rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
         if run.is_training and self.hint is not None:
             self.hint.measure(rewards, live, run.step)
         if sampler is not None and run.is_training:
-            numbers = torch.tensor(rollout.numbers, device=run.accelerator.device)
+            numbers = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewarding.names)])
-            known, mean = sampler.coverage()
-            run.metrics.add({"difficulty/known_frac": known, "difficulty/pass_rate": mean})
+            known_frac, mean = sampler.coverage()
+            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean})
 
     def _add_by_rewards(self, n: int) -> None:
         """Logs what reward functions passed to `log_extra` and `log_metric`, in the same order on all ranks."""
@@ -136,8 +137,9 @@ def log_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None
     if every and run.is_training and is_due(every, run.step, n_steps):
 
         def encode(row: int, view: View) -> EncodedPrompt:
-            tools = template_tools(run.toolbox, rollout.environments, row)
-            return run.prompts.encode(rollout.messages[row], rollout.numbers[row], view=view, **tools)
+            tools = template_tools(run.toolbox, rollout.source.environments, row)
+            source = rollout.source
+            return run.prompts.encode(source.messages[row], source.row_indices[row], view=view, **tools)
 
         completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
         run.metrics.add(media_contribution(run.policy, run.model(), completions, rollout.loss_mask, encode))
@@ -149,7 +151,7 @@ class ReadMetrics(TrainerCallback):
     def __init__(self, pending: PendingMetrics):
         self.pending = pending
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self.pending.read()
 
     on_prediction_step = on_step_end
@@ -180,5 +182,4 @@ def media_callback(
 
 
 def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
-    """The hint at equal rewards, of runs with rewards."""
     return EqualRewardsHint(grouped=run.args.compares_groups) if run.rewarding.names else None

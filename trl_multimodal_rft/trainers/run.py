@@ -21,7 +21,7 @@ from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank
-from ..rollout.reward import EarlyRewards, checked_functions, reward_rollout
+from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow, RowStream
@@ -44,7 +44,6 @@ class MetricLog:
         return self.by_mode["train" if self.is_training() else "eval"]
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Adds a value to each of these metrics."""
         for name, value in metrics.items():
             self.now[name].append(value)
 
@@ -57,19 +56,19 @@ class Rewarding:
     template_kwargs: dict[str, Any]
     media_rules: MediaRules
     state: Callable[[], TrainerState]
-    logs: dict[str, Callable[..., None]]  # arguments of functions that they log with
+    logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
     loop: Any  # of asynchronous functions
     profile: Callable[[str], AbstractContextManager]
     was_called: bool = False
 
-    def __call__(
-        self, rollout: Rollout, early: EarlyRewards | None = None, *, only_first: bool = False, logs: bool = True
-    ) -> torch.Tensor:
-        """Rewards of this rank's completions, `(N, functions)`, but for `early` ones; the first function's alone."""
+    def __call__(self, rollout: Rollout, *, only_first: bool = False, logs: bool = True) -> torch.Tensor:
+        """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
+        flight = rollout.source.flight
+        early = None if flight is None or only_first else flight.early_rewards
         names, functions, processors = self.functions()
         if not self.was_called:
             self.was_called = True
-            for warning in missing_instructions(functions, names, rollout.messages):
+            for warning in missing_instructions(functions, names, rollout.source.messages):
                 logger.warning(warning)
         n = 1 if only_first else None
         checked = checked_functions(
@@ -82,7 +81,6 @@ class Rewarding:
 
     @property
     def names(self) -> list[str]:
-        """Those of the functions."""
         return self.functions()[0]
 
 
@@ -119,7 +117,6 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self.state().global_step
 
     @property
@@ -129,7 +126,6 @@ class Run:
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt."""
         return self.group_sizes[not self.is_training]
 
     def tool_loop(

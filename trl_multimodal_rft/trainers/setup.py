@@ -10,7 +10,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,13 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+)
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import (
@@ -30,7 +36,7 @@ from trl.trainer.utils import (
 )
 
 from ..data.reading.refs import iter_refs
-from ..data.rows.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, rows_to_messages
+from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
@@ -52,8 +58,12 @@ from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
 from ..rollout.views import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
-from .configs import SamplingConfig
+from .configs import SamplingConfig, TrainerConfig, mapping
 from .run import Run
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 logger = get_logger(__name__)
@@ -82,8 +92,9 @@ def ignore_deprecated_names() -> None:
     warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning, r"transformers\.modeling_utils")
 
 
-def resolve_config(config_class: type[Config], args: Any, model) -> Config:
-    """The config of a trainer."""
+def resolve_config(
+    config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
+) -> Config:
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
@@ -105,18 +116,20 @@ def resolve_config(config_class: type[Config], args: Any, model) -> Config:
 _LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
-def check_processor_name(model, processing_class) -> None:
+def check_processor_name(
+    model: "PreTrainedModel | PeftModel", processing_class: ProcessorMixin | PreTrainedTokenizerBase | None
+) -> None:
     """Refuses an instance without a name where its processor would be loaded by that name."""
     if processing_class is None and not get_config_model_id(model.config):
         raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
 
 
-def needs_reference(args) -> bool:
+def needs_reference(args: SamplingConfig) -> bool:
     """Whether a reference is loaded where none is given."""
-    return args.beta != 0 and not args.is_distillation
+    return args.beta_is_kl and args.beta != 0
 
 
-def check_name(model, args, ref_model, peft_config) -> None:
+def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrainedModel | None, peft_config) -> None:
     """Refuses an instance without a name where something else would be loaded by that name."""
     if get_config_model_id(model.config):
         return
@@ -132,14 +145,16 @@ def check_name(model, args, ref_model, peft_config) -> None:
         )
 
 
-def check_family(model, processing_class, max_completion_length: int | None) -> None:
+def check_family(
+    model, processing_class: ProcessorMixin | PreTrainedTokenizerBase, max_completion_length: int | None
+) -> None:
     """Refuses the families that can't be trained, before anything is sampled."""
     reason = training_obstacle(model, processing_class, max_completion_length)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
-def check_engine_format(processing_class) -> None:
+def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
     """vLLM supports some models only in their makers' format, whose tokens and names of weights differ."""
     if family_of_processor(processing_class).takes_base64_audio:
         raise ValueError(
@@ -148,7 +163,9 @@ def check_engine_format(processing_class) -> None:
         )
 
 
-def check_takes_media(model, processing_class, args, *datasets) -> None:
+def check_takes_media(
+    model: PreTrainedModel, processing_class: ProcessorMixin | PreTrainedTokenizerBase, args: SamplingConfig, *datasets
+) -> None:
     """A tokenizer is enough for text, with a model that takes media, too, but not for rows with media."""
     takes_media = any(kind in model.input_modalities for kind in MODALITIES)
     if isinstance(processing_class, ProcessorMixin) or not takes_media:
@@ -165,7 +182,12 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
             )
 
 
-def refuse_media_without_processor(processing_class, dataset, columns: Collection[str], name: str) -> None:
+def check_media_processor(
+    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    dataset: Dataset | IterableDataset | None,
+    columns: Collection[str],
+    name: str,
+) -> None:
     """Refuses media that a tokenizer is to encode."""
     if not columns or not isinstance(dataset, Dataset):
         return  # streams are read once, and say so then
@@ -190,7 +212,7 @@ def warn_of_unread(
 ) -> None:
     """Warns of media that nothing reads, or raises, see [`check_columns`]."""
     for argument, given in datasets.items():
-        reads = ("completion", "messages") if supervised else TEACHER_COLUMNS * args.is_distillation
+        reads = ("completion", "messages") if supervised else args.teacher_columns
         ignored = args.ignored_media_columns or ()
         for key, dataset in given.items() if isinstance(given, dict) else [(None, given)]:
             name = f"`{argument}`" if key is None else f"`{argument}[{key!r}]`"
@@ -213,7 +235,7 @@ def modalities(model: Any, args) -> Collection[str]:
     return getattr(model, "input_modalities", ())
 
 
-def has_unread_rows(dataset) -> bool:
+def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None) -> bool:
     """
     Whether one of the datasets streams or has unknown columns, see [`lists_columns`].
     """
@@ -238,7 +260,7 @@ def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:
             warn_of_unread(run.args, {name: [dict(row) for row in rows]}, takes, extent="first")
 
 
-def media_limits(args, *datasets) -> dict[str, int]:
+def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
     """The most media that prompts have, which decides how much memory an engine keeps for them."""
     parts = [part for each in datasets for part in (each.values() if isinstance(each, dict) else [each])]
     found = [most_media(part, args.ignored_media_columns or ()) for part in parts if part is not None]
@@ -248,7 +270,7 @@ def media_limits(args, *datasets) -> dict[str, int]:
     return {kind: max((each[kind] for each in counts), default=0) for kind in MODALITIES} if counts else {}
 
 
-def check_launch(args, model: Any) -> None:
+def check_launch(args: TrainerConfig, model: Any) -> None:
     """
     Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
     one process instead of several, several GPUs in one process, and ranks that share rows.
@@ -277,7 +299,7 @@ def check_launch(args, model: Any) -> None:
     refuse_split_models(args, model)
 
 
-def refuse_unchecked_steps(args) -> None:
+def check_deepspeed_steps(args: TrainerConfig) -> None:
     """
     Refuses DeepSpeed configs without overflow checks: DeepSpeed steps by itself, so only these can skip an update.
     """
@@ -290,20 +312,20 @@ def refuse_unchecked_steps(args) -> None:
             )
 
 
-def truncation(args) -> dict[str, Any]:
+def truncation(args: SamplingConfig) -> dict[str, Any]:
     """Options that keep tokens from being sampled."""
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     neutral |= {"vllm_structured_outputs_regex": (None,), "structured_outputs": (None,)}
-    given = {**vars(args), **(args.generation_kwargs or {})}
+    given = {**vars(args), **mapping(args.generation_kwargs)}
     return {name: given[name] for name, values in neutral.items() if given.get(name) not in values}
 
 
-def sampling_changes(args) -> list[str]:
+def sampling_changes(args: SamplingConfig) -> list[str]:
     """
     Options that make the distribution that is sampled from another one than the softmax of the logits at the
     temperature.
     """
-    names = [*truncation(args), *({*(args.generation_kwargs or {})} - _NEUTRAL_OPTIONS)]
+    names = [*truncation(args), *(mapping(args.generation_kwargs).keys() - _NEUTRAL_OPTIONS)]
     if args.repetition_penalty not in (None, 1.0):
         names.append("repetition_penalty")
     return sorted({*names})
@@ -328,7 +350,7 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
         )
 
 
-def warn_of_truncation(args) -> None:
+def warn_of_truncation(args: SamplingConfig) -> None:
     """Says that the correction for vLLM is biased where tokens are cut off (huggingface/trl#6789)."""
     cut = [f"`{name}={value}`" for name, value in truncation(args).items()]
     if cut and args.use_vllm and args.vllm_importance_sampling_correction:
@@ -356,7 +378,7 @@ def image_token_id(config, placeholders: set[int]):
 def no_warning_about_init_kwargs(active: bool):
     """TRL warns that it ignores how to load a model for an instance; here the instance was loaded that way."""
 
-    def keep(record):
+    def keep(record: logging.LogRecord):
         return not (active and "but your model is already instantiated" in record.getMessage())
 
     loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("grpo", "rloo", "sft", "distillation")]
@@ -370,7 +392,7 @@ def no_warning_about_init_kwargs(active: bool):
 
 
 @contextmanager
-def options_for_constructor(args, **values):
+def options_for_constructor(args: TrainerConfig, **values):
     """Gives TRL's constructor other values of options that the trainer handles itself."""
     given = {name: getattr(args, name) for name in values}
     vars(args).update(values)
@@ -433,14 +455,14 @@ def load_parts(
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
         ref_model = load_reference(model, args, peft_config, quantization_config)
-    elif not args.is_distillation and (args.beta == 0 or args.sync_ref_model):
+    elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return Loaded(model, processing_class, source, ref_model, revision, by_name)
 
 
 @contextmanager
-def around_trl_constructor(args: Any, loaded: Loaded, placeholders: set[int]):
+def around_trl_constructor(args: SamplingConfig, loaded: Loaded, placeholders: set[int]):
     """Sets what TRL's constructor has no argument for."""
     # The trainer starts engines, and listens to signals, itself; a given reference needs no second one, nor a callback
     others = {"use_vllm": False, "enable_jit_checkpoint": False}
@@ -537,6 +559,13 @@ class RewardSources:
     by_name: list[bool]  # whether a reward model is loaded by its name
     of_environments: dict[str, Callable]
 
+    def for_trl(self) -> dict[str, list[Any]]:
+        """Arguments of TRL's constructor; none for a trainer without rewards."""
+        # TRL reads texts with processors, and asks for padding, which tokenizers alone have
+        tokenizers = [getattr(each, "tokenizer", each) for each in self.processors]
+        known = {"reward_funcs": self.reward_funcs, "reward_processing_classes": tokenizers}
+        return known if self.reward_funcs else {}
+
 
 def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environments, needed: bool) -> RewardSources:
     """What rewards completions. Raises `ValueError` if nothing does, where that is needed."""
@@ -579,7 +608,6 @@ def with_media_reader(
 
 
 def load_policy(name: str, args, quantization_config=None) -> PreTrainedModel:
-    """Loads the model to train, as TRL's trainers do."""
     init_kwargs = dict(args.model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in init_kwargs:
@@ -631,7 +659,7 @@ def feature_dtype(
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def check_head_cast(model: PreTrainedModel, args) -> None:
+def check_head_cast(model: PreTrainedModel, args: SamplingConfig) -> None:
     """Refuses to cast the head of a model in which TRL's code, made for text, doesn't find its weights."""
     tied = getattr(model.config, "tie_word_embeddings", None)
     found = hasattr(model, "lm_head") and tied is not None
@@ -645,7 +673,7 @@ def check_head_cast(model: PreTrainedModel, args) -> None:
         )
 
 
-def check_takes_tools(processing_class: Any) -> None:
+def check_takes_tools(processing_class) -> None:
     """Refuses a chat template that tools can't be trained with."""
     name = type(processing_class).__name__
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class

@@ -30,7 +30,7 @@ from ..encoding.supervised import (
     tokenized_sequence,
 )
 from ..rollout.stream import EncodedRow
-from .setup import refuse_media_without_processor
+from .setup import check_media_processor
 
 
 # Arguments of `apply_chat_template`, and the variable it sets; `documents` are data
@@ -147,7 +147,6 @@ class SupervisedCollator:
 
     @cached_property
     def placeholders(self) -> list[str]:
-        """The model's placeholder tokens."""
         return placeholder_tokens(self.model, self.processing_class)
 
 
@@ -167,7 +166,7 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
     columns = set(get_dataset_column_names(dataset))
     media = sorted(columns & MEDIA_COLUMNS.keys() - set(args.ignored_media_columns or ()))
     if not isinstance(collator.processing_class, ProcessorMixin):
-        refuse_media_without_processor(collator.processing_class, dataset, media, name)
+        check_media_processor(collator.processing_class, dataset, media, name)
     if formatting_func is not None and args.completion_only_loss:
         raise ValueError(
             "`formatting_func` writes a row as one text, which has no completion; drop `completion_only_loss`."

@@ -10,6 +10,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EvalPrediction,
@@ -46,6 +47,7 @@ from .arguments import check_arguments
 from .checkpoints import CheckpointMixin, checked_settings
 from .optimizer import choose_what_trains
 from .setup import (
+    check_deepspeed_steps,
     check_family,
     check_launch,
     check_processor_name,
@@ -55,7 +57,6 @@ from .setup import (
     modalities,
     no_warning_about_init_kwargs,
     options_for_constructor,
-    refuse_unchecked_steps,
     resolve_config,
     warn_of_unread,
 )
@@ -176,7 +177,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             peft_config=peft_config,
         )
         check_launch(args, model)
-        refuse_unchecked_steps(args)
+        check_deepspeed_steps(args)
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         warn_of_unread(args, datasets, modalities(model, args), supervised=True)
         set_seed(args.seed)  # as TRL does before it loads a model
@@ -251,7 +252,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 "`max_tokens_per_microbatch`."
             )
 
-    def _unwrapped(self, model) -> PreTrainedModel:
+    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
     def _make_policy(self) -> PolicyForward:

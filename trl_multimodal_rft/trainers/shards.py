@@ -60,14 +60,13 @@ def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes
 
 
 def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Reads what [`save_module`] wrote. All processes have to call this."""
     if writes_shards(accelerator):
         model.load_state_dict(load_shards(model.state_dict(), folder))
     else:
         load_unsharded(accelerator, model, folder)
 
 
-def refuse_missing_shards(checkpoint: Path) -> None:
+def check_shards(checkpoint: Path) -> None:
     """Raises `FileNotFoundError` where this process doesn't see what others have written."""
     for metadata in checkpoint.rglob(_METADATA):
         stored = FileSystemReader(metadata.parent).read_metadata().storage_data or {}

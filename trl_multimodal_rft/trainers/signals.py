@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from accelerate.logging import get_logger
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyrefly: ignore[missing-module-attribute]
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..reporting.events import EventPart
 
 
 logger = get_logger(__name__)
@@ -60,7 +63,7 @@ class EndOnSignal(TrainerCallback):
 
         terminals = [output for output in (1, 2) if os.isatty(output)]
 
-        def ask(number, frame):
+        def ask(number: int, frame: FrameType | None):
             self._asked = True
             if number == signal.SIGINT:
                 signal.signal(number, before[number])
@@ -77,16 +80,16 @@ class EndOnSignal(TrainerCallback):
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self._ends, self._saved = self._any_process(self._asked), False
         if self._ends:
             logger.warning(f"The run received a signal and ends after step {state.global_step} of {state.max_steps}.")
             control.should_training_stop = control.should_save = True
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self._saved = True
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         if self._ends:
             if state.epoch % 1 != 0:  # `Trainer` gets here from within an epoch, too
                 control.should_log = control.should_evaluate = False

@@ -143,14 +143,15 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
                 f"{_own_columns(rows[apart.index(True)].stored)[0]!r} can't be used with `tools`; remove one of them."
             )
         placed, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
-        messages = [own if its else each for each, own, its in zip(rollout.messages, placed, apart, strict=True)]
+        students = rollout.source.messages
+        messages = [own if its else each for each, own, its in zip(students, placed, apart, strict=True)]
         for prompt, row, own, its in zip(rollout.prompts, rows, messages, apart, strict=True):
             if not its or row.teachers is not None:
                 encoded[id(prompt)] = row.teachers if its else prompt
             elif id(prompt) not in encoded:
                 encoded[id(prompt)] = run.prompts.encode(own, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
-        rollout = replace(rollout, prompts=prompts, messages=messages)
+        rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
     prompts = prompts_under(run, rollout, run.args.teacher_view)
     share_media(prompts)
     return prompts
@@ -196,9 +197,9 @@ def server_teacher(
 def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[ServerRequest]) -> None:
     """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
     width, device = rollout.completion_ids.size(1), run.accelerator.device
-    top_k = functools.partial(server.top_k, requests, rollout.ids, width, run.args.loss_top_k)
+    top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
     ids, logps = on_all_ranks(run.accelerator, top_k)
-    rollout.teacher_ids, rollout.teacher_logps = ids.to(device), logps.to(device)
+    rollout.teacher.ids, rollout.teacher.logps = ids.to(device), logps.to(device)
 
 
 @dataclass
@@ -234,13 +235,13 @@ class Teacher:
     def target(self, rollout: Rollout) -> Target:
         """What a teacher says of the completions of a micro-batch; one on a server has said it before."""
         args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
-        if rollout.teacher_ids is not None:
-            given = {"ids": rollout.teacher_ids, "logps": rollout.teacher_logps}
+        if rollout.teacher.ids is not None:
+            given = {"ids": rollout.teacher.ids, "logps": rollout.teacher.logps}
             return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **given)
         with torch.no_grad(), self._teaching() as model:
             states = policy.states(
                 model,
-                rollout.teacher_prompts or rollout.prompts,
+                rollout.teacher.prompts or rollout.prompts,
                 rollout.completion_ids,
                 rollout.completion_mask,
                 packed=rollout.packed,

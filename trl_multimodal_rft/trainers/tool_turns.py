@@ -5,13 +5,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
 from ..rollout.ranks import sum_over_ranks
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .run import Run
@@ -44,7 +45,7 @@ class ToolTurns:
             branches.asked = asked
             return sampler(model, prompts, step=run.step, room=room, branches=branches)
 
-        tools = [run.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
+        tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
         first = first_turns(rollout, ids, run.prompts.processor, run.toolbox)
         ids, logps, mask, counts = take_turns(rollout, ids, logps, first, make_loop(tools, complete=sample))
         if sampler.samples_policy and counts["turns_taken"]:
@@ -53,6 +54,9 @@ class ToolTurns:
             if mode != self.mode:
                 logger.info(f"After results of tools, generation {mode}.")
                 self.mode = mode
+        if (flight := rollout.source.flight) is not None:  # results are followed by the newest weights
+            called = torch.tensor([0 in each for each in mask], device=run.accelerator.device)
+            flight.versions[called, 1] = known(rollout.source.batch_index)
         if run.is_training:
             run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
         run.metrics.add(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, run.accelerator)))

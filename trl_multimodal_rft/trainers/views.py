@@ -11,7 +11,7 @@ from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
 from ..rollout.ranks import any_rank
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
 from ..rollout.views import as_schedule, last_of_groups, view_prompts
@@ -65,13 +65,14 @@ def take_views(
     """A rollout's own samples of those of its prompts under views. It gets which are from a view, and the others."""
     n, (seen, contrast, strength) = len(rollout), views
     if strength is not None:
-        rollout.from_view = torch.tensor([i in seen for i in range(n)], device=run.accelerator.device)
+        rollout.source.from_view = torch.tensor([i in seen for i in range(n)], device=run.accelerator.device)
         run.metrics.add({"view/strength": strength})
     if contrast:
         places = [*contrast]
         part = rollout.select(places)
         completions = without_tools(part, ids[n:], run.prompts.processor, run.toolbox)
-        rollout.contrast = replace(part, ids=ids[n:], completions=completions, whole_groups=False), places
+        source = replace(part.source, ids=ids[n:], completions=completions, whole_groups=False)
+        rollout.source.contrast = replace(part, source=source), places
     if logps is None:
         return ids[:n], None
     # Given another prompt, those of a view don't measure how far the engine is
@@ -95,13 +96,14 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     if not run.is_training or others.view is None:
         return None
     found = torch.full((len(rollout),), torch.nan, device=device)
-    if any_rank(run.accelerator, rollout.contrast is not None):
+    if any_rank(run.accelerator, rollout.source.contrast is not None):
         # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
-        part, places = rollout.contrast or (replace(rollout.select([0]), whole_groups=False), [])
+        part, places = rollout.source.contrast or (rollout.select([0]), [])
+        part.source.whole_groups = False
         rewards = run.rewarding(part, only_first=True, logs=False)[: len(places), 0]
         found[places] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
-    rewards = rollout.rewards_per_func[:, 0]
+    rewards = known(rollout.rewards.per_func)[:, 0]
     bonus = contrast_bonus(rewards, found, size, ratio=others.reward_ratio, bonus=others.bonus)
     if (has := _in_same_groups(~found.isnan(), size)).any():
         run.metrics.add(

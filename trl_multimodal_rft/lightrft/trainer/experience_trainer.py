@@ -28,7 +28,7 @@ from ...data.rows.row import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout import groups
-from ...rollout.rollout import Rollout
+from ...rollout.rollout import Rewards, Rollout, TokenChoice, known
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
@@ -66,9 +66,9 @@ _COLUMNS = {
     "action_log_probs": "old_per_token_logps",
     "advantages": "advantages",
     "base_action_log_probs": "ref_per_token_logps",
-    "returns": "returns",
-    "values": "old_values",
-    "action_entropy": "old_entropies",
+    "returns": "values.returns",
+    "values": "values.old",
+    "action_entropy": "tokens.entropies",
 }
 
 # Entries of `info` that are logged
@@ -228,7 +228,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.state.global_step = rollout.step = global_steps
         self._trained = self._half_done = trained
         if entropy_mask is not None:
-            rollout.token_weights = rollout.old_entropies
+            rollout.tokens.weights = rollout.tokens.entropies
         try:
             self._train_micro_batch(rollout if entropy_mask is not None else self._filtered([rollout])[0])
         finally:
@@ -244,7 +244,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
         mask = micro_batch.loss_mask
-        counts = torch.stack([mask.sum(), (mask * micro_batch.scorable[:, None]).sum()]).float()
+        counts = torch.stack([mask.sum(), (mask * known(micro_batch.rewards.scorable)[:, None]).sum()]).float()
         self._action_counts.append(self.accelerator.reduce(counts).tolist())
         self._n_micro_batches += 1
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
@@ -281,7 +281,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
-            self._token_filter.mark(part, [micro_batch.old_entropies for micro_batch in part])
+            self._token_filter.mark(part, [known(micro_batch.tokens.entropies) for micro_batch in part])
         return micro_batches
 
     # Batches
@@ -320,13 +320,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # Of a generation batch, as in the trainer
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
-            scorable=torch.tensor([item.is_scorable for item in items], device=device).long(),
-            token_weights=torch.ones_like(mask, dtype=torch.float32),
+            rewards=Rewards(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
+            tokens=TokenChoice(weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,
         )
         for name, rows in columns.items():
             if len(rows) == len(items):
-                rollout[_COLUMNS[name]] = placed([row.float() for row in rows])
+                part, _, field = _COLUMNS[name].rpartition(".")
+                setattr(getattr(rollout, part) if part else rollout, field, placed([row.float() for row in rows]))
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
@@ -366,7 +367,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
         """Statistics of the buffers of all ranks. Samples without a reward have neither advantage nor return."""
         mask = rollout.loss_mask.bool()
-        rewarded = mask & rollout.scorable.bool()[:, None]
+        rewarded = mask & known(rollout.rewards.scorable).bool()[:, None]
 
         def of_ranks(values: torch.Tensor) -> torch.Tensor:
             local = values.float().to(self.actor.device)
@@ -376,19 +377,19 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         columns = {
             "step_reward": of_ranks(torch.tensor([item.reward for item in items])),
             "response_length": of_ranks(mask.sum(1)),
-            "advantages": of_ranks(rollout.advantages[rewarded]),
-            "returns": of_ranks(rollout.returns[rewarded]),
+            "advantages": of_ranks(known(rollout.advantages)[rewarded]),
+            "returns": of_ranks(known(rollout.values.returns)[rewarded]),
         }
         statistics = {}
         for name, values in columns.items():
-            known = {"mean": values.mean, "std": lambda of=values: of.std(correction=0)}
-            known |= {"min": values.min, "max": values.max}
-            statistics |= {f"{name}_{key}": function().item() for key, function in known.items() if len(values)}
+            of_values = {"mean": values.mean, "std": lambda of=values: of.std(correction=0)}
+            of_values |= {"min": values.min, "max": values.max}
+            statistics |= {f"{name}_{key}": function().item() for key, function in of_values.items() if len(values)}
         divergences = [item.kl for item in items if item.kl is not None]
         if divergences:
             statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
         if self.critic is not None:
-            values, returns = of_ranks(rollout.old_values[rewarded]), columns["returns"]
+            values, returns = of_ranks(known(rollout.values.old)[rewarded]), columns["returns"]
             statistics["values"] = values.mean().item()
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics
