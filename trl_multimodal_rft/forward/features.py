@@ -24,6 +24,9 @@ from ..models.modes import has_dropout
 from ..models.towers import find_tower
 
 
+# What modules return
+Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool | int | float | None
+
 # How a call for several prompts gives their outputs: joined on a dimension, or in a call each
 _ONE_BY_ONE = -1
 _WAYS = (0, 1, _ONE_BY_ONE)
@@ -40,7 +43,7 @@ class _Call:
     """A call of a frozen module with the media of one prompt."""
 
     shape: torch.Size  # of its first floating-point input
-    output: Any  # in which floating-point tensors that nothing reads have no memory
+    output: "Output"  # in which floating-point tensors that nothing reads have no memory
     autocast: torch.dtype | None
 
 

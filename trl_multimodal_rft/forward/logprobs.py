@@ -24,14 +24,14 @@ from .divergence import Target, divergences, head_of
 from .features import frozen_features
 from .head import run_backbone, scores_of_logits
 from .inputs import encode_once, left_pad, media_inputs
-from .layout import States, group_by_prompt, pack, same_rank, split_samples
+from .layout import PrefixLayout, States, group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
 from .split_groups import behind_prompt
 
 
 @contextmanager
-def inject(decoder: nn.Module, **kwargs):
+def inject(decoder: PreTrainedModel, **kwargs: torch.Tensor | PrefixLayout | bool) -> Iterator[None]:
     """
     Overrides keyword arguments of the text decoder within the context.
 
