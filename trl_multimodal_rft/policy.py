@@ -293,9 +293,9 @@ class PolicyForward:
 
         def states(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
             scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
-            return {"hidden": scores.hidden}
+            return {"hidden": scores.tensors()["hidden"]}
 
-        return self._without_loss(states, model, [policy], given, packed).hidden
+        return self._without_loss(states, model, [policy], given, packed).tensors()["hidden"]
 
     def _without_loss(self, function: Callable, model, models, given: Completions, packed: bool) -> Scores:
         """What a function of a model's forward, of completions and of options returns, in parts."""

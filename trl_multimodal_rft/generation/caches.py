@@ -13,7 +13,9 @@ _ROOM = 128
 class GrowingLayer(DynamicLayer):
     """A cache layer that writes a token into spare room, where `DynamicLayer` copies all tokens before it."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self._rooms: list[torch.Tensor | None] = [None, None]
             self.lazy_initialization(key_states, value_states)
