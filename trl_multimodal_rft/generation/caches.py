@@ -20,6 +20,7 @@ class GrowingLayer(DynamicLayer):
             self._rooms: list[torch.Tensor | None] = [None, None]
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        assert self.keys is not None and self.values is not None
         self.keys, self.values = self._append(0, self.keys, key_states), self._append(1, self.values, value_states)
         return self.keys, self.values
 

@@ -100,7 +100,7 @@ class Branches:
             rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
             rows.append(row)
         index = torch.tensor(rows, device=mask.device)
-        cache.reorder_cache(index)
+        cache.reorder_cache(cast(torch.LongTensor, index))
         return cache, mask[index], rests
 
     def _branch_obstacle(

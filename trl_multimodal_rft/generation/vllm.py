@@ -130,7 +130,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         try:
             with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), processors_unchecked():
-                info = self._connect() if self.mode == "server" else super()._init_vllm()
+                if self.mode == "server":
+                    info = self._connect()
+                else:
+                    info = {}
+                    super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
                 raise ValueError(
@@ -141,7 +145,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._speculates = bool(info.get("speculative_config"))
             self._bad_words(self.sampling)  # or refuses them
             renderer = server_renderer(
-                info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
+                info, cast(str, self.model.name_or_path), self._engine_kwargs["revision"], self.trust_remote_code
             )
         else:
             renderer = self.llm.renderer
