@@ -12,14 +12,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
-from ..data.features import as_encoded
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.refs import MediaRef, iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
+from ..data.rows.features import as_encoded
 from ..encoding.join import join_media, same_prompt
 from ..encoding.media import decode_media, replace_refs
 from ..encoding.processors import check_processor
 from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
+from .checks import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -105,7 +107,7 @@ class RewardModel:
         self.config.get_text_config().pad_token_id = self._pad
 
     def __call__(
-        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float]:
         """Scores completions. Media columns are read for prompts without media; trainers pass the rules of the run."""
         rows = self._encode(prompts, completions, columns, media_rules)
@@ -122,7 +124,7 @@ class RewardModel:
         rows = rows_of_batch(prompts, columns)
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         encoded: list[_Row] = []
-        shared: Any = None
+        shared: str | list[dict[str, Any]] = []
         refs: list[MediaRef] = []
         decoded: dict[int, Any] = {}
         processor_kwargs: dict[str, Any] = {}
@@ -137,7 +139,7 @@ class RewardModel:
                 if isinstance(completion, str):
                     completion = [{"role": "assistant", "content": completion}]
                 chat = replace_refs(shared, decoded) + completion
-                messages = [self._without_placeholders(message) for message in chat]
+                messages: list = [self._without_placeholders(message) for message in chat]
                 inputs = self._apply_template(messages, refs, processor_kwargs)
             encoded.append(self._as_row(inputs, refs))
         return encoded
@@ -151,7 +153,7 @@ class RewardModel:
                 )
         return decode_media(refs, self.processor, self.audio_overlong)
 
-    def _without_placeholders(self, value: Any) -> Any:
+    def _without_placeholders(self, value: str | list | dict) -> str | list | dict:
         """Splits the model's placeholder tokens in a text, a message or its blocks."""
         if isinstance(value, str):
             for token in self._placeholders:
@@ -235,7 +237,7 @@ def read_as_text(
 ) -> Callable[..., list[float]]:
     """A reward function that scores with a text model, for which texts such as `"<image>"` replace media."""
 
-    def reward(prompts: list, completions: list, **columns) -> list[float]:
+    def reward(prompts: list, completions: list, **columns: Argument) -> list[float]:
         reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)
         return reader(strip_media(prompts), strip_media(completions))
 

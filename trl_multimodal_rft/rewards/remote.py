@@ -11,13 +11,14 @@ from typing import Any, ClassVar, TypeVar
 
 import requests
 
-from ..data.columns import MediaRef, as_text, iter_refs, rows_to_messages, strip_media, without_credentials
-from ..data.encode import png, wav
-from ..data.http import Answer, NoAnswer, TooLarge, ask
-from ..data.loading import load_audio, load_image, load_video
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.decoding import load_audio, load_image, load_video
+from ..data.reading.files import png, wav
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
+from ..data.reading.refs import MediaRef, iter_refs, without_credentials
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from .checks import is_finite
+from .checks import Argument, is_finite
 from .model import rows_of_batch
 
 
@@ -131,7 +132,7 @@ class RemoteReward(Server):
     name: str = "remote_reward"
 
     def __call__(
-        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float | None]:
         """Requests the rewards of completions. Labels and media are sent; trainers pass the rules of the run."""
         rows = rows_of_batch(prompts, columns, [self.label_column])

@@ -5,7 +5,7 @@ import inspect
 
 import torch
 
-from ...data.columns import MediaError
+from ...data.reading.refs import MediaError
 from ...families import AUDIO_FEATURES, AUDIO_MASKS, family_of
 from .actor import Actor
 from .bare_inputs import has_too_few_placeholders
@@ -81,7 +81,7 @@ class ActorAL(Actor):
         audio_values: torch.Tensor | None = None,
         audio_attention_mask: torch.Tensor | None = None,
         **kwargs,
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`ActorAL.forward`].
         """
