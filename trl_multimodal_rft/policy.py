@@ -21,8 +21,8 @@ from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.divergence import Target
 from .forward.inputs import encode_once
-from .forward.layout import States, rows_of, split_samples
-from .forward.logprobs import completion_scores, completion_values, prompt_states
+from .forward.layout import CompletionBatch, States, split_samples
+from .forward.logprobs import Forward, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
@@ -43,11 +43,16 @@ _WORTH_PACKING = 0.9
 # Layers whose window covers the completion alone, which only `generate` distinguishes from the prompt
 _REFERENCE_LAYERS = "reference_sliding_attention"
 
+
 # Prompts, completions `(B, C)` and their mask `(B, C)`
 Completions = tuple[Sequence[EncodedPrompt], torch.Tensor, torch.Tensor]
 
 
-def training_obstacle(model: PreTrainedModel, processor: Any, max_completion_length: int | None = None) -> str | None:
+def training_obstacle(
+    model: PreTrainedModel,
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None,
+    max_completion_length: int | None = None,
+) -> str | None:
     """Why completions of a model, of that many tokens at most, can't be trained on; `None` if they can."""
     if (refused := family_of(model).refused) is not None:
         return refused
@@ -177,18 +182,16 @@ class PolicyForward:
         Shapes: `completion_ids` and `completion_mask`, padded on the right, `(B, C)`; returns scores `(B, C)`.
         """
         fallbacks = self.fallbacks if fallbacks is None else fallbacks
-        n = len(prompts)
+        completions, n = CompletionBatch(prompts, completion_ids, completion_mask), len(prompts)
         # What the parts depend on; reading it makes the host wait
         lengths = None if self.max_tokens is None else completion_mask.sum(1).tolist()
         if rows is None and lengths is not None and not (packed or whole or compute_aux_loss):
             scored = [i for i, length in enumerate(lengths) if length]
             rows = scored if len(scored) < n else None  # padded, those without tokens are as long as others
         if rows is not None:
-            chosen = [prompts[i] for i in rows]
-            dummies = self.processes.in_place_of(model, prompts, chosen)
-            prompts, padding = [*chosen, *dummies], (0, 0, 0, len(dummies))
-            given = (completion_ids, completion_mask)
-            completion_ids, completion_mask = (nn.functional.pad(rows_of(each, rows), padding) for each in given)
+            chosen = completions.rows(rows)
+            dummies = self.processes.in_place_of(model, prompts, chosen.prompts)
+            completions = chosen.padded(dummies)
             target = None if target is None else target.rows(rows).padded(len(dummies))
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
         if lengths is not None and (whole or (compute_aux_loss and packed)):
@@ -196,16 +199,24 @@ class PolicyForward:
             lengths = [0 if whole else length + (length > 0) for length in lengths]
 
         def score(index: int, part: list[int], states: States | None) -> Scores:
-            given = rows_of(completion_ids, part), rows_of(completion_mask, part)
-            completions = [prompts[i] for i in part], *given
-            options = {"packed": packed, "whole": whole, "compute_aux_loss": compute_aux_loss, "hidden": hidden}
-            others, own = supervised if index == 0 else None, None if target is None else target.rows(part)
-            return self._score_part(model, completions, fallbacks, critic, others, logit_bias, own, states, **options)
+            return self._score_part(
+                model,
+                completions.rows(part),
+                fallbacks,
+                critic,
+                CompletionBatch(*supervised) if supervised is not None and index == 0 else None,
+                logit_bias,
+                None if target is None else target.rows(part),
+                states,
+                packed=packed,
+                whole=whole,
+                compute_aux_loss=compute_aux_loss,
+                hidden=hidden,
+            )
 
         models = [self.unwrapped(model), *([critic.model] if isinstance(critic, Critic) else [])]
         keeps = packed and not compute_aux_loss  # whose statistics include the prompt
-        device = completion_ids.device
-        scores = self._in_parts(score, model, models, prompts, lengths, device, packed, keeps)
+        scores = self._in_parts(score, model, models, completions, lengths, packed, keeps)
         if compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
         return scores if rows is None else scores.spread(rows, n)
@@ -215,9 +226,8 @@ class PolicyForward:
         score: Callable[[int, list[int], States | None], Scores],
         model: nn.Module,
         models: Sequence[PreTrainedModel],
-        prompts: Sequence[EncodedPrompt],
+        completions: CompletionBatch,
         lengths: list[int] | None,
-        device: torch.device,
         packed: bool,
         keeps: bool,
     ) -> Scores:
@@ -225,6 +235,7 @@ class PolicyForward:
         Scores of completions, in parts of at most `max_tokens` where their `lengths` are given. `score` takes the
         number of a part, its rows, and, if the part `keeps` its prompt, the states of this in the unwrapped `models`.
         """
+        prompts, device = completions.prompts, completions.ids.device
         every = list(range(len(prompts)))
         if self.max_tokens is None or lengths is None:
             return score(0, every, None)
@@ -269,15 +280,16 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """Values of the states before each completion token, `(B, C)`; `model` holds the `critic`."""
-        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
+        policy = self.unwrapped(model)
 
-        def values(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
+        def values(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
             if isinstance(critic, ValueHead):
                 return {"values": completion_scores(call, policy, *completions, value_head=critic, **options).values}
             return {"values": completion_values(critic, critic.model, *completions, **options)}
 
-        models = [critic.model if isinstance(critic, Critic) else policy]
-        return self._without_loss(values, model, models, given, packed).values
+        given = CompletionBatch(prompts, completion_ids, completion_mask)
+        read = critic.model if isinstance(critic, Critic) else policy
+        return self._without_loss(values, model, read, given, packed).values
 
     def states(
         self,
@@ -289,37 +301,42 @@ class PolicyForward:
         packed: bool,
     ) -> torch.Tensor:
         """The hidden states that the LM head makes the distribution of each completion token of, `(B, C, H)`."""
-        policy, given = self.unwrapped(model), (prompts, completion_ids, completion_mask)
+        policy = self.unwrapped(model)
 
-        def states(call, completions: Completions, options: dict) -> dict[str, torch.Tensor]:
+        def states(call: Forward, completions: CompletionBatch, options: dict) -> dict[str, torch.Tensor]:
             scores = completion_scores(call, policy, *completions, hidden=True, logps=False, **options)
-            return {"hidden": scores.hidden}
+            return {"hidden": scores.tensors()["hidden"]}
 
-        return self._without_loss(states, model, [policy], given, packed).hidden
+        given = CompletionBatch(prompts, completion_ids, completion_mask)
+        return self._without_loss(states, model, policy, given, packed).tensors()["hidden"]
 
-    def _without_loss(self, function: Callable, model, models, given: Completions, packed: bool) -> Scores:
-        """What a function of a model's forward, of completions and of options returns, in parts."""
-        prompts, ids, mask = given
+    def _without_loss(
+        self,
+        function: Callable[[Forward, CompletionBatch, dict], dict[str, torch.Tensor]],
+        model: nn.Module,
+        read: PreTrainedModel,
+        given: CompletionBatch,
+        packed: bool,
+    ) -> Scores:
+        """What a function of a model's forward, of completions and of options returns, in parts; `read` gets them."""
 
         def part(index: int, rows: list[int], states: States | None) -> Scores:
-            completions = self._with_dummies(
-                model, ([prompts[i] for i in rows], rows_of(ids, rows), rows_of(mask, rows))
-            )
+            completions = self._with_dummies(model, given.rows(rows))
             options = self._forwards(completions, packed, self.fallbacks, states)
             with self._autocast():
                 tensors = self._as_one_forward(model, lambda call: function(call, completions, options))
             return Scores(**tensors).rows(slice(len(rows)))
 
-        lengths = None if self.max_tokens is None else mask.sum(1).tolist()
-        return self._in_parts(part, model, models, prompts, lengths, mask.device, packed, keeps=packed)
+        lengths = None if self.max_tokens is None else given.mask.sum(1).tolist()
+        return self._in_parts(part, model, [read], given, lengths, packed, keeps=packed)
 
     def _score_part(
         self,
         model: nn.Module,
-        completions: Completions,
+        completions: CompletionBatch,
         fallbacks: Fallbacks,
         critic: Critic | ValueHead | None,
-        supervised: Completions | None,
+        supervised: CompletionBatch | None,
         logit_bias: dict[int, float] | None,
         target: Target | None,
         states: States | None,
@@ -341,7 +358,7 @@ class PolicyForward:
             others_options = self._forwards(others, False, fallbacks)
         _gather_head(policy)
 
-        def score(call) -> dict[str, Any]:
+        def score(call: Forward) -> dict[str, torch.Tensor]:
             results = completion_scores(
                 call,
                 policy,
@@ -379,23 +396,22 @@ class PolicyForward:
         return Scores(**tensors).rows(slice(n))  # without dummy prompts
 
     def _forwards(
-        self, completions: Completions, packed: bool, fallbacks: Fallbacks, states: States | None = None
+        self, completions: CompletionBatch, packed: bool, fallbacks: Fallbacks, states: States | None = None
     ) -> dict:
         """How completions are split over forwards, and the states of their prompt if it isn't forwarded with them."""
         n_forwards = self.processes.n_forwards(completions[0], fallbacks.isolate)
         return {"packed": packed, "isolate": fallbacks.isolate, "min_forwards": n_forwards, "states": states}
 
-    def _with_dummies(self, model, completions: Completions, with_others: bool = False) -> Completions:
+    def _with_dummies(
+        self, model: nn.Module, completions: CompletionBatch, with_others: bool = False
+    ) -> CompletionBatch:
         """Adds dummy prompts without a completion, which don't affect the others, see [`Processes.dummies`]."""
-        prompts, completion_ids, completion_mask = completions
-        dummies = self.processes.dummies(model, prompts, with_others)
-        if not dummies:
-            return completions
-        padding = (0, 0, 0, len(dummies))
-        ids, mask = (nn.functional.pad(each, padding) for each in (completion_ids, completion_mask))
-        return [*prompts, *dummies], ids, mask
+        dummies = self.processes.dummies(model, completions.prompts, with_others)
+        return completions.padded(dummies) if dummies else completions
 
-    def _as_one_forward(self, model, function: Callable):
+    def _as_one_forward(
+        self, model: nn.Module, function: Callable[[Forward], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
         """Calls a function of a model's forward within the forward of its wrapper, as engines need it."""
         module = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return _ForwardRedirection()(model, module, lambda: function(module.forward))
@@ -435,7 +451,7 @@ class PolicyForward:
         with torch.no_grad():  # so that no rank waits for gradients
             dummies = self.processes.dummies(model, prompts)
             parts = split_samples(prompts, isolate)
-            ready: Any = nullcontext(model)
+            ready: AbstractContextManager[nn.Module] = nullcontext(model)
             if generating is not None:
                 ready = generating()
             elif self.accelerator is not None:

@@ -42,11 +42,11 @@ class MixedTrainer(MultimodalGRPOTrainer):
         self._add_dummies, self._policy._with_dummies = self._policy._with_dummies, self._watched
 
     def _watched(self, model, completions, *args, **options):
-        prompts, *found = self._add_dummies(model, completions, *args, **options)
+        padded = self._add_dummies(model, completions, *args, **options)
         if torch.is_grad_enabled():
-            n = len(completions[0])
-            self.forwards.append([kinds(prompts[:n]), kinds(prompts[n:])])
-        return prompts, *found
+            n = len(completions.prompts)
+            self.forwards.append([kinds(padded.prompts[:n]), kinds(padded.prompts[n:])])
+        return padded
 
 
 class MixedPPO(MixedTrainer, MultimodalPPOTrainer):

@@ -5,10 +5,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,9 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..families import family_of
 from . import kernels
 from .encoders import install_encoder_attention, original_encoders
+from .kernels import AttentionOptions
 from .layout import PrefixLayout, Sequences
 from .states import gather_copies, install_prefix_states
 
+
+# An attention function of transformers: of a module, states `(B, heads, S, head_dim)`, a mask and options
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _PREFIX = "prefix_shared_"
 _LIBRARY = "flash_attention_2"
@@ -50,14 +55,23 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
 
-    def attention(module, query, key, value, attention_mask, prefix_layout=None, token_places=None, **kwargs):
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        prefix_layout: PrefixLayout | None = None,
+        token_places: torch.Tensor | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base_attention = original or _eager_attention(module)
         if token_places is not None:
             query = _rescaled(module, query, token_places)
         if prefix_layout is None:
             with kernels.without_cudnn():
-                return base_attention(module, query, key, value, attention_mask, **kwargs)
-        return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, **kwargs)
+                return base_attention(module, query, key, value, attention_mask, **options)
+        return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
 
     if "flash" in base:  # transformers loads these kernels by their name, so it must stay
         AttentionInterface.register(base, attention)
@@ -65,7 +79,15 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         return
     name = _PREFIX + base
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _unless_packed(ALL_MASK_ATTENTION_FUNCTIONS[base]))
+    create_mask = ALL_MASK_ATTENTION_FUNCTIONS[base]
+
+    def create(
+        *args: torch.Tensor, config: PreTrainedConfig | None = None, **kwargs: torch.Tensor | Callable | int | None
+    ) -> torch.Tensor | None:
+        runs_packed = config is not None and config is _runs_packed.get()  # whose layers read no mask `(T, T)`
+        return None if runs_packed else create_mask(*args, config=config, **kwargs)
+
+    AttentionMaskInterface.register(name, create)
     decoder.set_attn_implementation(name)
 
 
@@ -82,18 +104,8 @@ def attention_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _unless_packed(create_mask: Callable) -> Callable:
-    """A function that creates masks, `(T, T)` for a row of `T` tokens, unless no layer reads them."""
-
-    def create(*args, config=None, **kwargs):
-        runs_packed = config is not None and config is _runs_packed.get()
-        return None if runs_packed else create_mask(*args, config=config, **kwargs)
-
-    return create
-
-
 @contextmanager
-def without_masks(decoder: Any) -> Iterator[None]:
+def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
     """Within the context, a decoder that runs packed rows, and the model around it, create no masks for it."""
     token = _runs_packed.set(decoder.config)
     try:
@@ -115,18 +127,28 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = name
 
 
-def _eager_attention(module) -> Callable:
+def _eager_attention(module: nn.Module) -> Attention:
     """The eager attention of the module's modeling file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
-def _prefix_attention(base_attention, base, module, query, key, value, layout: PrefixLayout, **kwargs):
+def _prefix_attention(
+    base_attention: Attention,
+    base: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PrefixLayout,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, None]:
     """
     Attention of a packed row. Shapes: query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
-    layers = layout.blocks[0].linear[0]
-    kind = None if None in layers else module.config.layer_types[module.layer_idx]
-    if kwargs.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
+    kind = None
+    if None not in layout.blocks[0].linear[0]:
+        kind = cast(PreTrainedConfig, module.config).layer_types[cast(int, module.layer_idx)]
+    if options.get("s_aux") is not None:  # attention sinks, which neither sdpa nor torch's varlen kernel supports
         base, base_attention = "eager", _eager_attention(module)
     device = query.device.type
     if base != "eager" and torch.is_autocast_enabled(device):  # rotary embeddings mix float32 and half precision
@@ -137,16 +159,18 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     elif layout.states is not None:
         layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
-    takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, **kwargs)
+    takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
     branches = None
     if takes_varlen and layout.has_sequences(with_prompts):
-        shared = layout.shared_sequences(with_prompts) if _merges(query, value, window, **kwargs) else None
+        # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
+        merges = window is None and _fits_torch(query, value, options)
+        shared = layout.shared_sequences(with_prompts) if merges else None
         if shared is None:
             key, value = _joined(shared_states, own)
             sequences = layout.sequences(window, with_prompts)
-            branches = _varlen_attention(base, query, key, value, *sequences, window, **kwargs)
+            branches = _varlen_attention(base, query, key, value, *sequences, window, options)
         else:
-            branches = _merged_attention(query, *own, *shared_states, *shared, **kwargs)
+            branches = _merged_attention(query, *own, *shared_states, *shared, options.get("scaling"))
         if with_prompts:
             return branches[None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
@@ -156,20 +180,27 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
         key, value = _joined(shared_states, own)
     # Queries that share a key become one longer sequence, so that no key is repeated: sdpa's masked kernels want
     # as many heads of keys as of queries
-    folds = base != "eager" and kwargs.get("position_bias") is None
+    folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
     outputs = []
     for block in layout.blocks:
         # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
-        options = {"is_causal": base != "eager", "groups": groups, "with_branches": not takes_varlen}
         local = layout.local_prompts(block, kind, query.dtype)
-        prompt_mask, branch_mask = layout.masks(block, kind, query.dtype, **options, with_prompts=local is None)
+        prompt_mask, branch_mask = layout.masks(
+            block,
+            kind,
+            query.dtype,
+            is_causal=base != "eager",
+            groups=groups,
+            with_prompts=local is None,
+            with_branches=not takes_varlen,
+        )
         if block.starts:
             queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
             prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
             with kernels.without_cudnn():
-                output, _ = base_attention(module, *prompts, prompt_mask, **kwargs)
+                output, _ = base_attention(module, *prompts, prompt_mask, **options)
             if local:
                 output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
@@ -179,9 +210,9 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
         states = _gather(query, block.branch_index), _gather(key, keys), _gather(value, keys)
         with kernels.without_cudnn():
             if groups > 1:
-                output = _grouped_attention(*states, branch_mask, groups, **kwargs)
+                output = _grouped_attention(*states, branch_mask, groups, options)
             else:
-                output, _ = base_attention(module, *states, branch_mask, **kwargs)
+                output, _ = base_attention(module, *states, branch_mask, **options)
         outputs.append(output.flatten(0, 1))
     if takes_varlen:
         outputs += [] if branches is None else [branches]
@@ -189,14 +220,22 @@ def _prefix_attention(base_attention, base, module, query, key, value, layout: P
     return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
 
 
-def _grouped_attention(query, key, value, mask, groups, dropout=0.0, scaling=None, **kwargs):
+def _grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    groups: int,
+    options: AttentionOptions,
+) -> torch.Tensor:
     """Attention where the query heads that share a key follow each other in one sequence."""
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    dropout, scaling = options.get("dropout", 0.0), options.get("scaling")
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
 
 
-def _rescaled(module, query, places: torch.Tensor):
+def _rescaled(module: nn.Module, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
     Queries `(B, heads, T, head_dim)` that were scaled by their places in the row, scaled by those in their sequence.
     """
@@ -213,25 +252,37 @@ def _gather(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return picked.view(picked.size(0), *index.shape, picked.size(-1)).transpose(0, 1)
 
 
-def _takes_varlen(base, query, value, dropout=0.0, softcap=None, position_bias=None, **kwargs) -> bool:
+def _takes_varlen(base: str, query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
     """Whether a variable-length kernel computes the attention of a causal layer."""
-    if base == "eager" or dropout != 0.0 or position_bias is not None or not kernels.has_varlen_kernel(query):
+    if base == "eager" or options.get("dropout", 0.0) != 0.0 or options.get("position_bias") is not None:
         return False
-    return base == _LIBRARY or (softcap is None and max(query.size(-1), value.size(-1)) <= 256)
+    return kernels.has_varlen_kernel(query) and (base == _LIBRARY or _fits_torch(query, value, options))
 
 
-def _joined(known, own) -> Sequence[torch.Tensor]:
+def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+    """Whether torch's variable-length kernel, where there is one, takes these states and options."""
+    return options.get("softcap") is None and max(query.size(-1), value.size(-1)) <= 256
+
+
+def _joined(
+    known: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """Keys and values of a row behind known ones, if these are others."""
     return own if known is own else [torch.cat(each, dim=2) for each in zip(known, own, strict=True)]
 
 
-def _merges(query, value, window, softcap=None, **kwargs) -> bool:
-    """Whether torch's kernel, whose log-sum-exp merges attention to a prompt and to a completion, takes the layer."""
-    return window is None and softcap is None and max(query.size(-1), value.size(-1)) <= 256
-
-
 def _merged_attention(
-    query, own_key, own_value, key, value, rows, own: Sequences, index, shared_index, shared: Sequences, **kwargs
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    own_value: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor | None,
+    own: Sequences,
+    index: torch.Tensor | None,
+    shared_index: torch.Tensor,
+    shared: Sequences,
+    scaling: float | None,
 ) -> torch.Tensor:
     """As [`_varlen_attention`], with keys that are shared in a call of their own, without copies for completions."""
     query, own_key, own_value, key, value = (
@@ -240,26 +291,30 @@ def _merged_attention(
     if rows is not None:
         query, own_key, own_value = (states.index_select(0, rows) for states in (query, own_key, own_value))
     key, value = gather_copies(key, shared_index), gather_copies(value, shared_index)
-    return kernels.merged_attention(
-        query, own_key, own_value, key, value, index, own, shared, scaling=kwargs.get("scaling")
-    )
+    return kernels.merged_attention(query, own_key, own_value, key, value, index, own, shared, scaling=scaling)
 
 
 def _varlen_attention(
-    base, query, key, value, queries, keys, sequences: Sequences, window, scaling=None, softcap=None, **kwargs
+    base: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    sequences: Sequences,
+    window: int | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention `(Q, heads, head_dim)` of the row's tokens at `queries` to those at `keys`, in these sequences."""
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    query = query if queries is None else query.index_select(0, queries)
-    key, value = gather_copies(key, keys), gather_copies(value, keys)
     return kernels.varlen_attention(
-        query,
-        key,
-        value,
-        *sequences,
-        scaling=scaling,
+        query if queries is None else query.index_select(0, queries),
+        gather_copies(key, keys),
+        gather_copies(value, keys),
+        sequences,
+        scaling=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
-        softcap=softcap,
+        softcap=options.get("softcap"),
         library=base == _LIBRARY,
     )

@@ -2,17 +2,18 @@
 """Divergences between the distributions of tokens under two models, from their hidden states and LM heads."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from .head import HeadRule
+from .autograd import Context
+from .head import HeadRule, gather_weights
 from .layout import rows_of
 
 
@@ -26,14 +27,14 @@ _ALMOST_ALL = -1e-7
 class Head(NamedTuple):
     """An LM head: weight `(V, H)`, bias `(V,)` or `None`, and what the model does around it."""
 
-    weight: Any
-    bias: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     rule: HeadRule
 
 
 def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
     """The LM head of a model without wrappers, with FSDP2's parts joined; those of ZeRO-3 are when they are needed."""
-    head: Any = model.get_output_embeddings()
+    head = cast(nn.Linear, model.get_output_embeddings())
     weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
     return Head(weight, bias, rule)
 
@@ -57,22 +58,15 @@ class Target:
 
     def rows(self, index: slice | Sequence[int]) -> "Target":
         """That of some completions."""
-        names = ("mask", "hidden", "ids", "logps")
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: rows_of(value, index) for name, value in chosen.items() if value is not None})
+        return self._of_tensors(lambda value: rows_of(value, index))
 
     def padded(self, n: int) -> "Target":
         """With `n` further completions, of which nothing is compared."""
-        names = ("mask", "hidden", "ids", "logps")
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return replace(
-            self,
-            **{
-                name: torch.cat([value, value.new_zeros(n, *value.shape[1:])])
-                for name, value in chosen.items()
-                if value is not None
-            },
-        )
+        return self._of_tensors(lambda value: torch.cat([value, value.new_zeros(n, *value.shape[1:])]))
+
+    def _of_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Target":
+        hidden, ids, logps = (None if each is None else function(each) for each in (self.hidden, self.ids, self.logps))
+        return replace(self, mask=function(self.mask), hidden=hidden, ids=ids, logps=logps)
 
 
 def divergences(hidden: torch.Tensor, head: Head, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +127,7 @@ def top_k_tokens(
 
     Shapes: `hidden` `(N, H)`; returns ids and log-probabilities `(N, k)`.
     """
-    with torch.no_grad(), maybe_gather_lm_head_ctx(head.weight, head.bias):
+    with torch.no_grad(), gather_weights(head.weight, head.bias):
         found = [_log_softmax(part, head, temperature).topk(k, dim=-1) for part in hidden.split(_TOKENS_AT_ONCE)]
     if not found:
         empty = hidden.new_zeros(0, k, dtype=torch.float32)
@@ -161,57 +155,77 @@ def top_k_divergence(
     Shapes: `hidden` `(N, H)`, `ids` and `logps`, the teacher's at the temperature, `(N, K)`; returns `(N,)` twice.
     """
 
-    found = _TopKDivergence.apply(hidden, head.weight, head.bias, ids, logps, (head.rule, beta, temperature, add_tail))
-    return found[0], found[1]
+    options = _Options(head.rule, beta, temperature, add_tail)
+    return _TopKDivergence.apply(hidden, head.weight, head.bias, ids, logps, options)
+
+
+class _Options(NamedTuple):
+    rule: HeadRule
+    beta: float
+    temperature: float
+    add_tail: bool
 
 
 class _TopKDivergence(torch.autograd.Function):
     """[`top_k_divergence`], whose logits are computed again for the gradient, with weights that ZeRO-3 gathers."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ids, logps, options):
+    def forward(
+        ctx: Context[_Options],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ids: torch.Tensor,
+        logps: torch.Tensor,
+        options: _Options,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(hidden, weight, bias, ids, logps)
-        ctx.options = options
+        ctx.settings = options
         divergence = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(divergence)
-        with maybe_gather_lm_head_ctx(weight, bias):
+        with gather_weights(weight, bias):
             for part in _parts(len(hidden)):
-                divergence[part], logps_of_all = _of_top_k(hidden[part], weight, bias, ids[part], logps[part], options)
+                head = Head(weight, bias, options.rule)
+                divergence[part], logps_of_all = _of_top_k(hidden[part], head, ids[part], logps[part], options)
                 entropy[part] = -(logps_of_all.exp() * logps_of_all).sum(-1)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
     @staticmethod
-    def backward(ctx, gradient, _):  # type: ignore
+    def backward(ctx: Context[_Options], gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, ids, logps = ctx.saved_tensors
-        with maybe_gather_lm_head_ctx(weight, bias), torch.enable_grad():
-            leaves = [each if each is None else each.detach().requires_grad_() for each in (hidden, weight, bias)]
-            totals = [each if each is None else torch.zeros_like(each) for each in leaves]
-            wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:3]) if needed]
+        with gather_weights(weight, bias), torch.enable_grad():
+            hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            bias = None if bias is None else bias.detach().requires_grad_()
+            inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+            leaves = [each for each, needed in inputs if needed and each is not None]
+            totals = [torch.zeros_like(each) for each in leaves]
             for part in _parts(len(hidden)):
-                divergence, _ = _of_top_k(leaves[0][part], *leaves[1:], ids[part], logps[part], ctx.options)
-                own = torch.autograd.grad(divergence, [leaves[i] for i in wanted], gradient[part])
-                for i, value in zip(wanted, own, strict=True):
-                    totals[i] += value
-        return *(total if i in wanted else None for i, total in enumerate(totals)), None, None, None
+                head = Head(weight, bias, ctx.settings.rule)
+                divergence, _ = _of_top_k(hidden[part], head, ids[part], logps[part], ctx.settings)
+                for total, value in zip(totals, torch.autograd.grad(divergence, leaves, gradient[part]), strict=True):
+                    total += value
+        remaining = iter(totals)
+        return *(next(remaining) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
 
 
 def _parts(n: int) -> list[slice]:
     return [slice(start, start + _TOKENS_AT_ONCE) for start in range(0, n, _TOKENS_AT_ONCE)]
 
 
-def _of_top_k(hidden, weight, bias, ids, logps, options) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_top_k(
+    hidden: torch.Tensor, head: Head, ids: torch.Tensor, logps: torch.Tensor, options: _Options
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergences `(N,)` over some tokens, and the student's log-probabilities of all, `(N, V)`."""
-    rule, beta, temperature, add_tail = options
-    of_all = _log_softmax(hidden, Head(weight, bias, rule), temperature)
+    of_all = _log_softmax(hidden, head, options.temperature)
     known, teacher = logps > -math.inf, logps.float()
     student = of_all.gather(-1, ids).masked_fill(~known, -math.inf)
-    if add_tail:
+    if options.add_tail:
         known = torch.cat([known, torch.ones_like(known[:, :1])], dim=-1)
         student, teacher = _with_tail(student), _with_tail(teacher)
     else:
         student, teacher = (each - each.logsumexp(-1, keepdim=True) for each in (student, teacher))
-    return _divergence(student, teacher, known, beta), of_all
+    return _divergence(student, teacher, known, options.beta), of_all
 
 
 def _log_softmax(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:

@@ -6,18 +6,19 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.exporters.utils import precompute_export_inputs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..families import family_of
 from . import kernels
+from .kernels import AttentionOptions
 from .layout import to_device
 
 
@@ -48,16 +49,16 @@ def install_encoder_attention(model: PreTrainedModel) -> None:
             Unwrapped model.
     """
     decoder = set(model.get_decoder().modules())
-    copies: dict[tuple[int, str], Any] = {}
+    copies: dict[tuple[int, str], PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         is_attention = "Attention" in type(module).__name__ and module not in decoder
-        if is_attention and getattr(config, "_attn_implementation", None) == "sdpa":
+        if is_attention and isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             key = id(config), _VARLEN if "cu_seqlens" in _parameters(type(module)) else _WITHOUT_CUDNN
             if key not in copies:
                 copies[key] = copy.copy(config)
                 copies[key]._attn_implementation = key[1]
-            module.config = copies[key]
+            vars(module)["config"] = copies[key]
     hooked: set[nn.Module] = set()
     for module in model.modules() if copies and family_of(model).precomputes_exactly else ():
         if module not in hooked and any(name in _parameters(type(module)) for name in _SIZES):
@@ -98,82 +99,87 @@ def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 
-def _layer_configs(module: nn.Module) -> Iterator[tuple[Any, str]]:
+def _layer_configs(module: nn.Module) -> Iterator[tuple[PreTrainedConfig, str]]:
     """Configs of layers that [`install_encoder_attention`] changed, and their implementations."""
     for each in module.modules():
         config = getattr(each, "config", None)
-        if (name := getattr(config, "_attn_implementation", None)) in (_VARLEN, _WITHOUT_CUDNN):
-            yield config, name
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation in (_VARLEN, _WITHOUT_CUDNN):
+            yield config, config._attn_implementation
 
 
-def _add_precomputed(tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def _add_precomputed(
+    tower: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor | bool]
+) -> tuple[tuple, dict[str, torch.Tensor | int]] | None:
     """A hook before the forward of an encoder that adds what it would compute from sizes on the device."""
     if next(_layer_configs(tower), None) is None:  # within `original_encoders`
         return None
-    given = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
-    device = next(value.device for value in given.values() if isinstance(value, torch.Tensor))
-    added = {}
-    for name, value in _precomputed(tower, given).items():
-        is_on_host = isinstance(value, torch.Tensor) and value.device != device
-        added[name] = remember_on_host(to_device(value, device), value) if is_on_host else value
-    return args, {**added, **kwargs}
+    arguments = {**dict(zip(_parameters(type(tower)), args, strict=False)), **kwargs}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    device = next(iter(tensors.values())).device
+    moved = {}
+    for name, value in _precomputed(tower, tensors).items():
+        if isinstance(value, torch.Tensor) and value.device != device:
+            value = remember_on_host(to_device(value, device), value)
+        moved[name] = value
+    return args, {**moved, **kwargs}
 
 
 @torch.no_grad()
-def _precomputed(tower: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that follow from those of an encoder, computed on the host."""
-    sizes = {name for name in given if name in (*_SIZES, "merge_sizes") and given[name] is not None}
-    inputs = {name: _on_host(given[name]) for name in sizes}
-    if "feature_lens" in inputs:
-        inputs["input_features"] = given["input_features"]
+def _precomputed(tower: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
+    """Arguments that follow from the tensors that an encoder gets, computed on the host."""
+    sizes = {name: _on_host(value) for name, value in tensors.items() if name in (*_SIZES, "merge_sizes")}
+    inputs: dict[str, torch.Tensor | int] = {**sizes}
+    if "feature_lens" in sizes:
+        inputs["input_features"] = tensors["input_features"]
     names = set(inputs)
     # By its own class, in place of FSDP's, since transformers looks for functions in the class's module
-    own: Any = object.__new__(next(each for each in type(tower).__mro__ if not issubclass(each, FSDPModule)))
-    own.__dict__ = tower.__dict__
-    precompute_export_inputs(own, inputs)
-    added: dict[str, Any] = {name: value for name, value in inputs.items() if name not in names}
+    plain = object.__new__(next(each for each in type(tower).__mro__ if not issubclass(each, FSDPModule)))
+    plain.__dict__ = tower.__dict__
+    precompute_export_inputs(plain, inputs)
+    added = {name: value for name, value in inputs.items() if name not in names}
     for kind in ("", "window_"):
-        if (starts := added.get(f"cu_{kind}seqlens")) is not None:
+        if isinstance(starts := added.get(f"cu_{kind}seqlens"), torch.Tensor):
             added[f"max_{kind}seqlen"] = int(starts.diff().max())
-    if "target_sizes" in inputs:
-        added["max_seqlen"] = int(inputs["target_sizes"].prod(-1).max())
+    if "target_sizes" in sizes:
+        added["max_seqlen"] = int(sizes["target_sizes"].prod(-1).max())
     return added
 
 
 def _varlen_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    cu_seq_lens_q=None,
-    max_length_q=None,
-    scaling=None,
-    dropout=0.0,
-    **kwargs,
-):
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Attention within sequences of a row. Shapes: query, key, value `(1, heads, T, head_dim)`, `cu_seq_lens_q`
     `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
     """
-    sdpa = functools.partial(_sdpa_without_cudnn, module, scaling=scaling, dropout=dropout, **kwargs)
+    sdpa = functools.partial(_sdpa_without_cudnn, module, **options)
     if cu_seq_lens_q is None:
         return sdpa(query, key, value, attention_mask)
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-    if dropout == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
+    if options.get("dropout", 0.0) == 0.0 and query.size(-1) <= 256 and kernels.has_varlen_kernel(query):
         starts, longest = cu_seq_lens_q.to(query.device), max_length_q
-        states = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-        return kernels.varlen_attention(*states, starts, starts, longest, longest, scaling=scaling)[None], None
+        query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        sequences = starts, starts, longest, longest
+        return kernels.varlen_attention(query, key, value, sequences, scaling=options.get("scaling"))[None], None
     lengths = _on_host(cu_seq_lens_q).diff().tolist()
     sequences = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     return torch.cat([sdpa(*sequence, None)[0] for sequence in sequences], dim=1), None
 
 
-def _sdpa_without_cudnn(*args, **kwargs):
+def _sdpa_without_cudnn(
+    module: nn.Module, *states: torch.Tensor | None, **options: Unpack[AttentionOptions]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     with kernels.without_cudnn():
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *states, **options)
 
 
 AttentionInterface.register(_VARLEN, _varlen_attention)

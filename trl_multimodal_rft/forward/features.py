@@ -5,10 +5,10 @@ import copy
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,15 @@ from transformers import PreTrainedModel
 from ..encoding.join import cat_padded
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
-from ..models.modes import has_dropout
+from ..models.modes import has_dropout, without_checkpointing
+from ..models.parts import adapter_layers
 from ..models.towers import find_tower
 
+
+# What modules return
+Output = torch.Tensor | Mapping[str, "Output"] | Sequence["Output"] | str | bool | int | float | None
+
+Forward = Callable[..., Output]
 
 # How a call for several prompts gives their outputs: joined on a dimension, or in a call each
 _ONE_BY_ONE = -1
@@ -40,7 +46,7 @@ class _Call:
     """A call of a frozen module with the media of one prompt."""
 
     shape: torch.Size  # of its first floating-point input
-    output: Any  # in which floating-point tensors that nothing reads have no memory
+    output: Output  # in which floating-point tensors that nothing reads have no memory
     autocast: torch.dtype | None
 
 
@@ -98,7 +104,7 @@ def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) ->
     scope, ways = _scope(model), _ways.setdefault(model, {}).setdefault(tuple(modules), {})
     tried: dict[str, dict[nn.Module, int | None]] = {}
 
-    def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         kind, place = scope.kind, scope.n_calls[scope.kind, module]
         scope.n_calls[kind, module] += 1
         given, parts = _first_features(args, kwargs), []
@@ -173,16 +179,17 @@ def encode_frozen(
 
 def _key(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple:
     """What outputs of frozen modules depend on besides media: the modules, and which adapters are on in them."""
-    inside: Any = (each for module in modules for each in module.modules())
-    layers = (each for each in inside if isinstance(getattr(each, "disable_adapters", None), bool))
+    layers = [each for module in modules for each in adapter_layers(module)]
     return model, *modules, *((each.disable_adapters, *each.active_adapters) for each in layers)
 
 
-def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_Call]]:
+def _calls_of_one(
+    model: PreTrainedModel, modules: Sequence[nn.Module], inputs: Mapping[str, torch.Tensor]
+) -> dict[tuple[str, nn.Module], list[_Call]]:
     """Calls of frozen modules in the forward of one prompt, by the kind of its media."""
     scope, reached = _scope(model), []
 
-    def call(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(module: nn.Module, forward: Forward, args: tuple, kwargs: dict[str, Output]) -> Output:
         given = _first_features(args, kwargs)
         if not scope.kind or given is None or _reaches_weights(args, kwargs):
             return forward(*args, **kwargs)
@@ -193,7 +200,7 @@ def _calls_of_one(model, modules, inputs) -> dict[tuple[str, nn.Module], list[_C
         scope.calls.setdefault((scope.kind, module), []).append(made)
         return _mapped(torch.clone, [output])
 
-    def stop(module, args, kwargs):
+    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Output]) -> None:
         reached.extend(each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
         raise _Encoded
 
@@ -239,20 +246,20 @@ def _kept(leaf: torch.Tensor, read: set[torch.Tensor | None] | None) -> torch.Te
     return leaf.new_full((), torch.nan).expand(leaf.shape)  # not a number, so that nothing uses it unnoticed
 
 
-def _calls_of(parts: list[list[_Call]], way: int, place: int, given: Any) -> list[_Call]:
+def _calls_of(parts: list[list[_Call]], way: int, place: int, given: torch.Tensor | None) -> list[_Call]:
     """The calls, of those of each prompt, whose inputs are that of the call at a place; none if they aren't known."""
     if way == _ONE_BY_ONE:
         return [call for part in parts for call in part][place : place + 1]
     calls = [part[place] for part in parts if place < len(part)]
     shapes = [call.shape for call in calls]
-    if len(calls) < len(parts) or any(len(shape) != given.dim() for shape in shapes):
+    if given is None or len(calls) < len(parts) or any(len(shape) != given.dim() for shape in shapes):
         return []
     sums, largest = ([function(sizes) for sizes in zip(*shapes, strict=True)] for function in (sum, max))
     joined = [[*largest[:dim], sums[dim], *largest[dim + 1 :]] for dim in range(given.dim())]
     return calls if list(given.shape) in joined else []
 
 
-def _joined(calls: list[_Call], way: int) -> Any:
+def _joined(calls: list[_Call], way: int) -> Output:
     """The output for all prompts from those of each."""
 
     def join(*tensors: torch.Tensor) -> torch.Tensor:
@@ -262,7 +269,7 @@ def _joined(calls: list[_Call], way: int) -> Any:
     return _mapped(join, [call.output for call in calls])
 
 
-def _is_joined(output: Any, calls: list[_Call], way: int) -> bool:
+def _is_joined(output: Output, calls: list[_Call], way: int) -> bool:
     """Whether an output is that of the calls, up to rounding, and apart from padding."""
     results = [bool(calls)]
 
@@ -284,23 +291,25 @@ def _is_joined(output: Any, calls: list[_Call], way: int) -> bool:
     return all(results)
 
 
-def _mapped(function: Callable, values: Sequence[Any]) -> Any:
+def _mapped(function: Forward, values: Sequence[Output]) -> Output:
     """Results of modules with `function` of the tensors at each place of them."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return function(*values)
     if isinstance(first, Mapping):
-        mapped = {name: _mapped(function, [value[name] for value in values]) for name in first}
-        result: Any = copy.copy(first)  # outputs of transformers may have further keys than their fields
-        for name, value in mapped.items():
-            result[name] = value
+        results = cast(Sequence[Mapping[str, Output]], values)
+        result = cast(MutableMapping[str, Output], copy.copy(first))  # transformers' may have keys beyond their fields
+        for name in first:
+            result[name] = _mapped(function, [each[name] for each in results])
         return result
     if isinstance(first, (tuple, list)):
-        return type(first)(_mapped(function, each) for each in zip(*values, strict=True))
+        return type(first)(
+            _mapped(function, each) for each in zip(*cast(Sequence[Sequence[Output]], values), strict=True)
+        )
     return first
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Output) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _mapped(found.append, [value])
     return found
@@ -310,9 +319,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope, call: Callable) -> Iterator[None]:
     """Runs `call` in place of the forwards of modules, and keeps track of what the model computes."""
 
-    def of_kind(kind: str, method: Callable) -> Callable:
+    def of_kind(kind: str, method: Forward) -> Forward:
         @functools.wraps(method)  # `generate` reads its arguments
-        def compute(*args, **kwargs):
+        def compute(*args: Output, **kwargs: Output) -> Output:
             before = scope.kind
             if before not in MODALITIES:  # features of videos may be those of images
                 scope.kind = kind
@@ -323,7 +332,7 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 
         return compute
 
-    def of_module(module: nn.Module, forward: Callable) -> Callable:
+    def of_module(module: nn.Module, forward: Forward) -> Forward:
         return lambda *args, **kwargs: call(module, forward, args, kwargs)
 
     with ExitStack() as stack:
@@ -336,20 +345,12 @@ def _wrapped(model: PreTrainedModel, modules: Sequence[nn.Module], scope: _Scope
 
 @contextmanager
 def _without_graph(module: nn.Module) -> Iterator[None]:
-    """Runs a module without a graph, and without checkpointing, which would warn that there is none."""
-    checkpointed: list[Any] = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
-    for each in checkpointed:
-        each.gradient_checkpointing = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for each in checkpointed:
-            each.gradient_checkpointing = True
+    with torch.no_grad(), without_checkpointing(module):
+        yield
 
 
 @contextmanager
-def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
+def _attribute(holder: nn.Module, name: str, value: Callable) -> Iterator[None]:
     """Sets an attribute of an instance within the context."""
     before = {name: vars(holder)[name]} if name in vars(holder) else {}
     vars(holder)[name] = value
@@ -385,12 +386,12 @@ def _is_deterministic(module: nn.Module) -> bool:
     return not has_dropout(module) and not any(norm.training and not norm._forward_pre_hooks for norm in norms)
 
 
-def _first_features(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _first_features(args: tuple, kwargs: dict[str, Output]) -> torch.Tensor | None:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     return next(filter(_is_float, given), given[0] if given else None)
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: Output) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -399,7 +400,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _reaches_weights(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _reaches_weights(args: tuple, kwargs: dict[str, Output]) -> bool:
     """Whether inputs depend on trained weights; hooks for checkpointing make others require a gradient, too."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
     return any(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves_of_graph(given))

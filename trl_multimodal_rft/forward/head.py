@@ -6,15 +6,16 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -126,8 +127,16 @@ def add_fused_head(
 
     # `generate` validates its arguments by the signature
     @functools.wraps(type(model).forward)
-    def fused_forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, label_index=None, **kwargs):
-        forward = self._plain_forward
+    def fused_forward(
+        self: PreTrainedModel,
+        *args: torch.Tensor,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        label_index: torch.Tensor | None = None,
+        **kwargs: torch.Tensor | Cache | bool | int | None,
+    ) -> ModelOutput:
+        forward = vars(self)["_plain_forward"]
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
             return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
@@ -135,6 +144,7 @@ def add_fused_head(
         if labels is None and shift_labels is None:
             return BaseModelOutput(last_hidden_state=states)
         if shift_labels is None:
+            assert labels is not None
             states, shift_labels = states[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
         scored = _fused_scores(
@@ -144,9 +154,11 @@ def add_fused_head(
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import
 
             config = self.config.get_text_config()
-            scored.aux_loss = load_balancing_loss_func(
-                output.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+            mask = cast(torch.Tensor | None, kwargs.get("attention_mask"))
+            loss = load_balancing_loss_func(
+                output["router_logits"], config.num_experts, config.num_experts_per_tok, mask
             )
+            scored.aux_loss = cast(torch.Tensor, loss)
         return scored
 
     model.forward = types.MethodType(fused_forward, model)
@@ -165,7 +177,7 @@ def _fused_scores(
     states: torch.Tensor,
     labels: torch.Tensor,
     index: torch.Tensor | None,
-    head: Any,
+    head: nn.Linear,
     rule: HeadRule,
     temperature: float,
     in_fp32: bool,
@@ -173,19 +185,20 @@ def _fused_scores(
 ) -> FusedCausalLMOutput:
     """Scores of labels `(B, S)`, 0 where they are -100, from states `(B, S, H)`."""
     dtype = torch.float32 if in_fp32 else states.dtype
-    weight, bias = (_joined(each, dtype) for each in (head.weight, head.bias))
+    weight, bias = _joined(head.weight, dtype), None if head.bias is None else _joined(head.bias, dtype)
     states, labels = states.to(weight.device), labels.to(weight.device)  # which `device_map` may have split
     mask, device = labels != -100, states.device.type
     states = states.float() if in_fp32 else states
-    compact = _has_kernel(device)
-    places: Any = mask.flatten().nonzero()[:, 0] if compact and index is None else index
+    places = None
+    if _has_kernel(device):
+        places = mask.flatten().nonzero()[:, 0] if index is None else index
     autocast = torch.autocast(device, enabled=False) if in_fp32 else nullcontext()
-    with autocast, maybe_gather_lm_head_ctx(weight, bias):
+    with autocast, gather_weights(weight, bias):
         scores = ChunkedLogProbFunction.apply(
-            states.flatten(0, 1).index_select(0, places) if compact else states.flatten(0, 1),
+            states.flatten(0, 1) if places is None else states.flatten(0, 1).index_select(0, places),
             weight,
             bias,
-            labels.flatten().index_select(0, places) if compact else labels.clamp(min=0).flatten(),
+            labels.clamp(min=0).flatten() if places is None else labels.flatten().index_select(0, places),
             temperature,
             _CHUNK_SIZE,
             rule.softcap,
@@ -194,22 +207,24 @@ def _fused_scores(
         )
 
     def placed(values: torch.Tensor) -> torch.Tensor:
-        if compact:
-            # Depends on the model even without labels, so that the backward pass runs on all ranks
-            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
-        return values.view(mask.shape).masked_fill(~mask, 0)
+        if places is None:
+            return values.view(mask.shape).masked_fill(~mask, 0)
+        # Depends on the model even without labels, so that the backward pass runs on all ranks
+        return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     found = {name: placed(values) for name, values in zip(names, scores, strict=True) if values is not None}
     return FusedCausalLMOutput(**found, label_mask=mask)
 
 
-def _joined(parameter: Any, dtype: torch.dtype) -> Any:
+def _joined(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight; parts of FSDP2 are cast before they are joined, so that ranks exchange half as much."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    part: Any = parameter.to(dtype)
-    return part.full_tensor()
+    return cast(DTensor, parameter.to(dtype)).full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def gather_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Within the context, ZeRO-3 holds the whole weights of a head."""
+    return maybe_gather_lm_head_ctx(*(cast(nn.Parameter, each) for each in (weight, bias) if each is not None))
 
 
 def _has_kernel(device: str) -> bool:
@@ -240,13 +255,15 @@ def _backbone(model: PreTrainedModel) -> nn.Module | None:
     return decoder if decoder in found else next(iter(found), None)
 
 
-def run_backbone(model: PreTrainedModel, forward: Any, args: tuple, kwargs: dict) -> tuple[Any, torch.Tensor]:
+def run_backbone(
+    model: PreTrainedModel, forward: Callable[..., ModelOutput], args: tuple, kwargs: dict
+) -> tuple[ModelOutput, torch.Tensor]:
     """Outputs and last states of the backbone. Without a `base_model`, the model's forward runs with an idle head."""
     if model.base_model is not model:
         output = model.base_model(*args, **kwargs)
         return output, output.last_hidden_state
-    backbone: Any = _backbone(model)
-    head, taken = vars(model.get_output_embeddings()), []
+    backbone, head, taken = _backbone(model), vars(model.get_output_embeddings()), []
+    assert backbone is not None
     own = {"forward": head["forward"]} if "forward" in head else {}
     hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
     head["forward"] = lambda states: states
@@ -272,7 +289,7 @@ def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
     """
     if module in replaced:
         return replaced[module]
-    children: Any = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
+    children = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
     copied = copy.copy(module)

@@ -22,7 +22,7 @@ def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
     gaps = [longest - len(prompt) for prompt in prompts]
     names = sorted({name for prompt in prompts for name in prompt.token_fields})
 
-    def stack(tensors, value=0):
+    def stack(tensors: Sequence[torch.Tensor], value: int = 0) -> torch.Tensor:
         padded = [
             F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
         ]

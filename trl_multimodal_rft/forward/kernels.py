@@ -5,12 +5,23 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 
+from .autograd import Context
 from .layout import Sequences
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of transformers' attention functions that change what they compute."""
+
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    position_bias: torch.Tensor | None
+    s_aux: torch.Tensor | None  # attention sinks
 
 
 def has_varlen_kernel(query: torch.Tensor) -> bool:
@@ -24,10 +35,7 @@ def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
+    sequences: Sequences,
     *,
     scaling: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -38,13 +46,10 @@ def varlen_attention(
     Attention within sequences of a row, by the kernel of torch or of the flash-attn `library`.
 
     `window_size` is how many keys before and after its own a query attends to, -1 for all. Shapes: states
-    `(T, heads, head_dim)`, starts `(sequences + 1,)`; returns `(T, heads, head_dim)`.
+    `(T, heads, head_dim)`; returns `(T, heads, head_dim)`.
     """
-    sequences = query_starts, key_starts, longest_query, longest_key
     scaling, size = scaling or query.size(-1) ** -0.5, value.size(-1)
     query, key, value = _of_one_size(query, key, value)
-    options: dict[str, Any]
-    output: Any
     if library:
         from flash_attn import flash_attn_varlen_func
 
@@ -53,8 +58,10 @@ def varlen_attention(
     else:
         from torch.nn.attention.varlen import varlen_attn  # whose import takes longer than that of this folder
 
-        options = {"scale": scaling, "window_size": window_size, **_gqa_option(varlen_attn)}
-        output = varlen_attn(query, key, value, *sequences, **options)
+        # Before 2.13, torch always permits fewer heads of keys than of queries
+        gqa = {"enable_gqa": True} if "enable_gqa" in _parameters(varlen_attn) else {}
+        kernel = cast(Callable[..., torch.Tensor], varlen_attn)
+        output = kernel(query, key, value, *sequences, scale=scaling, window_size=window_size, **gqa)
     return output if output.size(-1) == size else output[..., :size]
 
 
@@ -90,7 +97,18 @@ class _Merged(torch.autograd.Function):
     """The gradient of `varlen_attn` would leave out that of the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx, query, key, value, shared_key, shared_value, index, own, shared, scaling):
+    def forward(
+        ctx: Context[tuple[Sequences, Sequences, float]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        shared_key: torch.Tensor,
+        shared_value: torch.Tensor,
+        index: torch.Tensor | None,
+        own: Sequences,
+        shared: Sequences,
+        scaling: float,
+    ) -> torch.Tensor:
         output, lse = flash_forward(query, key, value, own, True, scaling)
         others, others_lse = flash_forward(_rows(query, index), shared_key, shared_value, shared, False, scaling)
         before, both = _rows(output, index), torch.logaddexp(_rows(lse.T, index).T, others_lse)
@@ -105,14 +123,18 @@ class _Merged(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(
+        ctx: Context[tuple[Sequences, Sequences, float]], gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, shared_key, shared_value, index, output, lse = ctx.saved_tensors
         own, shared, scaling = ctx.settings
         # With the output and the log-sum-exp of both calls, each gives its share of the gradient
         of_query, *of_own = flash_backward(gradient, query, key, value, output, lse, own, True, scaling)
-        rows = (_rows(each, index) for each in (gradient, query))
-        others = _rows(output, index), _rows(lse.T, index).T.contiguous()
-        more, *of_shared = flash_backward(*rows, shared_key, shared_value, *others, shared, False, scaling)
+        gradient, query, output = (_rows(each, index) for each in (gradient, query, output))
+        lse = _rows(lse.T, index).T.contiguous()
+        more, *of_shared = flash_backward(
+            gradient, query, shared_key, shared_value, output, lse, shared, False, scaling
+        )
         of_query = of_query + more if index is None else of_query.index_add(0, index, more)
         return of_query, *of_own, *of_shared, None, None, None, None
 
@@ -121,13 +143,30 @@ def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     return values if index is None else values.index_select(0, index)
 
 
-def flash_forward(query, key, value, sequences: Sequences, is_causal: bool, scaling: float):
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: Sequences,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of torch's kernel, and the log-sum-exp of the scores `(heads, Q)`."""
     forward = torch.ops.aten._flash_attention_forward
     return forward(query, key, value, *sequences, 0.0, is_causal, False, scale=scaling)[:2]
 
 
-def flash_backward(gradient, query, key, value, output, lse, sequences: Sequences, is_causal: bool, scaling: float):
+def flash_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    is_causal: bool,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values, from the output and the log-sum-exp over all keys, these or others."""
     # Of dropout, which there is none of
     random = query.new_zeros(2, dtype=torch.uint64), query.new_zeros(0)
@@ -136,9 +175,8 @@ def flash_backward(gradient, query, key, value, output, lse, sequences: Sequence
 
 
 @functools.cache
-def _gqa_option(kernel: Callable) -> dict[str, Any]:
-    """What permits fewer heads of keys than of queries, which torch before 2.13 always does."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+def _parameters(kernel: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,10 @@ States = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
 # Cumulative lengths of queries and of keys, `(S + 1,)` as int32, and the longest of each
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
+
+# A prompt or a branch in a row: its start, its length, the start of what it continues, and how many tokens it shares
+# with that; a prompt continues itself and shares 0 tokens, a branch all but the last of what it continues
+Segment = tuple[int, int, int, int]
 
 # Prompts share an attention call if the longest exceeds the shortest by no more than this factor, which bounds padding
 _LENGTH_TOLERANCE = 1.25
@@ -54,7 +58,7 @@ class PrefixBlock:
     starts: list[int]  # of each prompt in the row; empty if they are attended as branches
     sizes: list[int]  # tokens of each prompt
     owner: torch.Tensor  # prompt of each branch, `(M,)`
-    linear: list[dict[str | None, LayerMask]]  # `linear_masks` of each prompt
+    linear: list[Mapping[str | None, LayerMask]]  # `linear_masks` of each prompt
 
     def unseen_keys(self, kind: str | None) -> int:
         """The first keys of a branch, which no branch sees in layers of type `kind`."""
@@ -84,9 +88,7 @@ class PrefixLayout:
 
     blocks: list[PrefixBlock]
     restore_index: torch.Tensor  # place of each row position in the concatenated outputs of the blocks, `(T,)`
-    # In row order, each prompt and branch as (start, length, start of what it continues, shared tokens); a prompt
-    # continues itself and shares 0 tokens, a branch all but the last of what it continues
-    segments: list[tuple[int, int, int, int]]
+    segments: Sequence[Segment]  # in row order
     # Layer types where text behind each prompt is causal in one window (`None`: all), as varlen kernels need it, and
     # whether the prompts are, too
     windows: dict[str | None, tuple[int | None, bool]]
@@ -421,6 +423,23 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
     return groups
 
 
+class CompletionBatch(NamedTuple):
+    """The prompts of completions, these, padded on the right, and 1 on their tokens, `(B, C)`."""
+
+    prompts: Sequence[EncodedPrompt]
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def rows(self, index: Sequence[int]) -> "CompletionBatch":
+        """Some of them."""
+        return CompletionBatch([self.prompts[i] for i in index], rows_of(self.ids, index), rows_of(self.mask, index))
+
+    def padded(self, dummies: Sequence[EncodedPrompt]) -> "CompletionBatch":
+        """With dummy prompts, which have no completion and don't affect the others."""
+        padding = (0, 0, 0, len(dummies))
+        return CompletionBatch([*self.prompts, *dummies], F.pad(self.ids, padding), F.pad(self.mask, padding))
+
+
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
     Splits completions into parts that share a forward, as ascending indices; a group stays in one part.
@@ -458,7 +477,7 @@ def pack(
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
-    masks: Sequence[dict],
+    masks: Sequence[Mapping[str | None, LayerMask]],
     field_fill: Mapping[str, int] | None = None,
     with_last: bool = False,
     trees: Sequence[Node] | None = None,
@@ -541,7 +560,9 @@ def same_rank(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     return [p if p.dim() == most.dim() else p.expand(most.size(0), *p.shape) for p in positions]
 
 
-def _layout(segments, masks: Mapping[int, dict], device) -> PrefixLayout:
+def _layout(
+    segments: Sequence[Segment], masks: Mapping[int, Mapping[str | None, LayerMask]], device: torch.device
+) -> PrefixLayout:
     """The layout of segments, with the masks of prompts by their start."""
     before, owned = _before(segments), {start: [] for start in masks}
     for start, length, parent, _ in segments:
@@ -586,11 +607,11 @@ class _Unit:
 
     tokens: torch.Tensor  # positions in the row, `(P,)`
     branches: list[tuple[int, int]]  # (start, length) in the row
-    masks: dict[str | None, LayerMask]
+    masks: Mapping[str | None, LayerMask]
     is_first: bool  # whether it continues nothing
 
 
-def _before(segments) -> dict[int, torch.Tensor]:
+def _before(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
     """Positions in the row of what each segment, by its start, shares."""
     before, below = {}, {}
     continued = {parent for start, _, parent, _ in segments if start != parent}
@@ -655,7 +676,7 @@ def _share_a_call(units: Sequence[_Unit]) -> bool:
     return len(lengths) * max(lengths, default=0) * (longest - 1 + max(lengths, default=0)) <= MASK_ENTRIES
 
 
-def _block(units: Sequence[_Unit], device) -> PrefixBlock:
+def _block(units: Sequence[_Unit], device: torch.device) -> PrefixBlock:
     sizes = [len(unit.tokens) for unit in units]
     # Padding points at the last token of the sequence: its output is dropped, no query of a causal prompt sees it, and
     # every other mask hides it

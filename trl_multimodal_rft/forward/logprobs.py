@@ -3,15 +3,16 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.dummies import DummyPrompt
@@ -24,14 +25,18 @@ from .divergence import Target, divergences, head_of
 from .features import frozen_features
 from .head import run_backbone, scores_of_logits
 from .inputs import encode_once, left_pad, media_inputs
-from .layout import States, group_by_prompt, pack, same_rank, split_samples
+from .layout import CompletionBatch, PrefixLayout, States, group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
 from .split_groups import behind_prompt
 
 
+# A model to call, or its forward
+Forward = Callable[..., ModelOutput]
+
+
 @contextmanager
-def inject(decoder: nn.Module, **kwargs):
+def inject(decoder: PreTrainedModel, **kwargs: torch.Tensor | PrefixLayout | bool) -> Iterator[None]:
     """
     Overrides keyword arguments of the text decoder within the context.
 
@@ -49,9 +54,9 @@ def inject(decoder: nn.Module, **kwargs):
 
 
 @contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+def _outputs_of(module: nn.Module) -> Iterator[list[ModelOutput]]:
     """Collects the outputs of a module within the context."""
-    collected: list[Any] = []
+    collected: list[ModelOutput] = []
     handle = module.register_forward_hook(lambda module, args, output: collected.append(output))
     try:
         yield collected
@@ -60,7 +65,7 @@ def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def completion_scores(
-    model: nn.Module,
+    model: Forward,
     unwrapped_model: PreTrainedModel,
     prompts: Sequence[EncodedPrompt],
     completion_ids: torch.Tensor,
@@ -123,11 +128,12 @@ def completion_scores(
     # Only the decoder returns router logits: the model, or TRL's head, would compute the loss of the rows as they are
     outside = {"output_router_logits": False} if getattr(decoder.config, "output_router_logits", False) else {}
 
-    def part(prompts, ids, mask, rows):
-        batch = _batch(unwrapped_model, prompts, ids, mask, packed, whole, output_router_logits, states)
+    def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
+        batch = _batch(unwrapped_model, completions, packed, whole, output_router_logits, states)
         inputs = {**batch.inputs, **outside}
         is_fused = logits_temperature is None
-        encode_once(unwrapped_model, [] if whole else batch.parts, ids.device)  # whole sequences are forwarded once
+        # Whole sequences are forwarded once
+        encode_once(unwrapped_model, [] if whole else batch.parts, completions.ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
@@ -139,26 +145,29 @@ def completion_scores(
                 outputs = FusedCausalLMOutput()
             elif is_fused:
                 places = {} if batch.label_index is None else {"label_index": batch.label_index}
-                outputs = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
+                output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
+                outputs = cast(FusedCausalLMOutput, output)
             else:
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        scores = Scores(
-            logps=batch.placed(outputs.log_probs),
-            entropies=batch.placed(outputs.entropy),
-            values=None if value_head is None else batch.placed(value_head(outputs_of_text[0])),
-            top1=None if outputs.is_top1 is None else batch.placed(outputs.is_top1.float()),
-            hidden=batch.placed(outputs_of_text[0]) if hidden else None,
-            router=_router(unwrapped_model, decoded[0], batch) if output_router_logits else None,
-        )
+        found: dict[str, torch.Tensor] = {}
+        for name, values in (("logps", outputs.log_probs), ("entropies", outputs.entropy), ("top1", outputs.is_top1)):
+            if values is not None:
+                found[name] = batch.placed(values.float() if name == "top1" else values)
+        if value_head is not None:
+            found["values"] = batch.placed(value_head(outputs_of_text[0]))
+        if hidden:
+            found["hidden"] = batch.placed(outputs_of_text[0])
+        if output_router_logits:
+            found["router"] = _router(unwrapped_model, decoded[0], batch)
         if target is not None:
-            head, given = head_of(unwrapped_model, target.student_rule), target.rows(rows)
-            scores.divergences, entropies = divergences(batch.placed(outputs_of_text[0]), head, given)
-            scores.entropies = scores.entropies if logps else entropies
-        return scores
+            head = head_of(unwrapped_model, target.student_rule)
+            found["divergences"], entropies = divergences(batch.placed(outputs_of_text[0]), head, target.rows(rows))
+            found.setdefault("entropies", entropies)
+        return Scores(**found)
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards)
+    return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards)
 
 
 def completion_values(
@@ -180,9 +189,9 @@ def completion_values(
     [`completion_scores`].
     """
 
-    def part(prompts, completion_ids, mask, rows):
-        batch = _batch(unwrapped_model, prompts, completion_ids, mask, packed, states=states)
-        encode_once(unwrapped_model, batch.parts, completion_ids.device)
+    def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
+        batch = _batch(unwrapped_model, completions, packed, states=states)
+        encode_once(unwrapped_model, batch.parts, completions.ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(unwrapped_model.get_decoder(), **batch.injected),
@@ -190,7 +199,7 @@ def completion_values(
             ids = batch.inputs.pop("input_ids")
             return Scores(values=batch.of_completions(critic(ids, **batch.inputs)))
 
-    return _in_parts(part, prompts, completion_ids, completion_mask, isolate, min_forwards).values
+    return _in_parts(part, CompletionBatch(prompts, completion_ids, completion_mask), isolate, min_forwards).values
 
 
 def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, device: torch.device) -> States:
@@ -198,7 +207,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
     nothing, found = torch.zeros(1, 0, dtype=torch.long, device=device), {}
     for model in models:
         batch, states = _packed_batch(model, [prompt], nothing, nothing), {}
-        batch.injected["prefix_layout"].states = states
+        cast(PrefixLayout, batch.injected["prefix_layout"]).states = states
         encode_once(model, batch.parts, device)
         with frozen_features(model, batch.parts), inject(model.get_decoder(), **batch.injected):
             _, last = run_backbone(model, model.forward, (), {**batch.inputs, "use_cache": False})
@@ -208,7 +217,7 @@ def prompt_states(models: Iterable[PreTrainedModel], prompt: EncodedPrompt, devi
     return found
 
 
-def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tensor:
+def _router(model: PreTrainedModel, decoded: ModelOutput, batch: "_Batch") -> torch.Tensor:
     """Router statistics of a forward, from the outputs of its decoder."""
     router_logits = decoded.get("router_logits")
     if not router_logits:
@@ -219,15 +228,18 @@ def _router(model: PreTrainedModel, decoded: Any, batch: "_Batch") -> torch.Tens
     return router_statistics(router_logits, model.get_decoder().config.num_experts_per_tok, batch.n_rows())
 
 
-def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forwards) -> Scores:
+def _in_parts(
+    score: Callable[[CompletionBatch, Sequence[int] | slice], Scores],
+    completions: CompletionBatch,
+    isolate: Literal["media", "prompt"] | None,
+    min_forwards: int,
+) -> Scores:
     """Scores with the forwards that `isolate` needs."""
     if isolate is None:
-        return score(prompts, completion_ids, completion_mask, slice(None))
-    parts = split_samples(prompts, isolate)
+        return score(completions, slice(None))
+    parts = split_samples(completions.prompts, isolate)
     surplus = max(min_forwards - len(parts), 0)
-    results = []
-    for part in parts + parts[-1:] * surplus:
-        results.append(score([prompts[i] for i in part], completion_ids[part], completion_mask[part], part))
+    results = [score(completions.rows(part), part) for part in parts + parts[-1:] * surplus]
     joined = Scores.join(results[: len(parts)], parts)
     # Surplus forwards weigh nothing, but take part in the backward pass
     name, first = next(iter(joined.tensors().items()))
@@ -237,11 +249,17 @@ def _in_parts(score, prompts, completion_ids, completion_mask, isolate, min_forw
 
 
 def _scores_from_logits(
-    model, unwrapped_model, inputs, batch: "_Batch", temperature: float, bias: dict[int, float], with_top1: bool
+    model: Forward,
+    unwrapped_model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor | bool],
+    batch: "_Batch",
+    temperature: float,
+    bias: dict[int, float],
+    with_top1: bool,
 ) -> FusedCausalLMOutput:
     """The output of TRL's fused head with `shift_labels`, from the model's logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
-    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {})).logits
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": kept} if part else {}))["logits"]
     logits = (logits if part else logits[:, kept]).float()
     kept_labels = labels[:, kept]
     if bias:
@@ -268,16 +286,16 @@ class _Batch:
 
     parts: Sequence[EncodedPrompt]  # whose media the inputs hold, in their order
     inputs: dict[str, torch.Tensor]
-    injected: dict[str, Any]  # overrides of the text decoder's inputs
+    injected: Mapping[str, torch.Tensor | PrefixLayout]  # overrides of the text decoder's inputs
     labels: torch.Tensor  # the next token where it is scored, else -100
     kept: Callable[[], torch.Tensor]  # positions that are scored
     n_rows: Callable[[], torch.Tensor]  # padded rows that each token would be in; 0 for dummy prompts
     of_completions: Callable[[torch.Tensor], torch.Tensor]  # from values at each position to `(B, C, ...)`
     label_index: torch.Tensor | None = None  # places of the labels, if the host knows them
 
-    def placed(self, values: torch.Tensor | None) -> Any:
+    def placed(self, values: torch.Tensor) -> torch.Tensor:
         """Values `(B, C, ...)` of completions, from values at each position, or at those that are scored."""
-        return None if values is None else self.of_completions(self.everywhere(values))
+        return self.of_completions(self.everywhere(values))
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Values at each position, from values at all, or at those that are scored."""
@@ -287,10 +305,8 @@ class _Batch:
 
 
 def _batch(
-    model,
-    prompts,
-    completion_ids,
-    completion_mask,
+    model: PreTrainedModel,
+    completions: CompletionBatch,
     packed: bool,
     whole: bool = False,
     with_last: bool = False,
@@ -298,13 +314,14 @@ def _batch(
 ) -> _Batch:
     make = functools.partial(_packed_batch, with_last=with_last, states=states) if packed else _padded_batch
     if not whole:
-        return make(model, prompts, completion_ids, completion_mask)
-    batch = make(model, prompts, completion_ids[:, :0], completion_mask[:, :0])
-    return _scoring_prompts(batch, prompts, completion_ids, completion_mask, packed)
+        return make(model, *completions)
+    prompts, following, mask = completions
+    return _scoring_prompts(make(model, prompts, following[:, :0], mask[:, :0]), completions, packed)
 
 
-def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _Batch:
+def _scoring_prompts(batch: _Batch, sequences: CompletionBatch, packed: bool) -> _Batch:
     """A batch without completions, in which the tokens that follow them score those of the prompts."""
+    prompts, following, mask = sequences
     scored, device = mask.bool(), mask.device
     if packed:
         unique = list(group_by_prompt(prompts))
@@ -325,7 +342,12 @@ def _scoring_prompts(batch: _Batch, prompts, following, mask, packed: bool) -> _
 
 
 def _packed_batch(
-    model, prompts, completion_ids, completion_mask, with_last: bool = False, states: States | None = None
+    model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    with_last: bool = False,
+    states: States | None = None,
 ) -> _Batch:
     """
     One row that holds each prompt, and its media, once, and so what several prompts start with. It is exact: every
@@ -351,7 +373,7 @@ def _packed_batch(
         **row.token_fields,
     }
 
-    def n_rows():
+    def n_rows() -> torch.Tensor:
         counts = torch.ones_like(row.input_ids)
         for start, length, parent, _ in row.layout.segments:
             if start in row.nodes:
@@ -373,7 +395,12 @@ def _packed_batch(
     )
 
 
-def _padded_batch(model, prompts, completion_ids, completion_mask) -> _Batch:
+def _padded_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[EncodedPrompt],
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+) -> _Batch:
     """One padded row per completion, as in TRL, for models and prompts that gain nothing from sharing."""
     device = completion_ids.device
     n_new = completion_ids.size(1)
@@ -418,6 +445,6 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.view(*mask.shape, *[1] * (values.dim() - 2)), values, 0.0)
 
 
-def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
+def _places(model: PreTrainedModel, places: torch.Tensor) -> dict[str, torch.Tensor]:
     """Places of tokens in their sequences, for families whose layers would use those in the row."""
     return {} if family_of(model).query_scale is None else {"token_places": places}

@@ -2,9 +2,9 @@
 """The attention masks of a model family, from the family's own function."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
@@ -36,7 +36,7 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str):
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Sets the attention implementation in the text config alone within the context."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
@@ -80,11 +80,12 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 
 
 def _described_masks(
-    model: PreTrainedModel, size: int, n_new: int, fields: dict[str, Any]
+    model: PreTrainedModel, size: int, n_new: int, fields: dict[str, torch.Tensor]
 ) -> dict[str | None, LayerMask]:
     """The masks that a model creates for a prompt of `size` tokens and `n_new` behind it."""
     total = size + n_new
-    create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    default: Callable[..., torch.Tensor | dict | None] = masking_utils.create_masks_for_generate
+    create = getattr(model, "create_masks_for_generate", default)
     # Under sdpa it returns a boolean mask, or `None` where attention is plain causal
     with attention_implementation(model, "sdpa"), _masks_by_rows():
         masks = create(
@@ -120,13 +121,19 @@ def _masks_by_rows() -> Iterator[None]:
     Within the context, transformers creates masks for sdpa as `(T, 2)`, the first token that each token sees and the
     one behind the last, if it sees all between. It creates a few rows at a time, as whole masks may be large.
     """
-    make: Any = masking_utils.sdpa_mask
+    make = cast(Callable[..., torch.Tensor], masking_utils.sdpa_mask)
 
-    def by_rows(q_length: int, kv_length: int, q_offset: int = 0, **given: Any) -> torch.Tensor | None:
-        local_size = given.get("local_size")
-        if given.pop("allow_is_causal_skip", True) and (local_size is None or kv_length < local_size):
+    def by_rows(
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        **given: Callable | torch.Tensor | torch.device | int | None,
+    ) -> torch.Tensor | None:
+        if allow_is_causal_skip and (local_size is None or kv_length < local_size):
             return None
-        given |= {"kv_length": kv_length, "allow_is_causal_skip": False}
+        given |= {"kv_length": kv_length, "local_size": local_size, "allow_is_causal_skip": False}
         spans = []
         for rows in torch.arange(q_length).split(max(_MASK_ELEMENTS // kv_length, 1)):
             mask = make(q_length=len(rows), q_offset=q_offset + int(rows[0]), **given)

@@ -3,13 +3,13 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..encoding.dummies import dummy_prompt
@@ -18,6 +18,7 @@ from ..families import MODALITIES
 from ..models.parts import CRITIC, named_parts
 from ..models.towers import find_tower
 from ..models.wrapped import is_unsharded, unwrapped
+from .features import leaves_of_graph
 from .layout import split_samples
 
 
@@ -28,7 +29,9 @@ class Processes:
     Without an `accelerator` there is one process. Several need the model's `processor`.
     """
 
-    def __init__(self, accelerator: Accelerator | None, processor: Any = None):
+    def __init__(
+        self, accelerator: Accelerator | None, processor: ProcessorMixin | PreTrainedTokenizerBase | None = None
+    ):
         self.accelerator = accelerator
         self.processor = processor
         self._dummies: dict[str | None, EncodedPrompt] = {}
@@ -102,7 +105,8 @@ class Processes:
 
     def _dummy(self, kind: str | None, model: nn.Module) -> EncodedPrompt:
         if kind not in self._dummies:
-            self._dummies[kind] = dummy_prompt(kind, self.processor, unwrapped(self.accelerator, model))
+            processor = cast(ProcessorMixin, self.processor)  # a model with media, or a frozen language model, has one
+            self._dummies[kind] = dummy_prompt(kind, processor, unwrapped(self.accelerator, model))
         return self._dummies[kind]
 
     def _encoders_to_train(self, model: nn.Module) -> set[str]:
@@ -153,19 +157,8 @@ def unreached_parameters(module: nn.Module, outputs: Iterable[torch.Tensor]) -> 
     Trained parameters that outputs don't depend on, such as layers behind the one whose features are taken; none where
     reentrant checkpointing hides the graph.
     """
-    seen, reached = set(), set()
-    nodes = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return []
-        seen.add(node)
-        if hasattr(node, "variable"):  # of a parameter
-            reached.add(node.variable)
-        nodes += [following for following, _ in node.next_functions]
-    return [p for p in module.parameters() if p.requires_grad and p not in reached]
+    reached = leaves_of_graph([*outputs])
+    return [] if None in reached else [p for p in module.parameters() if p.requires_grad and p not in reached]
 
 
 def _encoders(kinds: set[str]) -> set[str]:

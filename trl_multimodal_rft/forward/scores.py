@@ -3,46 +3,51 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from .layout import rows_of, to_device
 
 
-def _per_completion() -> Any:
-    return field(default=None, metadata={"per_completion": True})
+if TYPE_CHECKING:
+    from .token_budget import DeferredParts
+
+# The types of scores leave it out, so that callers needn't assert what they have requested
+_NONE = cast(torch.Tensor, None)
+
+
+def _per_completion() -> torch.Tensor:
+    return field(default=_NONE, metadata={"per_completion": True})
 
 
 @dataclass
 class Scores:
-    """
-    Scores of completions. Fields are `None` unless requested; their type is `Any` so that callers needn't assert.
-    """
+    """Scores of completions; those that weren't requested are `None`."""
 
-    logps: Any = _per_completion()  # log-probabilities of the tokens, `(B, C)`
-    divergences: Any = _per_completion()  # of the tokens' distributions from a target, `(B, C)`
-    entropies: Any = _per_completion()  # of the tokens' distributions, `(B, C)`
-    values: Any = _per_completion()  # of the states before each token, `(B, C)`
-    top1: Any = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
-    hidden: Any = _per_completion()  # last hidden states from which each token is predicted, `(B, C, H)`
-    aux_loss: Any = None  # load-balancing loss of a mixture of experts, a scalar
-    router: Any = None  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
-    supervised: Any = None  # log-probabilities of supervised completions, which are others than those scored
-    deferred: Any = None  # the `DeferredParts` that these scores come from, whose gradients are pending
-    view: Any = None  # the `Scores` of the same completions after a view of their prompts
+    logps: torch.Tensor = _per_completion()  # log-probabilities of the tokens, `(B, C)`
+    divergences: torch.Tensor = _per_completion()  # of the tokens' distributions from a target, `(B, C)`
+    entropies: torch.Tensor = _per_completion()  # of the tokens' distributions, `(B, C)`
+    values: torch.Tensor = _per_completion()  # of the states before each token, `(B, C)`
+    top1: torch.Tensor = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
+    hidden: torch.Tensor | None = _per_completion()  # last states, which predict each token, `(B, C, H)`
+    aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
+    router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up
+    supervised: torch.Tensor = _NONE  # log-probabilities of other, supervised completions
+    deferred: "DeferredParts | None" = field(default=None, init=False)  # these come from it, with pending gradients
+    view: "Scores | None" = field(default=None, init=False)  # of the same completions after a view of their prompts
 
     def __post_init__(self):
         shapes = {name: tuple(value.shape[:2]) for name, value in self._chosen(per_completion=True).items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
-    def _chosen(self, per_completion: bool) -> dict[str, Any]:
+    def _chosen(self, per_completion: bool) -> dict[str, torch.Tensor]:
         tensors = [each for each in fields(self) if each.name not in ("deferred", "view")]
         names = [each.name for each in tensors if ("per_completion" in each.metadata) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors by field; none that is `None`."""
         return {**self._chosen(per_completion=True), **self._chosen(per_completion=False)}
 
@@ -63,7 +68,9 @@ class Scores:
             return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(places)])
 
         chosen = {name: spread(value) for name, value in self._chosen(per_completion=True).items()}
-        return Scores(**chosen, **self._chosen(per_completion=False), deferred=self.deferred)
+        scores = Scores(**chosen, **self._chosen(per_completion=False))
+        scores.deferred = self.deferred
+        return scores
 
     @classmethod
     def join(cls, parts: Sequence["Scores"], places: Sequence[Sequence[int]]) -> "Scores":
@@ -78,7 +85,7 @@ class Scores:
                 shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in chosen]
                 raise ValueError(f"parts with {shapes} don't fit rows {[list(each) for each in places]}")
         order = [place for rows in places for place in rows]
-        tensors: dict[str, Any] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
+        tensors: dict[str, torch.Tensor] = {name: torch.cat([part[name] for part in chosen]) for name in chosen[0]}
         joined = cls(**tensors)
         if order != sorted(order):
             joined = joined.rows(sorted(range(len(order)), key=order.__getitem__))
@@ -86,8 +93,8 @@ class Scores:
         supervised = [part.supervised for part in parts if part.supervised is not None]
         if len(supervised) > 1:
             raise ValueError(f"{len(supervised)} of {len(parts)} parts have supervised rows; one can")
-        joined.router = torch.stack(routers).sum(0) if routers else None
-        joined.supervised = supervised[0] if supervised else None
+        joined.router = torch.stack(routers).sum(0) if routers else _NONE
+        joined.supervised = supervised[0] if supervised else _NONE
         return joined
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .autograd import Context
 from .layout import PrefixLayout
 
 
@@ -29,16 +30,19 @@ _INITIAL_STATES = {"initial_state", "initial_states"}
 
 class _GatherCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states, index, dim):
+    def forward(
+        ctx: Context[tuple[int, torch.Size]], states: torch.Tensor, index: torch.Tensor, dim: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(index)
-        ctx.dim, ctx.shape = dim, states.shape
+        ctx.settings = dim, states.shape
         return states.index_select(dim, index)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Context[tuple[int, torch.Size]], gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (dim, shape), [index] = ctx.settings, ctx.saved_tensors
         dtype = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
-        total = gradient.new_zeros(ctx.shape, dtype=dtype)
-        return total.index_add_(ctx.dim, *ctx.saved_tensors, gradient.to(dtype)).to(gradient.dtype), None, None
+        total = gradient.new_zeros(shape, dtype=dtype)
+        return total.index_add_(dim, index, gradient.to(dtype)).to(gradient.dtype), None, None
 
 
 def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -59,13 +63,20 @@ class _States:
         kinds = (self.conv, self.recurrent)
         return _States(*({i: gather_copies(state, index) for i, state in kind.items()} for kind in kinds))
 
-    def get_conv_state(self, layer_idx, state_idx=0):
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.conv.get(state_idx)
 
-    def get_recurrent_state(self, layer_idx, state_idx=0):
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self.recurrent.get(state_idx)
 
-    def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs):
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **options: int | None,
+    ) -> torch.Tensor:
         before = self.conv.get(state_idx)
         width = conv_kernel_size or (conv_states if before is None else before).size(-1)
         if before is not None:
@@ -75,7 +86,9 @@ class _States:
         self.conv[state_idx] = conv_states[..., -width:]
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: int | None
+    ) -> torch.Tensor:
         self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
@@ -108,7 +121,13 @@ def states_obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | None = None, **kwargs):
+def _prefix_forward(
+    mixer: nn.Module,
+    hidden_states: torch.Tensor,
+    *args: torch.Tensor | Cache | None,
+    prefix_layout: PrefixLayout | None = None,
+    **kwargs: torch.Tensor | Cache | None,
+) -> torch.Tensor:
     """
     The forward of a mixer, over a packed row `(1, T, hidden)` if there is a layout. All ranks run the mixer equally
     often, whatever their rows, since engines may gather its weights each time.
@@ -118,7 +137,7 @@ def _prefix_forward(mixer, hidden_states, *args, prefix_layout: PrefixLayout | N
         return forward(mixer, hidden_states, *args, **kwargs)
     layout = prefix_layout.continued
 
-    def run(index, mask, states):
+    def run(index: torch.Tensor, mask: torch.Tensor | None, states: _States) -> torch.Tensor:
         rows = hidden_states[0].index_select(0, index.flatten()).view(*index.shape, -1)
         return forward(mixer, rows, *args, **{**kwargs, "attention_mask": mask, _cache_name(mixer): states})
 

@@ -59,7 +59,12 @@ def prompt_trees(prompts: Mapping[EncodedPrompt, int], causal: Collection[Encode
     return sorted([*trees, *alone], key=lambda node: min(order[prompt] for prompt in node.leaves))
 
 
-def _grow(prompts, taken: int, symbols, behind: Mapping[EncodedPrompt, int]) -> list[Node]:
+def _grow(
+    prompts: Sequence[EncodedPrompt],
+    taken: int,
+    symbols: Mapping[EncodedPrompt, torch.Tensor],
+    behind: Mapping[EncodedPrompt, int],
+) -> list[Node]:
     """Nodes of prompts that have so many tokens in common with a node above."""
     if len(prompts) == 1:
         return [leaf(prompts[0])]

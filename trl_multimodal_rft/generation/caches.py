@@ -13,11 +13,14 @@ _ROOM = 128
 class GrowingLayer(DynamicLayer):
     """A cache layer that writes a token into spare room, where `DynamicLayer` copies all tokens before it."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: int, **kwargs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self._rooms: list[torch.Tensor | None] = [None, None]
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        assert self.keys is not None and self.values is not None
         self.keys, self.values = self._append(0, self.keys, key_states), self._append(1, self.values, value_states)
         return self.keys, self.values
 

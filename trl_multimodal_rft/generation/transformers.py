@@ -2,15 +2,16 @@
 """Sampling with transformers: each prompt and its media are prefilled once for all its completions."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, masking_utils
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, masking_utils
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
@@ -34,6 +35,10 @@ _LOOKS_BACK = {
 }
 
 
+# By the place of a completion: its row in a cache, its prompt, and its tokens there
+Rows = dict[int, tuple[int, EncodedPrompt, list[int]]]
+
+
 @dataclass
 class Branches:
     """
@@ -48,10 +53,9 @@ class Branches:
     obstacle: str | None = None  # why the latest prompts were prefilled instead
 
     def __post_init__(self):
-        self._cache: Any = None
-        self._mask: Any = None  # of what is in it, `(B, N)`
-        # By the place of a completion: its row, its prompt, and its tokens in the cache
-        self._rows: dict[int, tuple[int, EncodedPrompt, list[int]]] = {}
+        self._cache: DynamicCache | None = None
+        self._mask: torch.Tensor | None = None  # of what is in it, `(B, N)`
+        self._rows: Rows = {}
 
     def keep(
         self,
@@ -83,6 +87,9 @@ class Branches:
         self._cache, self._mask, self._rows = None, None, {}
         if self.asked is None:
             return None
+        if cache is None or mask is None:
+            self.obstacle = "`generate` has used another cache"
+            return None
         self.obstacle = self._branch_obstacle(model, cache, held, prompts)
         if self.obstacle is not None:
             return None
@@ -93,13 +100,13 @@ class Branches:
             rests.append(replace(prompt.part(slice(n, None)), media=turn.media))
             rows.append(row)
         index = torch.tensor(rows, device=mask.device)
-        cache.reorder_cache(index)
+        cache.reorder_cache(cast(torch.LongTensor, index))
         return cache, mask[index], rests
 
-    def _branch_obstacle(self, model, cache, held, prompts) -> str | None:
+    def _branch_obstacle(
+        self, model: PreTrainedModel, cache: DynamicCache, held: Rows, prompts: Sequence[EncodedPrompt]
+    ) -> str | None:
         """Why the cache isn't that of the prompts' first tokens."""
-        if cache is None:
-            return "`generate` has used another cache"
         if any(type(layer) is not GrowingLayer for layer in cache.layers):
             return "its layers keep windows or states, which have no mask for padding"
         for prompt, (place, _) in zip(prompts, self.asked or (), strict=True):
@@ -174,7 +181,8 @@ def generate_completions(
         frozen_features(unwrapped_model, () if cached else rows),
         as_generation_config(unwrapped_model, generation_config),
     ):
-        output: Any = model.generate(**inputs, generation_config=generation_config)
+        generate = cast(Callable[..., torch.Tensor | ModelOutput], model.generate)
+        output = generate(**inputs, generation_config=generation_config)
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     completion_ids = sequences[: len(prompts), inputs["input_ids"].size(1) :]
     if branches is not None and inputs["past_key_values"].get_seq_length() == sequences.size(1) - 1:
@@ -249,7 +257,7 @@ def _prefill(
         batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids")
     )
     if past is None:
-        cache: Any = growing_cache(windows_as_forwarded(unwrapped_model))
+        cache = growing_cache(windows_as_forwarded(unwrapped_model))
         seen = attention_mask[:, :0]
     else:
         cache, seen, _ = past
@@ -270,11 +278,11 @@ def _prefill(
     model(**{**inputs, "logits_to_keep": 1})
     if cached > 0:
         cache.crop(-1)  # `generate` starts from one token
-        for layer in cache.layers:
+        for layer in cast(list[DynamicSlidingWindowLayer], cache.layers):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
     if order is not None:
-        cache.reorder_cache(order)
+        cache.reorder_cache(cast(torch.LongTensor, order))
         seen, input_ids, attention_mask = (each[order] for each in (seen, input_ids, attention_mask))
         position_ids = position_ids.index_select(-2, order)
     return {
@@ -384,8 +392,7 @@ def _cacheable_tokens(model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) 
 
 def _generates_from_media(model: PreTrainedModel) -> bool:
     """Whether `generate` of a family requires media even with a cache."""
-    model_class: Any = type(model)
-    _, *parameters = inspect.signature(model_class.generate).parameters.values()
+    _, *parameters = inspect.signature(cast(type[GenerationMixin], type(model)).generate).parameters.values()
     named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
     return any(each.default is each.empty for each in named)
 

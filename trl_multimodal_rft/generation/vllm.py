@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
@@ -110,7 +110,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._adapter_folder = adapter_folder
         self._while_sampling = while_sampling  # entered when the engine has the weights
         self.vllm_client: Any = None  # of this rank's server; that of process 0 is of all servers
-        self._adapter_request: Any = None  # of the adapter that the engine samples with, after the first sync
+        self._adapter_request: LoRARequest | None = None  # of the adapter in the engine, after the first sync
         self.place = 0  # of the batch for which the engine gets weights
         # That servers have, by the places of batches, as they may still sample with those before the last
         self._adapters: list[tuple[int, Path]] = []
@@ -130,7 +130,11 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
         try:
             with _with_arguments({**adapter_kwargs, **self._engine_kwargs}), processors_unchecked():
-                info = self._connect() if self.mode == "server" else super()._init_vllm()
+                if self.mode == "server":
+                    info = self._connect()
+                else:
+                    info = {}
+                    super()._init_vllm()
         except ValueError as error:
             if "does not support LoRA" in str(error):
                 raise ValueError(
@@ -141,7 +145,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             self._speculates = bool(info.get("speculative_config"))
             self._bad_words(self.sampling)  # or refuses them
             renderer = server_renderer(
-                info, self.model.name_or_path, self._engine_kwargs["revision"], self.trust_remote_code
+                info, cast(str, self.model.name_or_path), self._engine_kwargs["revision"], self.trust_remote_code
             )
         else:
             renderer = self.llm.renderer
@@ -194,7 +198,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         prompts: Sequence[list[int] | dict[str, Any] | EncodedPrompt],
         images: Sequence[list | None] | None = None,
         num_generations: int = 1,
-        profiler=None,
+        profiler: AbstractContextManager | None = None,
         sampling: dict[str, Any] | None = None,
         room: Sequence[int] | None = None,
     ) -> tuple:
@@ -218,7 +222,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             [[[token] for token in ids] for ids, _ in completions],
         )
 
-    def _requests(self, prompts, images, seed: int | None, room: Sequence[int]) -> list[_Request]:
+    def _requests(
+        self,
+        prompts: Sequence[list[int] | dict[str, Any] | EncodedPrompt],
+        images: Sequence[list | None] | None,
+        seed: int | None,
+        room: Sequence[int],
+    ) -> list[_Request]:
         requests: list[_Request] = []
         last = None
         for index, prompt in enumerate(prompts):
@@ -323,7 +333,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         bias = options.pop("logit_bias", None) if self._speculates else None
         if not bias:
             return options
-        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer = cast(PreTrainedTokenizerBase, getattr(self.processing_class, "tokenizer", self.processing_class))
         words = {int(token): tokenizer.convert_ids_to_tokens(int(token)) for token in bias}
         for token, word in words.items():
             is_banned = bias.get(token, bias.get(str(token))) <= -100
@@ -360,7 +370,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             counters[name] += float(value)  # over the server's engines
         return counters
 
-    def _sample_with_engine(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
+    def _sample_with_engine(
+        self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
+    ) -> list[ServerSample]:
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         first, batch = 0, requests
@@ -397,7 +409,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})
         return [outputs[i] for i in range(len(requests))]
 
-    def _sample_with_server(self, requests: list[_Request], options: dict[str, Any], profiler) -> list[ServerSample]:
+    def _sample_with_server(
+        self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
+    ) -> list[ServerSample]:
         def complete(each: _Request) -> list[ServerSample]:
             asked = ServerRequest(each.ids, server_features(each.prompt), each.count, each.most, each.seed)
             url, patience = self.vllm_client.base_url, self.server_timeout
@@ -530,7 +544,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.vllm_client.model = name
 
 
-def _of_unused_towers(model) -> Callable[[str], bool]:
+def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:
     """Returns whether a weight of the checkpoint is of an encoder that the engine was started without."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     unused = tuple(f"{place}." for place, module in model.named_modules() if isinstance(module, StageMissingLayer))
@@ -542,7 +556,7 @@ def _of_unused_towers(model) -> Callable[[str], bool]:
 @contextmanager
 def _with_arguments(engine_kwargs: dict[str, Any]):
     """Adds arguments to the engine, which TRL constructs with fixed ones."""
-    engine: Any = getattr(vllm_generation, "LLM", None)
+    engine = getattr(vllm_generation, "LLM", None)
     vllm_generation.LLM = lambda **kwargs: engine(**{**kwargs, **engine_kwargs})
     try:
         yield

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ from .vllm_weights import checkpoint_layer
 
 
 if is_peft_available():
-    from peft import PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from peft.tuners.lora import LoraLayer, ParamWrapper
     from peft.utils.integrations import dequantize_bnb_weight
 
@@ -63,22 +63,22 @@ class EngineAdapter:
         if others:
             raise self._error(f"isn't all that is trained ('{others[0]}' is, too)", "freeze the rest")
 
-    def _takes(self, layer: Any) -> bool:
+    def _takes(self, layer: "LoraLayer") -> bool:
         is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
         return is_plain and self._name not in layer.lora_variant and not layer.lora_bias[self._name]
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return [(layer.lora_A[self._name].weight, layer.lora_B[self._name].weight) for layer in self._layers.values()]
 
-    def _check_config(self, config: Any) -> None:
+    def _check_config(self, config: "PeftConfig") -> None:
         if getattr(config.peft_type, "value", config.peft_type) != "LORA":
             raise self._error(f"is made by {type(config).__name__}", "use `LoraConfig`")
         for option in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"):
             value = getattr(config, option)
             if value:
                 raise self._error(f"has `{option}={value!r}`", "drop it")
-        if config.bias != "none":
-            raise self._error(f"has `bias={config.bias!r}`", "drop it")
+        if (bias := cast("LoraConfig", config).bias) != "none":
+            raise self._error(f"has `bias={bias!r}`", "drop it")
 
     def _error(self, what: str, remedy: str) -> ValueError:
         merged = "`vllm_sync_adapter=False`, which merges it into the weights at each sync"

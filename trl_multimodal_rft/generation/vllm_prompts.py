@@ -5,10 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
@@ -19,6 +19,7 @@ from .vllm_versions import engine_obstacle
 if engine_obstacle() is None:
     from vllm.inputs import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalKwargsItems
+    from vllm.renderers import BaseRenderer
 
 # Frames per second that processors assume of videos without metadata
 _ASSUMED_FPS = 24
@@ -30,7 +31,7 @@ class EnginePrompts:
     the decoded ones exist.
     """
 
-    def __init__(self, renderer: Any, processor: Any, mode: str):
+    def __init__(self, renderer: "BaseRenderer", processor: ProcessorMixin | PreTrainedTokenizerBase, mode: str):
         self.renderer, self.processor, self.mode = renderer, processor, mode
         self._processed: WeakKeyDictionary[DecodedPrompt, dict[str, Any]] = WeakKeyDictionary()
 
@@ -39,7 +40,9 @@ class EnginePrompts:
         """Tokens of a prompt and its completion that the engine was started for."""
         return self.renderer.model_config.max_model_len
 
-    def take(self, prompt, images, index: int) -> dict[str, Any]:
+    def take(
+        self, prompt: EncodedPrompt | dict[str, Any] | Sequence[int], images: Sequence | None, index: int
+    ) -> dict[str, Any]:
         """A prompt as the engine takes it, with processed media."""
         if isinstance(prompt, EncodedPrompt):
             row, ids = index if prompt.row is None else prompt.row, prompt.input_ids.tolist()
@@ -115,7 +118,7 @@ class EnginePrompts:
             else:
                 videos["video_metadata"] = [metadata]
         return {
-            "prompt_token_ids": prompt.token_ids(processor),
+            "prompt_token_ids": prompt.token_ids(cast(ProcessorMixin, processor)),
             "multi_modal_data": media,
             "mm_processor_kwargs": {name: value for name, value in options.items() if value != {}},
         }

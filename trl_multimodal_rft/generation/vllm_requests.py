@@ -58,13 +58,26 @@ class WarnOnce:
 
 
 def answer_of(
-    url: str, path: str, body: Any = None, *, seconds: float, max_bytes: int = _MOST_BYTES, method: str = "POST"
+    url: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    seconds: float,
+    max_bytes: int = _MOST_BYTES,
+    method: str = "POST",
 ) -> Answer:
     """The answer of a server, whole after so many seconds. Raises a [`RequestLost`] without one, or if it is busy."""
     start = time.monotonic()
-    limits: Any = {"seconds": seconds, "attempts": 1, "max_bytes": max_bytes, "to_connect": _TO_CONNECT}
     try:
-        return ask(method, f"{url}{path}", json=body, **limits)
+        return ask(
+            method,
+            f"{url}{path}",
+            json=body,
+            seconds=seconds,
+            attempts=1,
+            max_bytes=max_bytes,
+            to_connect=_TO_CONNECT,
+        )
     except TooLarge:
         raise lost(url, path, f"more than {max_bytes:,} bytes") from None
     except NoAnswer as error:
@@ -75,14 +88,16 @@ def answer_of(
         raise lost(url, path, type(error).__name__) from error
 
 
-def lost(url: str, path: str, reason: Any, answer: Answer | None = None, timed_out: bool = False) -> RequestLost:
+def lost(
+    url: str, path: str, reason: str | int | Exception, answer: Answer | None = None, timed_out: bool = False
+) -> RequestLost:
     """An error that says why a server has to be asked again, with the start of what it answered."""
     shown = "" if answer is None else f": {answer.body[:_SHOWN].decode(errors='replace')!r}"
     url = without_credentials(url)
     return RequestLost(f"The vLLM server at {url} didn't answer {path} ({reason}{shown}).", timed_out)
 
 
-def content_of(answer: Answer, url: str, path: str) -> Any:
+def content_of(answer: Answer, url: str, path: str) -> dict[str, Any]:
     """The content of an answer. Raises a `RuntimeError` for a refusal, and for what isn't JSON."""
     if answer.status != 200:
         raise refusal(answer, url, path)

@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +40,8 @@ from .vllm_versions import engine_obstacle
 if engine_obstacle() is None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.renderers import renderer_from_config
+    from vllm.multimodal.inputs import PlaceholderRange
+    from vllm.renderers import BaseRenderer, renderer_from_config
 
     from .vllm_versions import mm_serde
 
@@ -62,6 +64,13 @@ _BYTES_PER_LOGP, _BYTES_AROUND = 2**10, 2**20
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
+class Limits(TypedDict, total=False):
+    """How a server is asked, and for how much."""
+
+    method: str
+    max_bytes: int
+
+
 class ServerRequest(NamedTuple):
     """A prompt, and how to complete it."""
 
@@ -75,19 +84,30 @@ class ServerRequest(NamedTuple):
 class ServerClient(VLLMClient):
     """TRL's client, each of whose calls ends after `timeout` seconds. A server that is away is waited for as long."""
 
-    def __init__(self, base_url: str, timeout: float, **options):
+    def __init__(self, base_url: str, timeout: float, group_port: int = 51216):
         self.timeout, self.warn = timeout, WarnOnce()
-        super().__init__(base_url=base_url, connection_timeout=timeout, **options)
+        super().__init__(base_url=base_url, connection_timeout=timeout, group_port=group_port)
 
-    def answer(self, path: str, body: Any = None, patience: float | None = None, **limits: Any) -> Answer:
+    def answer(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        patience: float | None = None,
+        seconds: float | None = None,
+        **limits: Unpack[Limits],
+    ) -> Answer:
         """The server's answer, which is waited for `timeout` seconds, or with less `patience`."""
-        given: Any = {"seconds": self.timeout, **limits}
+        seconds = self.timeout if seconds is None else seconds
         patience = self.timeout if patience is None else patience
-        return until_answered(lambda _: answer_of(self.base_url, path, body, **given), patience, self.warn)
+        return until_answered(
+            lambda _: answer_of(self.base_url, path, body, seconds=seconds, **limits), patience, self.warn
+        )
 
-    def call(self, path: str, *given: Any, **options: Any) -> Any:
+    def call(
+        self, path: str, body: dict[str, Any] | None = None, patience: float | None = None, **limits: Unpack[Limits]
+    ) -> dict[str, Any]:
         """The content of the server's answer, as [`answer`]."""
-        return content_of(self.answer(path, *given, **options), self.base_url, path)
+        return content_of(self.answer(path, body, patience, **limits), self.base_url, path)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits for the server to be up."""
@@ -100,11 +120,11 @@ class ServerClient(VLLMClient):
         except RuntimeError as error:
             raise RuntimeError(f"{error} Start it with `VLLM_SERVER_DEV_MODE=1` in its environment.") from error
 
-    def _get(self, url: str, **given) -> Any:
+    def _get(self, url: str, **options: float) -> dict[str, Any]:
         return self.call(url.removeprefix(self.base_url), method="GET")
 
-    def _post(self, url: str, **given) -> Any:
-        return self.call(url.removeprefix(self.base_url), given.get("json"))
+    def _post(self, url: str, json: dict[str, Any] | None = None, **options: float) -> dict[str, Any]:
+        return self.call(url.removeprefix(self.base_url), json)
 
 
 class ServerGroup(ServerClient):
@@ -156,18 +176,21 @@ class ServerGroup(ServerClient):
                 each.call("/pause?mode=keep")
             yield
 
-    def _post(self, url: str, **given) -> Any:
+    def _post(self, url: str, json: dict[str, Any] | None = None, **options: float) -> dict[str, Any]:
         """Posts to all servers at once, which wait for each other; returns the first answer."""
         path = url.removeprefix(self.base_url)
-        bodies = [given.get("json")] * len(self.clients)
+        bodies = [json] * len(self.clients)
         if path == "/init_weight_transfer_engine":
+            assert json is not None
             firsts = accumulate((each.get_world_size() for each in self.clients[:-1]), initial=1)
-            bodies = [{"init_info": {**given["json"]["init_info"], "rank_offset": first}} for first in firsts]
+            bodies = [{"init_info": {**json["init_info"], "rank_offset": first}} for first in firsts]
         # Not twice, as a server may have got a part of the weights
         pairs = zip(self.clients, bodies, strict=True)
         return at_once(lambda pair: pair[0].call(path, pair[1], patience=0.0), pairs)[0]
 
-    def update_named_params(self, metadata: Any, named_params: Iterator) -> None:
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
         """Sends weights. After an error, the other ranks gather the rest with this one, before they hear of it."""
         try:
             super().update_named_params(metadata, named_params)
@@ -177,7 +200,9 @@ class ServerGroup(ServerClient):
             raise
 
 
-def _resume(client: ServerClient, kind: Any, error: BaseException | None, trace: Any) -> None:
+def _resume(
+    client: ServerClient, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
     """Ends a pause. Where an error ends it, that is the one to see."""
     with nullcontext() if error is None else suppress(Exception):
         client.call("/resume", patience=None if error is None else 0.0)
@@ -187,8 +212,7 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """The result of work on this rank. All ranks must call this, and get the error of one on which the work failed."""
     if accelerator.num_processes == 1:
         return work()
-    result: Any = None
-    error = None
+    result, error = None, None
     try:
         result = work()
     except Exception as caught:
@@ -198,7 +222,7 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
         own = (isinstance(error, ValueError), f"Process {accelerator.process_index}: {error}")
         is_refusal, line = gather_object([] if error is None else [own])[0]
         raise (ValueError if is_refusal else RuntimeError)(line) from error
-    return result
+    return cast(T, result)
 
 
 def check_server(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
@@ -260,7 +284,7 @@ def clock_of(url: str, timeout: float) -> tuple[float, float]:
     return float(start) / 1e9 if start.isdecimal() else 0.0, now
 
 
-def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> Any:
+def server_renderer(info: dict[str, Any], model: str, revision: str | None, trust_remote_code: bool) -> "BaseRenderer":
     """A renderer that processes prompts as the server would, without an engine."""
     settings = info["model_config"]
     media = settings["multimodal_config"] or {}
@@ -293,7 +317,7 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _range(place, kind: str) -> dict[str, int]:
+def _range(place: "PlaceholderRange", kind: str) -> dict[str, int]:
     """Where the embeddings of a medium go, without surrounding tokens."""
     offset, length = place.offset, place.length
     if place.is_embed is not None:

@@ -2,9 +2,9 @@
 """A teacher on a vLLM server, which scores completions as parts of prompts."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..encoding.prompts import EncodedPrompt
 from .vllm_prompts import EnginePrompts
@@ -31,7 +31,9 @@ class ServerTeacher:
         `ValueError`: If the server runs another version of vLLM, or takes no media.
     """
 
-    def __init__(self, url: str, processor: Any, timeout: float, trust_remote_code: bool):
+    def __init__(
+        self, url: str, processor: ProcessorMixin | PreTrainedTokenizerBase, timeout: float, trust_remote_code: bool
+    ):
         if (obstacle := engine_obstacle()) is not None:
             raise ImportError(f"`teacher_model_server_url` is set, but {obstacle}")
         self.client = ServerClient(url, timeout)

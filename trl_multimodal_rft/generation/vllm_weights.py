@@ -5,11 +5,13 @@ import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -49,7 +51,9 @@ def checkpoint_weights(
         yield from _revert(model, group).items()
 
 
-def gathered_weights(module: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered_weights(
+    module: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
     """
     Weights of a model that FSDP2 has sharded, cast as for a forward: before they are gathered. All ranks must call it.
     """
@@ -57,11 +61,11 @@ def gathered_weights(module: Any, dtype: torch.dtype, device: torch.device) -> I
         for part in _WRAPPERS:
             name = name.replace(part, "")
         # Adapters are merged, and beside a layer of `modules_to_save` is the one that it replaces
-        if is_peft_model(module) and (module.prefix in name or "original_module" in name):
+        if is_peft_model(module) and (cast(str, module.prefix) in name or "original_module" in name):
             continue
         shard = parameter.detach()
         shard = shard.to(dtype) if shard.is_floating_point() else shard
-        yield name.removeprefix("base_model.model."), shard.to(device).full_tensor()
+        yield name.removeprefix("base_model.model."), cast(DTensor, shard.to(device)).full_tensor()
 
 
 def checkpoint_layer(model: PreTrainedModel, name: str) -> str | None:
@@ -80,6 +84,10 @@ def load_and_find_unread(
         for _ in given:  # what it didn't ask for
             pass
     return [name for name, _ in reads.unread.values()]
+
+
+# What operations take and return: tensors, and others, in containers
+Tree = torch.Tensor | tuple | list | dict[str, Any] | float | None
 
 
 class _Reads(TorchDispatchMode):
@@ -102,7 +110,9 @@ class _Reads(TorchDispatchMode):
             self._is_loading = False
         self._is_loading = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Tree:
         output = func(*args, **(kwargs or {}))
         if self._is_loading:
             for place in _memory((args, kwargs)) - _memory(output):
@@ -110,7 +120,7 @@ class _Reads(TorchDispatchMode):
         return output
 
 
-def _memory(values: Any) -> set[int]:
+def _memory(values: Tree) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
 
 
@@ -176,16 +186,16 @@ def _revert(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[st
 
 def _revert_conversions(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Reverts each weight by itself, whichever others of its group it comes with."""
-    holder: Any = model
-    loaded = getattr(holder, "_weight_conversions", None) or []
+    holder = vars(model)
+    loaded = holder.get("_weight_conversions") or []
     if not any(isinstance(each, GroupWeightRename) for each in loaded):
         return revert_weight_conversion(model, weights)
     conversions = [copy.copy(each) for each in loaded]
     for each in conversions:
         if isinstance(each, GroupWeightRename):
             each.__class__ = _Exchange
-    holder._weight_conversions = conversions
+    holder["_weight_conversions"] = conversions
     try:
         return revert_weight_conversion(model, weights)
     finally:
-        holder._weight_conversions = loaded
+        holder["_weight_conversions"] = loaded

@@ -2,7 +2,7 @@
 """A value model of the policy's tokens and media."""
 
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import transformers
@@ -16,6 +16,8 @@ from .pretrained import SOURCE
 from .towers import freeze_as_built
 from .wrapped import hidden_states
 
+
+PolicyModule = TypeVar("PolicyModule", bound=nn.Module)
 
 _HEAD = "value_head.safetensors"
 
@@ -229,18 +231,17 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
         policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *skipped}
 
 
-def policy_alone(policy: nn.Module) -> Any:
+def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
     A module of the policy's class that shares all of its modules but the critic, for what saves, loads or synchronizes
     weights; the policy itself if it has no critic. It must be unwrapped from its engine.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy
-    policy_class: Any = next(each for each in type(policy).__mro__ if not issubclass(each, FSDPModule))
-    alone = policy_class.__new__(policy_class)
+    alone = object.__new__(next(each for each in type(policy).__mro__ if not issubclass(each, FSDPModule)))
     modules = {name: module for name, module in policy._modules.items() if name != "critic"}
     vars(alone).update({**vars(policy), "_modules": modules})
-    return alone
+    return cast(PolicyModule, alone)
 
 
 def _other_family(found: str, model_class: type[PreTrainedModel]) -> ValueError:

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -26,7 +25,9 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def checkpoint_activations(model: PreTrainedModel, kwargs: Any = None, enable: bool = True) -> None:
+def checkpoint_activations(
+    model: PreTrainedModel, kwargs: dict[str, bool] | str | None = None, enable: bool = True
+) -> None:
     """Switches activation checkpointing by the name that the installed transformers has and doesn't deprecate."""
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enable:
@@ -51,21 +52,27 @@ def measuring(
     model: nn.Module, device: torch.device, evaluation: bool = True, checkpointing: bool = False
 ) -> Iterator[None]:
     """Makes forwards within the context leave no trace: gradients, modes, random states, checkpointing."""
-    # `vars`, as wrappers forward attributes of what they wrap
-    parts = [] if checkpointing else [vars(part) for part in model.modules()]
-    checkpointed = [part for part in parts if part.get("gradient_checkpointing")]
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         evaluation_mode(model) if evaluation else nullcontext(),
+        nullcontext() if checkpointing else without_checkpointing(model),
     ):
+        yield
+
+
+@contextmanager
+def without_checkpointing(module: nn.Module) -> Iterator[None]:
+    """Switches activation checkpointing off within the context: without a graph, it would warn that there is none."""
+    # `vars`, as wrappers forward attributes of what they wrap
+    checkpointed = [vars(part) for part in module.modules() if vars(part).get("gradient_checkpointing")]
+    for part in checkpointed:
+        part["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
         for part in checkpointed:
-            part["gradient_checkpointing"] = False
-        try:
-            yield
-        finally:
-            for part in checkpointed:
-                part["gradient_checkpointing"] = True
+            part["gradient_checkpointing"] = True
 
 
 def fix_encoders(model: PreTrainedModel) -> None:

@@ -2,19 +2,23 @@
 """Parts of a model by the same words for every family: what is frozen, and the learning rates of what isn't."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..spelling import did_you_mean
 from .modes import fix_batch_norms
 from .towers import find_tower
 from .wrapped import unwrapped
+
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
@@ -60,7 +64,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 def _places(model: PreTrainedModel) -> dict[str, str]:
     """Parts by the dotted names of modules, of which the deepest counts; what is in none is between them."""
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     places = {"": "projector"}
     for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
         if module in names:
@@ -186,7 +190,7 @@ def same_weights_trained(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def same_adapters(model: nn.Module) -> Iterator[None]:
     """Restores which adapters are on, and trained, which Granite Speech's `generate` changes with each prompt."""
-    layers = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]
+    layers = adapter_layers(model)
     disabled = [layer.disable_adapters for layer in layers]
     with same_weights_trained(model):
         try:
@@ -195,6 +199,12 @@ def same_adapters(model: nn.Module) -> Iterator[None]:
             for layer, is_disabled in zip(layers, disabled, strict=True):
                 if layer.disable_adapters != is_disabled:
                     layer.enable_adapters(not is_disabled)
+
+
+def adapter_layers(model: nn.Module) -> "list[BaseTunerLayer]":
+    """Layers of PEFT's adapters, without the need for PEFT."""
+    layers = (each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool))
+    return [cast("BaseTunerLayer", each) for each in layers]
 
 
 def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -206,22 +216,22 @@ def count_parts(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {part: sizes for part, sizes in counts.items() if sizes[0]}
 
 
-def rates_of_parts(model: nn.Module, args: Any) -> dict[str, list[float]]:
-    """The learning rates in each part of what is trained, by the options of a trainer."""
-    given: Mapping[str, float] = args.learning_rates or {}
-    chosen = chosen_by(model, [*given], "learning_rates")
+def rates_of_parts(model: nn.Module, args: TrainingArguments) -> dict[str, list[float]]:
+    """The learning rates in each part of what is trained."""
+    by_key: dict[str, float] = getattr(args, "learning_rates", None) or {}
+    chosen = chosen_by(model, [*by_key], "learning_rates")
     rates: dict[str, list[float]] = {}
     for _, part, parameter in named_parts(model):
         if parameter.requires_grad:
-            rate = given[chosen[parameter]] if parameter in chosen else args.learning_rate
+            rate = by_key[chosen[parameter]] if parameter in chosen else args.learning_rate
             if part == CRITIC:
-                rate = args.value_learning_rate or args.learning_rate
+                rate = getattr(args, "value_learning_rate", None) or args.learning_rate
             if rate not in rates.setdefault(part, []):
                 rates[part].append(rate)
     return rates
 
 
-def _size(parameter: Any) -> int:
+def _size(parameter: nn.Parameter) -> int:
     size = getattr(parameter, "ds_numel", None) or parameter.numel()  # `ds_numel` counts all of DeepSpeed's shards
     if type(parameter).__name__ == "Params4bit":  # holds two numbers in a byte
         size *= 2 * (getattr(parameter, "quant_storage", None) or torch.uint8).itemsize

@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loading of models by name."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -34,12 +34,18 @@ class _TransposeBack(Transpose):
     Qwen3-VL-MoE would be saved and sent with other shapes than released, which vLLM can't load.
     """
 
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs) -> dict[str, torch.Tensor]:
-        [(_, given)] = input_dict.items()
+    def convert(
+        self,
+        input_dict: dict[str, torch.Tensor | list[torch.Tensor]],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: PreTrainedModel | PreTrainedConfig | list | None,
+    ) -> dict[str, torch.Tensor]:
+        [(name, given)] = input_dict.items()
         weight = given[0] if isinstance(given, list) else given
         # Square weights are loaded as they are
         back = weight if weight.size(self.dim0) == weight.size(self.dim1) else weight.transpose(self.dim0, self.dim1)
-        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): back.contiguous()}
+        return {self.get_target_pattern({name: weight}, source_patterns, target_patterns): back.contiguous()}
 
 
 def _reverse(self: Transpose) -> Transpose:
@@ -101,7 +107,7 @@ def read_config(name: str, **kwargs) -> tuple[PreTrainedConfig, type[PreTrainedM
     """Config of a model, and the class that is trained."""
     try:
         part = trained_part(name, **kwargs)
-        config_class: Any = transformers.AutoConfig if part is None else part.config_class
+        config_class = transformers.AutoConfig if part is None else cast(type[PreTrainedConfig], part.config_class)
         config = config_class.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(

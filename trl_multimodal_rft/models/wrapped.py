@@ -3,21 +3,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def unwrapped(accelerator: Accelerator | None, model: nn.Module) -> PreTrainedModel:
     """The model within wrappers of the engine and of PEFT."""
     if isinstance(model, PreTrainedModel):
         return model  # a shortcut: Accelerate searches all installed packages
-    inner: Any = model if accelerator is None else accelerator.unwrap_model(model)
-    return inner.get_base_model() if is_peft_model(inner) else inner
+    inner = model if accelerator is None else accelerator.unwrap_model(model)
+    return cast(PreTrainedModel, cast("PeftModel", inner).get_base_model() if is_peft_model(inner) else inner)
 
 
 @contextmanager
@@ -31,11 +36,11 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
     states: list[torch.Tensor] = []
     backbone, head = model.base_model, model.get_output_embeddings()
 
-    def take(module, args):
+    def take(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         states.append(args[0])
         return (args[0][:, -1:], *args[1:]) if instead_of_logits else None
 
-    def give_away(module, args, output):
+    def give_away(module: nn.Module, args: tuple, output: ModelOutput) -> None:
         if "logits" in output:
             output["last_hidden_state"] = states[-1]
 
