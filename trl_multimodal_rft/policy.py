@@ -26,9 +26,8 @@ from .forward.logprobs import Forward, completion_scores, completion_values, pro
 from .forward.masks import trees_of
 from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
-from .forward.scores import Scores, load_balancing_loss
+from .forward.scores import DeferredParts, Scores, load_balancing_loss
 from .forward.split_groups import KeptPrompt, chunk_places, keeps_states
-from .forward.token_budget import DeferredParts
 from .forward.trees import count_tokens
 from .generation.transformers import Branches, generate_in_parts
 from .models.critic import Critic, ValueHead

@@ -131,30 +131,26 @@ def completion_scores(
     def part(completions: CompletionBatch, rows: Sequence[int] | slice) -> Scores:
         batch = _batch(unwrapped_model, completions, packed, whole, output_router_logits, states)
         inputs = {**batch.inputs, **outside}
-        is_fused = logits_temperature is None
         # Whole sequences are forwarded once
         encode_once(unwrapped_model, [] if whole else batch.parts, completions.ids.device)
         with (
             frozen_features(unwrapped_model, batch.parts),
             inject(decoder, **batch.injected, **({"output_router_logits": True} if output_router_logits else {})),
             _outputs_of(decoder) as decoded,
-            hidden_states(unwrapped_model, instead_of_logits=is_fused) as outputs_of_text,
+            hidden_states(unwrapped_model, instead_of_logits=logits_temperature is None) as outputs_of_text,
         ):
             if not logps:
                 model(**inputs, fused_lm_head=True)
                 outputs = FusedCausalLMOutput()
-            elif is_fused:
-                places = {} if batch.label_index is None else {"label_index": batch.label_index}
-                output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **places)
+            elif logits_temperature is None:
+                index = {} if batch.label_index is None else {"label_index": batch.label_index}
+                output = model(**inputs, shift_labels=batch.labels, fused_lm_head=True, **index)
                 outputs = cast(FusedCausalLMOutput, output)
             else:
                 outputs = _scores_from_logits(
                     model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
                 )
-        found: dict[str, torch.Tensor] = {}
-        for name, values in (("logps", outputs.log_probs), ("entropies", outputs.entropy), ("top1", outputs.is_top1)):
-            if values is not None:
-                found[name] = batch.placed(values.float() if name == "top1" else values)
+        found = _token_scores(outputs, batch)
         if value_head is not None:
             found["values"] = batch.placed(value_head(outputs_of_text[0]))
         if hidden:
@@ -246,6 +242,13 @@ def _in_parts(
     zero = 0.0 * sum(result.tensors()[name].sum() for result in results[len(parts) :])
     setattr(joined, name, first + zero)
     return joined
+
+
+def _token_scores(outputs: FusedCausalLMOutput, batch: "_Batch") -> dict[str, torch.Tensor]:
+    """Fields of [`~forward.scores.Scores`] that the head has computed."""
+    top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
+    scores = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
+    return {name: batch.placed(values) for name, values in scores.items() if values is not None}
 
 
 def _scores_from_logits(

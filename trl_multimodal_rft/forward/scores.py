@@ -1,17 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Scores of completions as tensors, and how those of parts of a batch are combined."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from .layout import rows_of, to_device
 
-
-if TYPE_CHECKING:
-    from .token_budget import DeferredParts
 
 # The types of scores leave it out, so that callers needn't assert what they have requested
 _NONE = cast(torch.Tensor, None)
@@ -123,3 +121,63 @@ def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
     chosen, probabilities = router
     n_tokens = probabilities.detach().sum()  # those of a token sum to 1
     return len(chosen) * (chosen * probabilities).sum() / n_tokens**2
+
+
+class DeferredParts:
+    """
+    Scores of parts of a micro-batch, without the activations that produced them.
+
+    A loss is computed from [`joined`] as from scores of the whole; [`backward_by_parts`] then recomputes each part for
+    its gradient. `score` takes the index of a part and its rows and returns their [`~forward.scores.Scores`]. All
+    ranks run `n_parts` forwards: surplus ones repeat the last. `device` has the random state to restore, besides the
+    CPU's.
+    """
+
+    def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):
+        start = time.perf_counter()
+        self.score = score
+        self.parts = parts + parts[-1:] * (n_parts - len(parts))
+        self.n_local = len(parts)
+        self._random = None if device.type == "cpu" else torch.get_device_module(device)
+        self._states = []
+        self.outputs: list[Scores] = []
+        for index, part in enumerate(self.parts):
+            self._states.append((torch.get_rng_state(), self._random and self._random.get_rng_state()))
+            with torch.no_grad():
+                scores = score(index, part)
+            self.outputs.append(scores.map(_leaf))
+        self.seconds = time.perf_counter() - start  # of these additional forwards
+
+    def joined(self) -> Scores:
+        """Scores in the order of the rows, as one call for all rows would return them."""
+        scores = Scores.join(self.outputs[: self.n_local], self.parts[: self.n_local])
+        scores.deferred = self
+        return scores
+
+    def again(self, index: int) -> Scores:
+        """Recomputes a part, with a gradient and the same random numbers."""
+        cpu, device = self._states[index]
+        torch.set_rng_state(cpu)
+        if self._random is not None:
+            self._random.set_rng_state(device)
+        return self.score(index, self.parts[index])
+
+
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    """A score for the loss. `backward()` of this would end at the score, in silence."""
+
+    def refuse(leaf: torch.Tensor) -> None:
+        raise lost_gradient("a score")
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)  # which `torch.autograd.grad` doesn't call
+    return leaf
+
+
+def lost_gradient(where: str) -> RuntimeError:
+    """The error of a loss whose gradient of something would be lost under a token budget."""
+    return RuntimeError(
+        f"The gradient of {where} would be lost, as `max_tokens_per_microbatch` splits the scores of a micro-batch: "
+        "compute the loss from one call of the trainer's `_score`, or call `backward_by_parts` with the scores' "
+        "`deferred` in place of `backward()`, or set `max_tokens_per_microbatch=None`."
+    )

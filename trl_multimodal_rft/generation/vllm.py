@@ -144,9 +144,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         if self.mode == "server":
             self._speculates = bool(info.get("speculative_config"))
             self._bad_words(self.sampling)  # or refuses them
-            renderer = server_renderer(
-                info, cast(str, self.model.name_or_path), self._engine_kwargs["revision"], self.trust_remote_code
-            )
+            name = cast(str, self.model.name_or_path)
+            renderer = server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
         else:
             renderer = self.llm.renderer
         self.prompts = EnginePrompts(renderer, self.processing_class, self.mode)
@@ -357,18 +356,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     def _counters(self) -> Mapping[str, float | None]:
         """vLLM's counters, those of this rank's server in `server` mode; empty where it tells none."""
-        counters: dict[str, float] = defaultdict(float)
         try:
-            if self.mode != "server":
-                return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
-            answer = self.vllm_client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
-        except AssertionError:  # the user has turned them off
-            return counters
-        except RuntimeError:  # of a server, which a log isn't worth ending the run for
-            return counters
-        for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
-            counters[name] += float(value)  # over the server's engines
-        return counters
+            if self.mode == "server":
+                return _server_counters(self.vllm_client)
+            return {each.name: getattr(each, "value", None) for each in self.llm.get_metrics()}
+        # The user has turned them off, or a server doesn't answer, which a log isn't worth ending the run for
+        except (AssertionError, RuntimeError):
+            return {}
 
     def _sample_with_engine(
         self, requests: list[_Request], options: dict[str, Any], profiler: AbstractContextManager
@@ -476,7 +470,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _load_weights(self) -> None:
-        worker, model = self._worker, self._runner.model
+        worker, model = self.llm.llm_engine.model_executor.driver_worker, self._runner.model
         # Kernels may hold weights in other layouts than checkpoints (vllm-project/vllm#42821)
         reload = getattr(worker, "reload_weights", None)
         if reload is None:
@@ -520,12 +514,8 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             )
 
     @property
-    def _worker(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker
-
-    @property
     def _runner(self) -> Any:
-        return self._worker.model_runner
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
     def _load_adapter_by_servers(self, adapter: EngineAdapter) -> None:
         # Unique, as other runs may use the servers
@@ -542,6 +532,15 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         self._by_main(lambda: adapter.replace_on_servers(self.vllm_client.clients, folder, before))
         self._adapter_request = LoRARequest(name, 1, str(folder))
         self.vllm_client.model = name
+
+
+def _server_counters(client: ServerClient) -> dict[str, float]:
+    """Counters of a server, over its engines."""
+    counters: dict[str, float] = defaultdict(float)
+    answer = client.answer("/metrics", method="GET", seconds=_METRICS_SECONDS, patience=0.0)
+    for name, value in _COUNTER.findall(answer.body.decode(errors="replace")):
+        counters[name] += float(value)
+    return counters
 
 
 def _of_unused_towers(model: torch.nn.Module) -> Callable[[str], bool]:

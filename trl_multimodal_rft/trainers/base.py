@@ -118,7 +118,7 @@ class MultimodalTrainer(CheckpointMixin):
     reward_processing_classes: Any = ()
     chat_template_kwargs: Any
     num_generations_eval: Any = 1
-    aux_loss_enabled = mask_truncated_completions = _has_async_funcs = False
+    aux_loss_enabled = mask_truncated_completions = False
     max_completion_length: Any
     lr_scheduler: Any
     _logit_bias: dict[int, float]
@@ -251,8 +251,9 @@ class MultimodalTrainer(CheckpointMixin):
             self.reward_func_names.append(name)
             self.reward_processing_classes.append(None)
             self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
-        if not self._has_async_funcs and any(map(is_async_callable, [*self.tools, *self.reward_funcs])):
-            self._has_async_funcs, self.async_loop = True, start_loop(f"{type(self).__name__}-AsyncLoop")
+        is_async = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
+        if is_async and getattr(self, "async_loop", None) is None:
+            self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
 
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
         """Sets the sampler of transformers, and the one to use: the user's, or vLLM's, as the config says."""

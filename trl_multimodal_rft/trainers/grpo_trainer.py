@@ -232,12 +232,11 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
-        args = self.args
+        args, needs_dependency = self.args, self.args.loss_view_settings.measures_dependency
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
         score = functools.partial(self._score_rollout, self.model)
         for part in parts:
-            needs = args.loss_view_settings.measures_dependency
-            measures = needs and part.view.prompts and part.view.dependency is None
+            measures = needs_dependency and part.view.prompts and part.view.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
                     old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)

@@ -312,7 +312,6 @@ class Actor(nn.Module):
 
     @property
     def _accepted(self) -> set[str]:
-        """Names of media and per-token fields of the model's forward."""
         return set(inspect.signature(type(self.base_model).forward).parameters) - _NOT_MEDIA
 
     def _inputs(self, sequences: torch.Tensor, media: dict[str, Any], num_actions: int) -> dict[str, Any]:
@@ -363,7 +362,7 @@ class Actor(nn.Module):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
-        options = self._generation_options(kwargs)
+        options = _generation_options(self.base_model, kwargs)
         if (options["num_return_sequences"] or 1) > 1:
             raise ValueError("`num_return_sequences` isn't supported: repeat the prompts, and their media with them.")
         if (options["num_beams"] or 1) > 1 and any(modality_of(name) == "audio" for name in media):
@@ -389,12 +388,6 @@ class Actor(nn.Module):
                 **{**kwargs, "pad_token_id": pad_id},
             )
         return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
-
-    def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
-        config = kwargs.get("generation_config", GenerationConfig())
-        options = {name: value for name, value in config.to_dict().items() if value is not None}
-        return {**self.base_model.generation_config.to_dict(), **options, **kwargs}
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """
@@ -459,14 +452,7 @@ class Actor(nn.Module):
 
     def print_trainable_parameters(self) -> None:
         """Prints how many parameters are trained, of how many."""
-        # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
-        trainable = total = 0
-        for parameter in self.model.parameters():
-            n = getattr(parameter, "ds_numel", None) or parameter.numel()
-            if parameter.__class__.__name__ == "Params4bit":
-                n *= 2 * parameter.element_size()
-            total += n
-            trainable += n if parameter.requires_grad else 0
+        trainable, total = _count_parameters(self.model)
         share = 100 * trainable / total
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
 
@@ -505,3 +491,23 @@ class Actor(nn.Module):
                 Target folder.
         """
         self.model.save_pretrained(folder, **kwargs)
+
+
+def _count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Numbers of trainable parameters and of all."""
+    # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
+    trainable = total = 0
+    for parameter in model.parameters():
+        n = getattr(parameter, "ds_numel", None) or parameter.numel()
+        if parameter.__class__.__name__ == "Params4bit":
+            n *= 2 * parameter.element_size()
+        total += n
+        trainable += n if parameter.requires_grad else 0
+    return trainable, total
+
+
+def _generation_options(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
+    config = kwargs.get("generation_config", GenerationConfig())
+    options = {name: value for name, value in config.to_dict().items() if value is not None}
+    return {**model.generation_config.to_dict(), **options, **kwargs}
