@@ -46,7 +46,7 @@ from trl_multimodal_rft.cli.fake_run import FakeFloats, Watch, kernels_of_gpus
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.generation.vllm_weights import checkpoint_weights
 from trl_multimodal_rft.models.modes import checkpoint_activations
 

@@ -19,10 +19,11 @@ from accelerate import PartialState
 from datasets import Dataset, DatasetDict, List, Value
 from PIL import Image as PILImage
 from tasks import encoded
-from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, ProcessorMixin, Trainer, TrainingArguments
 from trl import ModelConfig
 
 from trl_multimodal_rft import (
+    CompactLogCallback,
     MultimodalGRPOTrainer,
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
@@ -32,7 +33,7 @@ from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallba
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RunArguments, parse
 from trl_multimodal_rft.scripts.inputs import adapter_inputs
-from trl_multimodal_rft.scripts.training import finish, output_folder, train
+from trl_multimodal_rft.scripts.training import ScriptCallback, checkpoint_of, script_run
 from trl_multimodal_rft.views import as_view
 
 
@@ -59,8 +60,11 @@ def start(script: ModuleType, demo: Callable, demo_arguments: dict[str, object])
     arguments = parse(script.ARGUMENTS, demo=demo_arguments)
     arguments[0].command = f"accelerate launch {sys.argv[0]}"
     by_name = arguments[-1].model_name_or_path is not None
-    with output_folder(*arguments[:2]):
-        (script.main if by_name else demo)(*arguments)
+    if by_name:
+        script.main(*arguments)
+    else:
+        with script_run(*arguments[:2]):
+            demo(*arguments)
 
 
 def saved(model: PreTrainedModel, processor: ProcessorMixin, folder: str | Path) -> str:
@@ -175,6 +179,25 @@ class HeldOutAccuracy(GenerationEvalCallback):
         )
 
 
+def train(trainer: Trainer, script_args: RunArguments) -> None:
+    """Trains a demo and saves its model and card, or takes one step with `--dry_run`."""
+    trainer.add_callback(ScriptCallback(script_args))
+    if not script_args.disable_compact_log:
+        trainer.add_callback(CompactLogCallback())
+    trainer.train(resume_from_checkpoint=checkpoint_of(trainer.args))
+    if not script_args.dry_run:
+        trainer.save_model()
+        trainer.create_model_card(dataset_name=script_args.dataset_name)
+
+
+def publish(trainer: Trainer, script_args: RunArguments) -> None:
+    """Pushes to the Hub if the config says so, and ends trackers and processes."""
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.args.hub_model_id = trainer.hub_model_id
+    trainer.accelerator.end_training()
+
+
 def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments, held_out: Dataset, name: str) -> None:
     """Trains a demo and measures its accuracy on held-out rows."""
     accuracy = None if script_args.dry_run else HeldOutAccuracy(trainer, held_out, name)
@@ -183,7 +206,7 @@ def train_and_measure(trainer: MultimodalGRPOTrainer, script_args: RunArguments,
     train(trainer, script_args)
     if accuracy is not None:
         accuracy.write()
-    finish(trainer, script_args)
+    publish(trainer, script_args)
 
 
 # Views and noise

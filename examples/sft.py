@@ -36,7 +36,7 @@ accelerate launch examples/sft.py \
 import json
 from pathlib import Path
 
-from demo import demo_inputs, start
+from demo import demo_inputs, publish, start, train
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 
@@ -44,7 +44,6 @@ from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts import sft
-from trl_multimodal_rft.scripts.training import finish, train
 
 
 DEMO = {
@@ -74,7 +73,7 @@ def demo(script_args, training_args, model_args):
         print(f"Accuracy on held-out recordings after training: {accuracy:.1%}")
         metrics = {"accuracy_after": accuracy, "updates": trainer.state.global_step}
         Path(training_args.output_dir, "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    finish(trainer, script_args)
+    publish(trainer, script_args)
 
 
 if __name__ == "__main__":

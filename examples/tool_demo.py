@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from datasets import Dataset, DatasetDict
-from demo import DEMO_ARGUMENTS, cold_start, demo_inputs, train_and_measure
+from demo import DEMO_ARGUMENTS, cold_start, demo_inputs, publish, train, train_and_measure
 from transformers import PreTrainedModel, ProcessorMixin
 from trl import ModelConfig
 
@@ -13,7 +13,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.scripts.arguments import RLScriptArguments
 from trl_multimodal_rft.scripts.inputs import trainer_inputs
-from trl_multimodal_rft.scripts.training import curves, finish, train
+from trl_multimodal_rft.scripts.training import curves, script_run
 
 
 TOOL_DEMO_ARGUMENTS = {
@@ -97,10 +97,11 @@ def train_by_name(
     model_args: ModelConfig,
 ) -> None:
     """Trains the model that the arguments name on the dataset that they name."""
-    inputs = trainer_inputs(script_args, training_args, model_args)
-    for name in ("train_dataset", "eval_dataset"):
-        if inputs[name] is not None:
-            inputs[name] = prepare(inputs[name])
-    trainer = MultimodalGRPOTrainer(**inputs, environment_factory=environment, callbacks=curves())
-    train(trainer, script_args)
-    finish(trainer, script_args)
+    with script_run(script_args, training_args):
+        inputs = trainer_inputs(script_args, training_args, model_args)
+        for name in ("train_dataset", "eval_dataset"):
+            if inputs[name] is not None:
+                inputs[name] = prepare(inputs[name])
+        trainer = MultimodalGRPOTrainer(**inputs, environment_factory=environment, callbacks=curves())
+        train(trainer, script_args)
+        publish(trainer, script_args)

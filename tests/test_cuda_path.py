@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import kernels, masks, scoring
-from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.forward import kernels, logprobs, masks
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.states import gather_copies
 
 
@@ -59,14 +59,14 @@ def test_no_masks_of_the_whole_row(name, monkeypatch):
     """Layers read none, and they would take 289 GiB for 64 completions of 8,192 tokens."""
     model, prompts = build(name)
     ids = torch.randint(50, 200, (len(prompts), 256))
-    squares, own_pack = Squares(), scoring.pack
+    squares, own_pack = Squares(), logprobs.pack
 
     def pack(*args, **kwargs):
         row = own_pack(*args, **kwargs)
         squares.size = row.input_ids.size(1)
         return row
 
-    monkeypatch.setattr(scoring, "pack", pack)
+    monkeypatch.setattr(logprobs, "pack", pack)
     with cuda_path(monkeypatch), torch.no_grad(), squares:
         completion_scores(model, model, prompts, ids, torch.ones_like(ids), isolate=family_of(model).isolate)
     assert 256 < squares.size < 2**63 and not squares.found

@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import encoders, kernels, scoring
+from trl_multimodal_rft.forward import encoders, kernels, logprobs
 from trl_multimodal_rft.forward.attention import original_attention
 from trl_multimodal_rft.forward.encoders import install_encoder_attention, remember_on_host
+from trl_multimodal_rft.forward.inputs import to_model
 from trl_multimodal_rft.forward.layout import split_samples
 from trl_multimodal_rft.models.towers import freeze_as_built
 from trl_multimodal_rft.rewards import format_reward
@@ -97,7 +98,7 @@ def encoder_calls(model, prompts):
             handles.append(module.register_forward_hook(record, with_kwargs=True))
     ids = torch.ones(len(prompts), 1, dtype=torch.long)
     for part in split_samples(prompts, family_of(model).isolate):
-        inputs = scoring._padded_batch(model, [prompts[i] for i in part], ids[part], ids[part]).inputs
+        inputs = logprobs._padded_batch(model, [prompts[i] for i in part], ids[part], ids[part]).inputs
         with torch.no_grad():
             model(**inputs, use_cache=False)
     for handle in handles:
@@ -208,7 +209,7 @@ def test_padded_training_and_evaluation_take_one_call_per_layer(run, tmp_path, m
 def test_device_tensors_keep_their_copies_on_the_host():
     model, prompts = released("qwen2_5_vl")
     media = prompts[0].media
-    moved = scoring.to_model(media, model, torch.device("meta"))
+    moved = to_model(media, model, torch.device("meta"))
     assert encoders._on_host(moved["image_grid_thw"]) is media["image_grid_thw"]
     assert moved["pixel_values"] not in encoders._host_copies  # large
     size = len(encoders._host_copies)
@@ -221,7 +222,7 @@ def test_device_tensors_keep_their_copies_on_the_host():
     model.model.visual.register_forward_pre_hook(
         lambda module, args, kwargs: received.append(kwargs["grid_thw"]), with_kwargs=True
     )
-    inputs = scoring._padded_batch(model, prompts[:1], *[torch.ones(1, 1, dtype=torch.long)] * 2).inputs
+    inputs = logprobs._padded_batch(model, prompts[:1], *[torch.ones(1, 1, dtype=torch.long)] * 2).inputs
     with torch.no_grad():
         model(**inputs)
     assert received[0] is inputs["image_grid_thw"]

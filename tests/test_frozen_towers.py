@@ -33,7 +33,7 @@ from trl_multimodal_rft import policy
 from trl_multimodal_rft.checks.targets import with_other_media
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import features, scoring
+from trl_multimodal_rft.forward import features, inputs, logprobs
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
@@ -50,9 +50,9 @@ ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.[qv]_proj", init_
 
 def switch_off(monkeypatch) -> None:
     """Encoders run as they do in transformers."""
-    for module in (scoring, policy):
+    for module in (logprobs, policy):
         monkeypatch.setattr(module, "encode_once", lambda *args: None)
-    for module in (scoring, generation):
+    for module in (logprobs, generation):
         monkeypatch.setattr(module, "frozen_features", lambda *args: nullcontext())
 
 
@@ -78,7 +78,7 @@ def of_media(model, prompts):
     ids, mask = random_completions(len(prompts), vocab=(50, 100))
     packed, isolate = sharing_obstacle(model) is None, family_of(model).isolate
     model.zero_grad()
-    scores = scoring.completion_scores(model, model, prompts, ids, mask, packed=packed, isolate=isolate)
+    scores = logprobs.completion_scores(model, model, prompts, ids, mask, packed=packed, isolate=isolate)
     scores.logps.sum().backward()
     return scores.logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -298,8 +298,8 @@ def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
 
 def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
     """Also those of an encoder that is trained, for its forwards with gradients."""
-    moved, to_device = [], scoring.to_device
-    monkeypatch.setattr(scoring, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
+    moved, to_device = [], inputs.to_device
+    monkeypatch.setattr(inputs, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
     options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 4, "max_steps": 4}
     trainer = run(trainer_class("grpo", samples=True), FAMILY, image_rows(), **options).trainer

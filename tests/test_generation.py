@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.forward.attention import install_prefix_attention
+from trl_multimodal_rft.forward.inputs import left_pad, to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
-from trl_multimodal_rft.forward.scoring import left_pad, to_model
 from trl_multimodal_rft.generation import caches
 from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions, trim_after_eos

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
-from trl_multimodal_rft.forward.parts import micro_batch_order
+from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout.groups import SAVED_CLASSES, GroupBuffer, GroupExchange
 from trl_multimodal_rft.rollout.ranks import balanced, packed_group
 from trl_multimodal_rft.rollout.rollout import Rollout, join_rollouts

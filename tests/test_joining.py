@@ -27,8 +27,9 @@ from trl_multimodal_rft.encoding.prompts import cast_features
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.encoders import _on_host
 from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.inputs import media_inputs, to_model
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle
-from trl_multimodal_rft.forward.scoring import completion_scores, media_inputs, to_model
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 

@@ -21,8 +21,8 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import split_samples
+from trl_multimodal_rft.forward.logprobs import completion_scores, completion_values
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.scoring import completion_scores, completion_values
 from trl_multimodal_rft.generation.transformers import generate_in_parts
 from trl_multimodal_rft.models import Critic, ValueHead
 from trl_multimodal_rft.policy import training_obstacle

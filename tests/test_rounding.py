@@ -17,7 +17,8 @@ from test_checks import completions_of, engine_check, move, sampled_by
 from test_self_check import asking, picture
 
 from trl_multimodal_rft.checks.rounding import exceeds, noise_of, tolerance_of, two_steps
-from trl_multimodal_rft.forward import scoring as forward
+from trl_multimodal_rft.forward import inputs
+from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.policy import Fallbacks
 
 
@@ -124,8 +125,8 @@ def test_swapped_media_are_found(monkeypatch):
         parts = list(parts)
         return join_tensors(parts[1:] + parts[:1])
 
-    join_tensors = forward.join_tensors
-    monkeypatch.setattr(forward, "join_tensors", swapped)
+    join_tensors = inputs.join_tensors
+    monkeypatch.setattr(inputs, "join_tensors", swapped)
     check = released("llava", image_rows(2)).check()
     assert check.fallbacks.isolate is not None
 

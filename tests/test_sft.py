@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.encoding import prompts
 from trl_multimodal_rft.encoding.supervised import encode_sequence
-from trl_multimodal_rft.forward import scoring
+from trl_multimodal_rft.forward import logprobs
 
 
 ANSWERS = ["It is a cat.", "There are two of them, I think.", "No", "A bird sings, and then another one answers."]
@@ -242,7 +242,7 @@ def test_rows_that_change_each_other_get_forwards_of_their_own(tmp_path, monkeyp
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
     rows = text_rows(8, form="chat")
     expected = weights_after(make("llama4", rows, tmp_path / "whole", **options))
-    monkeypatch.setattr(scoring, "_places", lambda model, places: {})
+    monkeypatch.setattr(logprobs, "_places", lambda model, places: {})
     broken = make("llama4", rows, tmp_path / "broken", **options)
     assert torch.dist(weights_after(broken), expected) <= 1e-5 * expected.norm()
     assert broken._policy.fallbacks.isolate == "prompt" and broken.checks.self_check.padded < 1e-5

@@ -28,7 +28,7 @@ from peft import LoraConfig
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout, split_groups
 from trl_multimodal_rft.forward.layout import group_by_prompt
-from trl_multimodal_rft.forward.parts import split_by_tokens
+from trl_multimodal_rft.forward.partition import split_by_tokens
 from trl_multimodal_rft.forward.split_groups import chunk_places
 from trl_multimodal_rft.forward.token_budget import backward_by_parts
 from trl_multimodal_rft.models.modes import checkpoint_activations

@@ -22,8 +22,8 @@ from trl_multimodal_rft.forward import states
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.layout import pack
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.scoring import completion_scores
 
 
 pytestmark = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
-from trl_multimodal_rft.forward.parts import split_by_tokens
+from trl_multimodal_rft.forward.partition import split_by_tokens
 
 
 # GRPO divides by their number within the loss, RLOO after it

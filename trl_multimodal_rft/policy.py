@@ -20,12 +20,13 @@ from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import MODALITIES, family_of
 from .forward.attention import attention_obstacle
 from .forward.divergence import Target
+from .forward.inputs import encode_once
 from .forward.layout import States, rows_of, split_samples
+from .forward.logprobs import completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
-from .forward.parts import packed_length, split_by_tokens
+from .forward.partition import packed_length, split_by_tokens
 from .forward.processes import Processes, unreached_parameters
 from .forward.scores import Scores, load_balancing_loss
-from .forward.scoring import completion_scores, completion_values, encode_once, prompt_states
 from .forward.split_groups import KeptPrompt, chunk_places, keeps_states
 from .forward.token_budget import DeferredParts
 from .forward.trees import count_tokens
@@ -167,7 +168,7 @@ class PolicyForward:
         experts, `supervised` completions their log-probabilities, `hidden` the states that the LM head gets,
         `(B, C, H)`, all in the same forward of the wrapper. With a `target`, the scores are divergences from it and
         entropies instead, and no log-probabilities. With `whole`, `prompts` are whole sequences, see
-        [`~forward.scoring.completion_scores`]. With more tokens than `max_tokens`, gradients come from
+        [`~forward.logprobs.completion_scores`]. With more tokens than `max_tokens`, gradients come from
         [`~forward.token_budget.backward_by_parts`] with the `deferred` of the scores; the completions of a larger
         group are forwarded in chunks behind their prompt, see [`~forward.split_groups.KeptPrompt`], or, where that
         isn't possible, each chunk with its prompt. Where only some `rows` matter, or have tokens in padded parts, the

@@ -43,7 +43,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.kl import FixedKLController
-from trl_multimodal_rft.forward import scoring
+from trl_multimodal_rft.forward import logprobs
 from trl_multimodal_rft.lightrft import Actor
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state, local_part, save_rollout_state
@@ -356,15 +356,15 @@ def checked(folder):
     def too_large(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    pack = scoring.pack
+    pack = logprobs.pack
     if policy.policy.accelerator.is_last_process:
-        scoring.pack = too_large
+        logprobs.pack = too_large
     try:
         policy.check()
     except Exception as error:
         return {"self_check": dataclasses.asdict(check), "error": f"{type(error).__name__}: {error}"}
     finally:
-        scoring.pack = pack
+        logprobs.pack = pack
 
 
 def sampled(folder):

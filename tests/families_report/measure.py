@@ -23,9 +23,9 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.inputs import to_model
 from trl_multimodal_rft.forward.layout import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.scoring import to_model
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 
 from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, ordinary_ids

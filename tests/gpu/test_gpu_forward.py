@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.layout import split_samples
-from trl_multimodal_rft.forward.scoring import completion_scores
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.generation.transformers import generate_completions
 
 

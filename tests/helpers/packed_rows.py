@@ -11,8 +11,8 @@ from helpers.completions import G
 from helpers.encoding import build_encoded
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
+from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.scoring import completion_scores
 from trl_multimodal_rft.models.modes import checkpoint_activations
 
 

@@ -16,7 +16,8 @@ from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
-from ..forward.scoring import takes_logits_to_keep, to_model
+from ..forward.inputs import to_model
+from ..forward.logprobs import takes_logits_to_keep
 from ..models.wrapped import computing_dtype
 from ..policy import PolicyForward
 from .rounding import STRICT, exceeds, measure_noise, tolerance_of, two_steps

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, get_args
 
-from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
+from ..data.rules import BUDGET_NAMES, OWN_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
@@ -50,13 +50,17 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="run config or built-in recipe; keys for other commands are ignored")
 
 
-def _add_rules(parser: argparse.ArgumentParser, names: Collection[str] = RULE_NAMES) -> None:
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    text = "sources and sizes of media, as in the trainer's config, as JSON"
+    parser.add_argument("--media_rules", type=json.loads, default={}, help=text)
+
+
+def _add_rules(parser: argparse.ArgumentParser, names: Collection[str] = OWN_NAMES) -> None:
     for rule in fields(MediaRules):
         if rule.name not in names:
             continue
         kind = (get_args(rule.type) or (rule.type,))[0]
-        options: dict[str, Any] = {"nargs": "+"} if rule.name.startswith("allowed") else {"type": kind}
-        options = {"action": argparse.BooleanOptionalAction} if kind is bool else options
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parser.add_argument(f"--{rule.name}", default=rule.default, help="as in the trainer's config", **options)
 
 
@@ -96,6 +100,7 @@ def check(parser: argparse.ArgumentParser) -> None:
     add("--audio_overlong", choices=("raise", "truncate"), default="raise", help="as in the trainer's config")
     add("--ignored_media_columns", nargs="+", help="columns with media that only reward functions read")
     _add_rules(parser)
+    _add_limits(parser)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
@@ -195,4 +200,4 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    _add_rules(parser, {*RULE_NAMES} - {"media_dir", *BUDGET_NAMES})
+    _add_limits(parser)

@@ -18,9 +18,9 @@ from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
 from ..forward.layout import group_by_prompt
+from ..forward.logprobs import completion_scores, completion_values, prompt_states
 from ..forward.masks import sharing_obstacle
-from ..forward.parts import split_by_tokens
-from ..forward.scoring import completion_scores, completion_values, prompt_states
+from ..forward.partition import split_by_tokens
 from ..forward.split_groups import chunk_places, keeps_states
 from ..models.critic import Critic, ValueHead
 from ..models.modes import checkpoint_activations

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Scores of completions, and how those of parts of a batch are combined."""
+"""Scores of completions as tensors, and how those of parts of a batch are combined."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields

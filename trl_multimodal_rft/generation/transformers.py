@@ -17,10 +17,10 @@ from ..algorithms.completions import up_to_first_end
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.features import frozen_features
+from ..forward.inputs import left_pad, media_inputs
 from ..forward.layer_masks import Causal, seen_within
 from ..forward.layout import group_by_prompt
 from ..forward.masks import ATTENTION_LAYERS, POINTWISE_LAYERS, linear_masks, trees_of, windows_as_forwarded
-from ..forward.scoring import left_pad, media_inputs
 from .caches import GrowingLayer, growing_cache
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ..forward.parts import micro_batch_order, packed_length
+from ..forward.partition import micro_batch_order, packed_length
 from .rollout import Rollout, join_rollouts
 
 

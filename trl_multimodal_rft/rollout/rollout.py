@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
+from ..forward.inputs import left_pad
 from ..forward.layout import rows_of, to_device
-from ..forward.scoring import left_pad
 
 
 # Per-token tensors, with the value on padding (that of ids is the padding token)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..rewards.named import load_reward_funcs, load_reward_recipe
@@ -41,9 +42,10 @@ class RunArguments(PromptArguments):
         default=False,
         metadata={"help": "Build everything, take one step and log it, and save nothing."},
     )
-    # What the user set, on the command line and in its config, and the command that starts the run
+    # What the user set, on the command line and in its config, the command that starts the run, and its state
     given: dict[str, Any] | None = field(default=None, init=False, repr=False)
     command: str = field(default="", init=False, repr=False)
+    state: TrainerState | None = field(default=None, init=False, repr=False)
 
 
 @dataclass

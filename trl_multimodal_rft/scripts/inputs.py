@@ -15,12 +15,18 @@ from ..data.loading import require_module
 from ..data.named import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
+from ..trainers.distillation_config import MultimodalDistillationConfig
+from ..trainers.grpo_config import MultimodalGRPOConfig
+from ..trainers.rloo_config import MultimodalRLOOConfig
+from ..trainers.sft_config import MultimodalSFTConfig
 from .arguments import PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_given
 from .prompts import with_system_message, with_texts
 
 
 logger = get_logger(__name__)
+
+TrainingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig | MultimodalSFTConfig
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
@@ -46,7 +52,7 @@ def load_split(script_args: PromptArguments, split: str) -> Dataset | IterableDa
 def _mixture(script_args: PromptArguments, split: str) -> Dataset | IterableDataset:
     size, parts = script_args.test_split_size, [_located(each) for each in script_args.datasets]
     with reading(f"the mixture of {', '.join(repr(each.path) for each in script_args.datasets)}"):
-        splits: Any = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
+        splits = get_dataset(replace(script_args, datasets=parts, test_split_size=None))
     if size is not None:
         if script_args.streaming:
             raise ValueError("A stream can't be split; leave out `streaming` or `test_split_size`.")
@@ -64,10 +70,13 @@ def _located(part: DatasetConfig) -> DatasetConfig:
     return replace(part, **load_arguments(part.path, part.split))
 
 
-def trainer_inputs(script_args: PromptArguments, training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
+def trainer_inputs(
+    script_args: PromptArguments, training_args: TrainingConfig, model_args: ModelConfig
+) -> dict[str, Any]:
     """Arguments of a trainer, from those of a script."""
     check_given(model_args.model_name_or_path, script_args.dataset_name or script_args.datasets)
-    training_args.model_init_kwargs = model_init_kwargs(model_args) | (training_args.model_init_kwargs or {})
+    options = training_args.model_init_kwargs  # which a config reads from JSON
+    training_args.model_init_kwargs = model_init_kwargs(model_args) | (options if isinstance(options, dict) else {})
     evaluates = training_args.eval_strategy != "no"
     if evaluates and not script_args.datasets:
         _refuse_same_rows(script_args)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ...data.columns import MediaError
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
 from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
-from ...forward.scoring import to_model
+from ...forward.inputs import to_model
 
 
 # Numbers of the modalities in per-token fields, as processors write them

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from ...algorithms.returns import whiten
-from ...forward.parts import first_fit
+from ...forward.partition import first_fit
 from .experience import Experience, VisionRecord
 from .experience_config import ExperienceConfig
 from .experience_media import share_media

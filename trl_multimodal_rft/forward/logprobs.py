@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Per-token log-probabilities and entropies of completions: packed with a shared prefix, or padded."""
+"""Per-token log-probabilities and entropies of completions from a model: packed with a shared prefix, or padded."""
 
 import functools
 import inspect
@@ -10,22 +10,21 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ..encoding.dummies import DummyPrompt
-from ..encoding.join import continued_field, join_tensors
+from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..models.wrapped import hidden_states
 from .attention import without_masks
 from .divergence import Target, divergences, head_of
-from .encoders import remember_on_host
-from .features import encode_frozen, frozen_features
+from .features import frozen_features
 from .head import run_backbone, scores_of_logits
-from .layout import States, group_by_prompt, pack, same_rank, split_samples, to_device
+from .inputs import encode_once, left_pad, media_inputs
+from .layout import States, group_by_prompt, pack, same_rank, split_samples
 from .masks import linear_masks, trees_of
 from .scores import Scores, router_statistics
 from .split_groups import behind_prompt
@@ -422,81 +421,3 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _places(model, places: torch.Tensor) -> dict[str, torch.Tensor]:
     """Places of tokens in their sequences, for families whose layers would use those in the row."""
     return {} if family_of(model).query_scale is None else {"token_places": places}
-
-
-def left_pad(prompts: Sequence[EncodedPrompt], pad_token_id: int) -> dict:
-    """
-    A left-padded batch: ids and mask `(B, P)`, positions `(B, P)` or `(R, B, P)`, and token `fields` `(B, P, ...)`.
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    gaps = [longest - len(prompt) for prompt in prompts]
-    names = sorted({name for prompt in prompts for name in prompt.token_fields})
-
-    def stack(tensors, value=0):
-        padded = [
-            F.pad(t, (*(0, 0) * (t.dim() - 1), gap, 0), value=value) for t, gap in zip(tensors, gaps, strict=True)
-        ]
-        return torch.stack(padded)
-
-    n_dims = max(prompt.position_ids.dim() for prompt in prompts)
-    axes = next(prompt.position_ids.shape[:-2] for prompt in prompts if prompt.position_ids.dim() == n_dims)
-    positions = [
-        F.pad(prompt.position_ids.expand(*axes, 1, -1), (gap, 0)) for prompt, gap in zip(prompts, gaps, strict=True)
-    ]
-    return {
-        "input_ids": stack([prompt.input_ids for prompt in prompts], pad_token_id),
-        "attention_mask": stack([torch.ones_like(prompt.input_ids) for prompt in prompts]),
-        "position_ids": torch.cat(positions, dim=-2),
-        "fields": {
-            name: stack([p.token_fields.get(name, torch.zeros_like(p.input_ids)) for p in prompts]) for name in names
-        },
-    }
-
-
-def media_inputs(
-    prompts: Iterable[EncodedPrompt], model: PreTrainedModel, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Media of prompts for one forward, joined on its device. Other tensors than features are on the host, too."""
-    prompts = list(prompts)
-    moved = join_tensors(_uploaded(prompt, model.dtype, device) for prompt in prompts)
-    if device.type == "cpu":
-        return moved
-    given = join_tensors(
-        {name: value for name, value in prompt.media.items() if not value.is_floating_point()} for prompt in prompts
-    )
-    return {name: remember_on_host(value, given[name]) if name in given else value for name, value in moved.items()}
-
-
-def _uploaded(prompt: EncodedPrompt, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """A prompt's media on a device, features in a dtype: copied once while the prompt is in use."""
-    key = device, dtype
-    if key not in prompt.on_device:
-        moved = {name: to_device(value, device) for name, value in prompt.media.items()}
-        prompt.on_device[key] = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()
-        }
-    return prompt.on_device[key]
-
-
-def encode_once(model: PreTrainedModel, prompts: Iterable[EncodedPrompt], device: torch.device) -> None:
-    """Computes what frozen encoders make of the media of prompts, unless they have it, see [`encode_frozen`]."""
-
-    def inputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
-        inputs = {
-            "input_ids": prompt.input_ids[None],
-            "attention_mask": torch.ones_like(prompt.input_ids)[None],
-            "position_ids": prompt.position_ids,
-            **{name: value[None] for name, value in prompt.token_fields.items()},
-        }
-        moved = {name: to_device(value, device) for name, value in inputs.items()}
-        return {**moved, **media_inputs([prompt], model, device)}
-
-    encode_frozen(model, prompts, inputs_of)
-
-
-def to_model(media: dict[str, torch.Tensor], model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
-    """Moves media to a device and features to the model's dtype."""
-    return {
-        name: remember_on_host(value.to(device, model.dtype if value.is_floating_point() else value.dtype), value)
-        for name, value in media.items()
-    }

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Which completions are forwarded together: in a micro-batch, and in a part of it within a token budget."""
+"""Partitions of completions: into micro-batches, and into parts of these within a token budget."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
