@@ -122,7 +122,7 @@ class Exchanged:
 
     def step(self, step: int) -> tuple[list[int], bool, dict[str, float]]:
         """Returns the groups to train on, whether one is from an earlier step, and metrics."""
-        result, is_stale, metrics = self.exchange.exchange(self.draw(step), lambda _: self.draw(step), bool)
+        result, is_stale, metrics = self.exchange.exchange(self.draw(step), lambda _: self.draw(step))
         return result.completion_ids[::2, 0].tolist(), is_stale, metrics
 
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Ready-made rewards: against libraries and the papers' formulas, with wrong answers and references, and by name."""
 
+import itertools
+import math
 import sys
 import time
 
@@ -149,18 +151,20 @@ def test_temporal_iou():
 # Detections
 
 
-def test_matching_is_scipys():
-    from scipy.optimize import linear_sum_assignment
-
+def test_matching_is_the_best():
+    """Compares with all pairings of points."""
     generator = np.random.default_rng(0)
-    for trial in range(300):
-        shape = generator.integers(1, 9, 2)
-        gains = generator.random(shape) if trial % 2 else generator.integers(0, 3, shape).astype(float)
-        pairs = regions.assign(gains)
-        rows, columns = zip(*pairs, strict=True)
-        assert len(set(rows)) == len(set(columns)) == min(shape)
-        best = linear_sum_assignment(gains, maximize=True)
-        assert sum(gains[pair] for pair in pairs) == pytest.approx(gains[best].sum())
+    for trial in range(60):
+        n, m = generator.integers(1, 6, 2)
+        answer, reference = (generator.integers(0, 4 if trial % 2 else 100, (size, 2)).tolist() for size in (n, m))
+        few, many = sorted((answer, reference), key=len)
+        distances = [
+            np.mean([math.dist(one, other) for one, other in zip(few, others, strict=True)]) / math.sqrt(2) / 100
+            for others in itertools.permutations(many, len(few))
+        ]
+        settings = {"solution_scale": 100, "answer_scale": 100}
+        reward = of("counting_reward", f"{answer}", reference, **settings)
+        assert reward == pytest.approx(len(few) / len(many) * (1 - min(distances)))
 
 
 REFERENCES = [[0, 0, 10, 10], [20, 0, 30, 10]]

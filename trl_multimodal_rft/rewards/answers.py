@@ -6,17 +6,22 @@ Both read only the completions, since prompts of this recipe contain the tags, t
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
 from numbers import Real
-from typing import Any
+from typing import TypeVar
+
+import numpy as np
+import torch
 
 from ..data.choices import listed_letters, read_letter
 from . import expressions
-from .checks import Completion, RowError, given_column
+from .checks import Argument, Completion, Reference, RowError, given_column
 
+
+T = TypeVar("T")
 
 # One answer with only whitespace around it; a second tag inside would make "the answer" ambiguous.
 _FORMAT = re.compile(r"\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
@@ -62,7 +67,7 @@ _CONSTANTS = ("e", "π")
 
 
 def accuracy_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards a completion whose answer equals the reference: 1.0 when it does, else 0.0.
@@ -102,8 +107,8 @@ def accuracy_reward(
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
-    for place, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
-        references = references_of(solutions, place, "accuracy_reward")
+    for position, (completion, solutions) in enumerate(zip(completions, solution, strict=True)):
+        references = references_of(solutions, position, "accuracy_reward")
         answer, in_latex = _read(completion_text(completion))
         answer = normal_form(answer).strip()
         right = any(_is_right(answer, in_latex, reference) for reference in references)
@@ -111,7 +116,7 @@ def accuracy_reward(
     return rewards
 
 
-def format_reward(completions: Sequence[Completion], **kwargs) -> list[float]:
+def format_reward(completions: Sequence[Completion], **kwargs: Argument) -> list[float]:
     """
     Rewards the form `<answer>...</answer>`: 1.0 when the completion is that and otherwise only whitespace, else 0.0.
 
@@ -129,7 +134,7 @@ def format_reward(completions: Sequence[Completion], **kwargs) -> list[float]:
 vars(format_reward)["required_in_prompt"] = "<answer>"  # see `missing_instructions`
 
 
-def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs) -> list[float]:
+def boxed_format_reward(completions: Sequence[Completion], think: bool = True, **kwargs: Argument) -> list[float]:
     """
     Rewards the form of [EasyR1](https://github.com/hiyouga/EasyR1): 1.0 when the completion begins with thoughts in
     `<think>...</think>` and has a closed `\\boxed{}` after them, with any text around it, else 0.0.
@@ -155,6 +160,24 @@ def boxed_format_reward(completions: Sequence[Completion], think: bool = True, *
 
 
 vars(boxed_format_reward)["required_in_prompt"] = "\\boxed"
+
+
+def compared(
+    completions: Sequence[Completion],
+    solution: Sequence[Reference] | None,
+    name: str,
+    read: Callable[[Reference, int], list[T]],
+    reward: Callable[[str, list[T], int], float],
+    columns: dict[str, Argument],
+) -> list[float | None]:
+    """Rewards of answers by what `read` finds in their references: `reward(answer, references, position)`."""
+    rewards: list[float | None] = []
+    pairs = zip(completions, given_column(solution, "solution", name, columns), strict=True)
+    for position, (completion, reference) in enumerate(pairs):
+        references = read(reference, position)
+        answer = extract_answer(completion_text(completion))
+        rewards.append(reward(answer, references, position) if references else None)
+    return rewards
 
 
 def completion_text(completion: Completion) -> str:
@@ -243,10 +266,14 @@ def _unwrapped(answer: str) -> str:
     return answer
 
 
-def references_of(solution: Any, place: int, name: str) -> list[str]:
+def plain(solution: Reference) -> str | float | Decimal | list | tuple | dict | None:
+    """A reference whose arrays and tensors are lists."""
+    return solution.tolist() if isinstance(solution, np.ndarray | np.generic | torch.Tensor) else solution
+
+
+def references_of(solution: Reference, position: int, name: str) -> list[str]:
     """The references of a row, any of which is right. Empty where the reward doesn't apply."""
-    if hasattr(solution, "tolist"):  # an array or a tensor
-        solution = solution.tolist()
+    solution = plain(solution)
     several = solution if isinstance(solution, (list, tuple)) else [solution]
     references = [reference for reference in several if reference is not None]
     for reference in references:
@@ -254,7 +281,7 @@ def references_of(solution: Any, place: int, name: str) -> list[str]:
             keys = f" with the keys {sorted(map(str, reference))}" if isinstance(reference, dict) else ""
             key = next(iter(reference), "text") if isinstance(reference, dict) else "text"
             raise RowError(
-                place,
+                position,
                 f"column 'solution': {name} got a {type(reference).__name__}{keys}; write a text, a number or a list "
                 f'of right answers: `dataset.map(lambda row: {{"solution": row["solution"][{key!r}]}})`.',
             )

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from .answers import accuracy_reward
-from .checks import Completion
+from .checks import Argument, Completion
 
 
 # What counts as correct, with rewards from 0 to 1 (Video-R1's code)
@@ -19,7 +19,7 @@ def length_reward(
     min_length: int = 320,
     max_length: int = 512,
     bonus: float = 0.2,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     """
     Rewards correct answers of a length within bounds, as [Video-R1](https://huggingface.co/papers/2503.21776) does.
@@ -64,7 +64,7 @@ def tool_curiosity_reward(
     curiosity: float = 0.5,
     free_calls: int = 1,
     call_penalty: float = 0.05,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float]:
     r"""
     Rewards calls of tools while few completions of a group call any, and penalizes many calls, as

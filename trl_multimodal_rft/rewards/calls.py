@@ -48,7 +48,7 @@ def call_rewards(
     waiting = {name: each for name, each in reward_funcs.items() if name not in results}
     if waiting and loop is not None:
 
-        async def call(name: str) -> Any:
+        async def call(name: str) -> list[float | None]:
             with profile(name):
                 return await waiting[name](**arguments)
 

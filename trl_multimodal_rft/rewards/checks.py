@@ -4,13 +4,16 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.columns import as_text, strip_media
@@ -22,6 +25,12 @@ T = TypeVar("T")
 _LARGEST = torch.finfo(torch.float32).max  # the dtype in which rewards are summed
 # A text, or messages, of which the last one is the answer
 Completion = str | list[dict[str, Any]]
+# A reference as a column has it
+Reference = str | float | Decimal | list | tuple | dict | np.ndarray | torch.Tensor | None
+# Columns of the dataset, and what trainers pass in addition
+Argument = Sequence | TrainerState | MediaRules | Callable[..., None] | None
+# What a reward function returns, which is checked
+Returned = Iterable[float | torch.Tensor | None] | float | None
 # Arguments of a reward function, a context for its errors, and a function of its rewards
 PreparedCall = tuple[dict[str, Any] | None, AbstractContextManager, Callable[[Any], list[float | None]]]
 # Keyword arguments of every reward function, in addition to the columns of the dataset
@@ -30,16 +39,16 @@ _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "l
 
 class RowError(ValueError):
     """
-    An error of a row, raised with its place in the batch, which callers replace by its number in the dataset.
+    An error of a row, raised with its position in the batch, which callers replace by its index in the dataset.
     `problem` contains the remedy.
     """
 
-    def __init__(self, place: int, problem: str):
-        super().__init__(place, problem)
-        self.place, self.problem = place, problem
+    def __init__(self, position: int, problem: str):
+        super().__init__(position, problem)
+        self.position, self.problem = position, problem
 
     def __str__(self) -> str:
-        return f"row {self.place}, {self.problem}"
+        return f"row {self.position}, {self.problem}"
 
 
 def given_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
@@ -84,7 +93,7 @@ def _explained(
     try:
         yield
     except RowError as error:
-        raise RowError(numbers[error.place], error.problem) from None
+        raise RowError(numbers[error.position], error.problem) from None
     except Exception as error:
         failing = _raising(reward_func, columns, type(error))
         where = f"row {numbers[failing]}" if failing is not None else f"one of the rows {sorted(set(numbers))}"
@@ -106,14 +115,14 @@ def _explained(
 
 
 def _raising(reward_func: Callable, columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """The place of a completion for which a plain function raises alone, too. Others may wait for servers or ranks."""
+    """The position of a completion for which a plain function raises alone, too. Others may wait for servers."""
     plain = inspect.isfunction(getattr(reward_func, "func", reward_func)) and not is_async_callable(reward_func)
-    for place in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
-        alone = {key: [each[place]] if isinstance(each, list) else each for key, each in columns.items()}
+    for position in range(len(columns["completions"])) if plain and not torch.distributed.is_initialized() else ():
+        alone = {key: [value[position]] if isinstance(value, list) else value for key, value in columns.items()}
         try:
             reward_func(**alone | dict.fromkeys(columns.keys() & {"log_extra", "log_metric"}, lambda *_: None))
         except kind:
-            return place
+            return position
         except Exception:
             continue
     return None
@@ -160,7 +169,9 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
     """
     if is_async_callable(reward_func):
 
-        async def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
+        async def wrapper(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Argument
+        ) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else await reward_func(**arguments)
@@ -168,7 +179,9 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
 
     else:
 
-        def wrapper(prompts: Sequence[Any], completions: Sequence[Completion], **columns) -> list[float | None]:
+        def wrapper(
+            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Argument
+        ) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
                 rewards = [] if arguments is None else reward_func(**arguments)
@@ -180,14 +193,14 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
 
 
 def check_rewards(
-    rewards: Any, n_completions: int, name: str, rows: Sequence[int] | None = None
+    rewards: Returned, n_completions: int, name: str, rows: Sequence[int] | None = None
 ) -> list[float | None]:
     """Checks the rewards of a reward function, and returns them as a list."""
     source = f"The reward function '{name}' returned"
     try:
         if isinstance(rewards, (dict, str)):
             raise TypeError
-        values = list(rewards)
+        values: list = list(rewards)  # pyrefly: ignore[bad-argument-type]
     except TypeError:  # also of arrays and tensors without a dimension
         raise ValueError(
             f"{source} {rewards!r} for {n_completions} completions; return a list with one number for each, or None "
@@ -195,27 +208,27 @@ def check_rewards(
         ) from None
     if len(values) != n_completions:
         raise ValueError(f"{source} {len(values)} rewards for {n_completions} completions; return one per completion.")
-    for place, reward in enumerate(values):
+    for position, reward in enumerate(values):
         try:
             value = reward.item()  # arrays and tensors of one element count as numbers
         except (AttributeError, RuntimeError, ValueError):
             value = reward
         if value is not None and not is_finite(value):
-            where = f"completion {place}" if rows is None else f"row {rows[place]}"
+            where = f"completion {position}" if rows is None else f"row {rows[position]}"
             raise ValueError(
                 f"{source} {value!r:.40} for {where}; return a finite number, or None where the reward doesn't apply. "
                 "Rewards are float32, up to 3.4e38."
             )
-        values[place] = value
+        values[position] = value
     return values
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: str | float | list | dict | None) -> bool:
     """Whether a value is a number that float32 holds, as rewards are."""
     return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 
-def reward_tensor(rewards: Any, n_completions: int, name: str) -> torch.Tensor:
+def reward_tensor(rewards: Returned | torch.Tensor, n_completions: int, name: str) -> torch.Tensor:
     """The rewards of a reward function, float32 on the CPU, shape `(n_completions,)`."""
     if isinstance(rewards, torch.Tensor):
         if rewards.shape != (n_completions,):

@@ -3,11 +3,10 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ..data.choices import listed_letters, read_letter
 from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
-from .checks import Completion, RowError
+from .checks import Argument, Completion, Reference, RowError
 
 
 _WORD = re.compile(r"\w+")
@@ -15,9 +14,9 @@ _WORD = re.compile(r"\w+")
 
 def choice_reward(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None = None,
+    solution: Sequence[Reference] | None = None,
     choices: Sequence[Sequence[str] | None] | None = None,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     """
     Rewards a completion that names the right one of several choices: 1.0 when it does, else 0.0.
@@ -47,17 +46,16 @@ def choice_reward(
             f"accuracy_reward for answers without choices. Columns received: {sorted(kwargs)}."
         )
     rewards = []
-    for place, (completion, solutions, options) in enumerate(zip(completions, solution, choices, strict=True)):
-        references = references_of(solutions, place, "choice_reward")
+    for position, (completion, solutions, options) in enumerate(zip(completions, solution, choices, strict=True)):
+        references = references_of(solutions, position, "choice_reward")
         if not references or options is None:
             rewards.append(None)
             continue
         right = [named_choice(extract_answer(reference), options) for reference in references]
         if None in right:
             wrong = references[right.index(None)]
-            raise RowError(
-                place, f"column 'solution': {wrong!r} is none of the choices {list(options)}; correct either of them."
-            )
+            problem = f"column 'solution': {wrong!r} is none of the choices {list(options)}; correct either of them."
+            raise RowError(position, problem)
         rewards.append(float(named_choice(extract_answer(completion_text(completion)), options) in right))
     return rewards
 

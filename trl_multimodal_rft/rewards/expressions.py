@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
 
 
 LIMIT = 3.0  # seconds per comparison; most take a few milliseconds
@@ -39,12 +38,11 @@ class _Comparer:
             if self._process is None or self._process.poll() is not None:
                 self.close()
                 self._process = _start()
-            process = self._process
-            questions: Any = process.stdin
-            verdict = ""
+            process, verdict = self._process, ""
+            assert process.stdin is not None
             try:
-                questions.write(json.dumps([answer, reference]) + "\n")
-                questions.flush()
+                process.stdin.write(json.dumps([answer, reference]) + "\n")
+                process.stdin.flush()
                 verdict = _read(process)
             except BrokenPipeError:
                 pass  # it was killed
@@ -84,8 +82,8 @@ def _start() -> subprocess.Popen:
 
 
 def _read(process: subprocess.Popen) -> str:
-    answers: Any = process.stdout
-    return answers.readline().strip()
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def _serve() -> None:

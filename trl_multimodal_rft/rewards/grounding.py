@@ -4,16 +4,16 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from .answers import completion_text, extract_answer, normalize_answer
-from .checks import Completion, given_column
+from .answers import compared, extract_answer, normalize_answer
+from .checks import Argument, Completion, Reference
 from .regions import (
     Box,
+    Json,
     Scale,
-    assign,
     box_iou,
     boxes_in,
     boxes_of,
@@ -37,11 +37,11 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!\d)|\d++)
 
 def box_iou_reward(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None = None,
+    solution: Sequence[Reference] | None = None,
     iou_threshold: float | None = None,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     """
     Rewards a box by its intersection over union with the reference, as
@@ -78,14 +78,14 @@ def box_iou_reward(
     ```
     """
 
-    def reward(answer: str, references: list[Box], place: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, place)
+    def reward(answer: str, references: list[Box], position: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, position)
         box = next(iter(boxes_in(answer)), None)
         if box is None:
             return 0.0
         box = scaled_box(box, scales[1])
         best = max(box_iou(box, scaled_box(reference, scales[0])) for reference in references)
-        threshold = of_row(iou_threshold, place)
+        threshold = of_row(iou_threshold, position)
         return best if threshold is None else float(best > threshold)
 
     return _compared(completions, solution, "box_iou_reward", boxes_of, _BOX_FORM, reward, kwargs)
@@ -93,10 +93,10 @@ def box_iou_reward(
 
 def point_in_box_reward(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None = None,
+    solution: Sequence[Reference] | None = None,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     """
     Rewards a point inside the reference's box, such as a click: 1.0 inside or on the border, else 0.0, as
@@ -117,8 +117,8 @@ def point_in_box_reward(
     ```
     """
 
-    def reward(answer: str, references: list[Box], place: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, place)
+    def reward(answer: str, references: list[Box], position: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, position)
         points = points_in(answer)
         if not points:
             return 0.0
@@ -130,7 +130,7 @@ def point_in_box_reward(
 
 
 def temporal_iou_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards spans of time by their intersection over union with the reference, as
@@ -152,7 +152,7 @@ def temporal_iou_reward(
     ```
     """
 
-    def reward(answer: str, references: list[tuple[float, float]], place: int) -> float:
+    def reward(answer: str, references: list[tuple[float, float]], position: int) -> float:
         spans = spans_in(answer)
         return span_iou(spans, references) if spans else 0.0
 
@@ -162,12 +162,12 @@ def temporal_iou_reward(
 
 def detection_reward(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None = None,
+    solution: Sequence[Reference] | None = None,
     method: Literal["visual_rft", "perception_r1"] = "visual_rft",
     iou_threshold: float = 0.5,
     solution_scale: Scale = None,
     answer_scale: Scale = None,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     r"""
     Rewards the boxes of all objects.
@@ -209,11 +209,11 @@ def detection_reward(
     if method not in scores:
         raise ValueError(f"detection_reward has the methods {[*scores]}, not {method!r}.")
 
-    def reward(answer: str, references: list[Box], place: int) -> float:
-        scales = scales_of(solution_scale, answer_scale, place)
+    def reward(answer: str, references: list[Box], position: int) -> float:
+        scales = scales_of(solution_scale, answer_scale, position)
         boxes = [scaled_box(box, scales[1]) for box in boxes_in(answer)]
         references = [scaled_box(reference, scales[0]) for reference in references]
-        return scores[method](answer, boxes, references, of_row(iou_threshold, place))
+        return scores[method](answer, boxes, references, of_row(iou_threshold, position))
 
     return _compared(completions, solution, "detection_reward", boxes_of, _BOX_FORM, reward, kwargs)
 
@@ -228,10 +228,10 @@ def _visual_rft(answer: str, boxes: list[Box], references: list[Box], threshold:
             for i, each in enumerate(left)
             if None in (box.label, each.label) or _label(box) == _label(each)
         ]
-        iou, place = max(found, key=lambda each: each[0], default=(0.0, 0))
+        iou, index = max(found, key=lambda each: each[0], default=(0.0, 0))
         matches = iou > threshold
         if matches:
-            del left[place]
+            del left[index]
             overlap += iou
         if box.confidence is not None and 0 <= box.confidence <= 1:
             confidence += box.confidence if matches else 1 - box.confidence
@@ -243,7 +243,7 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     if not boxes:
         return reward
     ious = np.array([[box_iou(box, reference) for reference in references] for box in boxes])
-    pairs = [pair for pair in assign(ious) if ious[pair] > threshold]
+    pairs = [pair for pair in _assigned(ious) if ious[pair] > threshold]
     if not pairs:
         return reward
     precision, recall = len(pairs) / len(boxes), len(pairs) / len(references)
@@ -254,16 +254,23 @@ def _perception_r1(answer: str, boxes: list[Box], references: list[Box], thresho
     return min(max(reward, 0.0), 3.0)
 
 
+def _assigned(gains: np.ndarray) -> list[tuple[int, int]]:
+    """The pairs of rows and columns with the largest sum, each row and column in one pair at most."""
+    from scipy.optimize import linear_sum_assignment
+
+    return list(zip(*(indices.tolist() for indices in linear_sum_assignment(gains, maximize=True)), strict=True))
+
+
 def _label(box: Box) -> str | None:
     return None if box.label is None else normalize_answer(box.label)
 
 
 def counting_reward(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None = None,
+    solution: Sequence[Reference] | None = None,
     solution_scale: Scale = 1000,
     answer_scale: Scale = 1000,
-    **kwargs,
+    **kwargs: Argument,
 ) -> list[float | None]:
     """
     Rewards a count: 1.0 for the right number, else 0.0; or points on what is counted, as
@@ -287,18 +294,18 @@ def counting_reward(
     ```
     """
 
-    def reward(answer: str, references: list, place: int) -> float:
+    def reward(answer: str, references: list, position: int) -> float:
         points = points_in(answer)
         if not isinstance(references[0], tuple):
             count = len(points) if points else number_in(answer)
             return float(count in references)
         if not points:
             return float(number_in(answer) == len(references))
-        scales = scales_of(solution_scale, answer_scale, place)
+        scales = scales_of(solution_scale, answer_scale, position)
         one = np.array(points) / scales[1]
         other = np.array(references) / scales[0]
         distances = np.linalg.norm(one[:, None] - other, axis=-1) / math.sqrt(2)
-        mean = float(np.mean([distances[pair] for pair in assign(-distances)]))
+        mean = float(np.mean([distances[pair] for pair in _assigned(-distances)]))
         return min(len(one), len(other)) / max(len(one), len(other)) * max(1 - mean, 0.0)
 
     form = "a number, a list of numbers, or a list of points [x, y]"
@@ -314,7 +321,7 @@ def counting_reward(
 
 
 def regression_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards a number by its relative error: 1 minus the error divided by the reference's size, at least 0.0, as
@@ -335,7 +342,7 @@ def regression_reward(
     ```
     """
 
-    def reward(answer: str, references: list[float], place: int) -> float:
+    def reward(answer: str, references: list[float], position: int) -> float:
         number = number_in(answer)
         if number is None:
             return 0.0
@@ -353,7 +360,7 @@ def number_in(text: str) -> float | None:
     return found[0] if len(found) == 1 and math.isfinite(found[0]) else None
 
 
-def numbers_of(solution: Any) -> list[float]:
+def numbers_of(solution: Json) -> list[float]:
     """The numbers of a reference: a number, a text with one, or a list of these."""
     several = solution if isinstance(solution, (list, tuple)) else [solution]
     numbers = []
@@ -367,18 +374,14 @@ def numbers_of(solution: Any) -> list[float]:
 
 def _compared(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None,
+    solution: Sequence[Reference] | None,
     name: str,
-    read: Callable[[Any], list],
+    read: Callable[[Json], list],
     form: str,
     reward: Callable[[str, list, int], float],
-    columns: dict[str, Any],
+    columns: dict[str, Argument],
 ) -> list[float | None]:
-    """Rewards of answers by their references: `reward(answer, references, place)`."""
-    given = given_column(solution, "solution", name, columns)
-    rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
-        references = referenced(each, place, name, read, form)
-        answer = extract_answer(completion_text(completion))
-        rewards.append(reward(answer, references, place) if references else None)
-    return rewards
+    def checked(reference: Reference, position: int) -> list:
+        return referenced(reference, position, name, read, form)
+
+    return compared(completions, solution, name, checked, reward, columns)

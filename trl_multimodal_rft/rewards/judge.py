@@ -17,6 +17,7 @@ from ..data.columns import MediaRef, as_text, has_media, iter_refs, rows_to_mess
 from ..data.http import Answer, TooLarge
 from ..data.rules import DEFAULT_RULES, MediaRules
 from .answers import completion_text, extract_answer, references_of
+from .checks import Argument
 from .model import rows_of_batch
 from .remote import Server, base64_encoder
 
@@ -147,9 +148,8 @@ class JudgeReward(Server):
             for path in sorted(folder.glob("replies-*.jsonl")):
                 self._restore(path)
         n = int(os.environ.get("WORLD_SIZE", "1"))
-        left = [None if self.max_requests is None else max(self.max_requests - self.n_requests, 0) // n]
-        left.append(None if self.max_cost is None else max(self.max_cost - self.cost, 0.0) / n)
-        self._left: list[Any] = left
+        requests_left = None if self.max_requests is None else max(self.max_requests - self.n_requests, 0) // n
+        self._left = requests_left, None if self.max_cost is None else max(self.max_cost - self.cost, 0.0) / n
         self.n_requests, self.cost = 0, 0.0
 
     def __call__(
@@ -159,7 +159,7 @@ class JudgeReward(Server):
         solution: list | None = None,
         media_rules: MediaRules = DEFAULT_RULES,
         log_metric: Callable[[str, float], None] | None = None,
-        **columns,
+        **columns: Argument,
     ) -> list[float | None]:
         """Asks for the scores of completions, as shares of `max_score`."""
         payloads = self._payloads(prompts, completions, solution, media_rules, columns)
@@ -209,9 +209,8 @@ class JudgeReward(Server):
                 "reference": "\n".join(map(extract_answer, references)),
                 "answer": answer,
             }
-            content: Any = _NAMES.sub(lambda name, texts=texts: texts[name[1]], self.template)
-            if self.media:
-                content = [*_media_blocks(prompt, encode), {"type": "text", "text": content}]
+            text = _NAMES.sub(lambda name, texts=texts: texts[name[1]], self.template)
+            content = [*_media_blocks(prompt, encode), {"type": "text", "text": text}] if self.media else text
             payloads[place] = {
                 "model": self.model,
                 "messages": [{"role": "user", "content": content}],
@@ -336,7 +335,7 @@ def _read(answer: Answer) -> tuple[str, dict[str, int]] | None:
     return reply or "", _counts(usage)
 
 
-def _counts(usage: Any) -> dict[str, int]:
+def _counts(usage: dict | list | str | float | None) -> dict[str, int]:
     """The numbers of tokens that a server reports, without impossible ones."""
     counts = usage if isinstance(usage, dict) else {}
     return {name: counts[name] for name in _PRICED if type(counts.get(name)) is int and 0 <= counts[name] < 1e12}

@@ -20,6 +20,7 @@ from ..encoding.media import decode_media, replace_refs
 from ..encoding.processors import check_processor
 from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
+from .checks import Argument
 
 
 def rows_of_batch(prompts: list, columns: dict[str, Any], further: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -105,7 +106,7 @@ class RewardModel:
         self.config.get_text_config().pad_token_id = self._pad
 
     def __call__(
-        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float]:
         """Scores completions. Media columns are read for prompts without media; trainers pass the rules of the run."""
         rows = self._encode(prompts, completions, columns, media_rules)
@@ -122,7 +123,7 @@ class RewardModel:
         rows = rows_of_batch(prompts, columns)
         prompts = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
         encoded: list[_Row] = []
-        shared: Any = None
+        shared: str | list[dict[str, Any]] = []
         refs: list[MediaRef] = []
         decoded: dict[int, Any] = {}
         processor_kwargs: dict[str, Any] = {}
@@ -137,7 +138,7 @@ class RewardModel:
                 if isinstance(completion, str):
                     completion = [{"role": "assistant", "content": completion}]
                 chat = replace_refs(shared, decoded) + completion
-                messages = [self._without_placeholders(message) for message in chat]
+                messages: list = [self._without_placeholders(message) for message in chat]
                 inputs = self._apply_template(messages, refs, processor_kwargs)
             encoded.append(self._as_row(inputs, refs))
         return encoded
@@ -151,7 +152,7 @@ class RewardModel:
                 )
         return decode_media(refs, self.processor, self.audio_overlong)
 
-    def _without_placeholders(self, value: Any) -> Any:
+    def _without_placeholders(self, value: str | list | dict) -> str | list | dict:
         """Splits the model's placeholder tokens in a text, a message or its blocks."""
         if isinstance(value, str):
             for token in self._placeholders:
@@ -235,7 +236,7 @@ def read_as_text(
 ) -> Callable[..., list[float]]:
     """A reward function that scores with a text model, for which texts such as `"<image>"` replace media."""
 
-    def reward(prompts: list, completions: list, **columns) -> list[float]:
+    def reward(prompts: list, completions: list, **columns: Argument) -> list[float]:
         reader = RewardModel(model, tokenizer, batch_size=len(prompts), template_kwargs=template_kwargs)
         return reader(strip_media(prompts), strip_media(completions))
 

@@ -56,7 +56,7 @@ def load_reward_recipe(recipe: dict[str, dict[str, float]], label_column: str) -
     return apply_recipe(functions, table, label_column)
 
 
-def as_reward_funcs(given: Any) -> list[Any]:
+def as_reward_funcs(given: str | Callable | Sequence[str | Callable]) -> list[Any]:
     """The reward functions and models in a trainer's `reward_funcs`, as a list."""
     reward_funcs = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
@@ -73,7 +73,7 @@ def as_reward_funcs(given: Any) -> list[Any]:
 def _load(name: str) -> Callable:
     name, settings = split_settings(name)
     if name in _FACTORIES:
-        return made(_FACTORIES[name], name, settings or {})
+        return _made(_FACTORIES[name], name, settings or {})
     function = _FUNCTIONS.get(name)
     if function is None:
         path = f"trl.rewards.{name}" if name in _OF_TRL else name
@@ -81,7 +81,7 @@ def _load(name: str) -> Callable:
     if settings is None:
         return function
     if inspect.isclass(function):
-        return made(function, name, settings)
+        return _made(function, name, settings)
     check_settings(function, name, settings)
     # Lists are columns
     fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
@@ -90,7 +90,7 @@ def _load(name: str) -> Callable:
     return reward_func
 
 
-def made(factory: Callable, name: str, settings: dict[str, Any]) -> Any:
+def _made(factory: Callable, name: str, settings: dict[str, Any]) -> Callable:
     """What a class or a factory returns for these settings."""
     check_settings(factory, name, settings)
     parameters = inspect.signature(factory).parameters.values()

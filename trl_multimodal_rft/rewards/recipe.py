@@ -173,7 +173,7 @@ def _naming_rows(name: str, rows: list[int]):
     try:
         yield
     except RowError as error:
-        raise RowError(rows[error.place], error.problem) from None
+        raise RowError(rows[error.position], error.problem) from None
     except Exception as error:
         error.add_note(f"The recipe passed {name!r} the rows {rows} of the batch; its row 0 is the first of these.")
         raise

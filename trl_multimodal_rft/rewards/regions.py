@@ -5,12 +5,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from decimal import Decimal
+from typing import NamedTuple, TypeGuard, TypeVar
 
-import numpy as np
-
-from .answers import extract_answer
-from .checks import RowError
+from .answers import extract_answer, plain
+from .checks import Reference, RowError
 
 
 T = TypeVar("T")
@@ -42,6 +41,8 @@ _CONFIDENCE_KEYS = ("confidence", "score")
 _LABEL_KEYS = ("label", "category")
 
 Scale = float | tuple[float, float] | None
+# A value of an answer or of a reference
+Json = str | float | Decimal | list | tuple | dict | None
 
 
 class Box(NamedTuple):
@@ -85,37 +86,6 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def assign(gains: np.ndarray) -> list[tuple[int, int]]:
-    """
-    The pairs of rows and columns with the largest sum, each row and column in one pair at most (Hungarian algorithm).
-    Shapes: `gains` `(n, m)`; returns `min(n, m)` pairs.
-    """
-    if len(gains) > gains.shape[1]:
-        return sorted((row, column) for column, row in assign(gains.T))
-    n, m = gains.shape
-    costs = -gains.astype(float)
-    # Potentials of rows and columns; column m is where a search starts
-    of_rows, of_columns, owners = np.zeros(n), np.zeros(m + 1), np.full(m + 1, -1)
-    for row in range(n):
-        owners[m], column = row, m
-        slack, came_from, done = np.full(m, np.inf), np.full(m, m), np.zeros(m + 1, dtype=bool)
-        while owners[column] >= 0:
-            done[column] = True
-            owner = owners[column]
-            reduced = costs[owner] - of_rows[owner] - of_columns[:m]
-            better = ~done[:m] & (reduced < slack)
-            slack[better], came_from[better] = reduced[better], column
-            nearest = int(np.where(done[:m], np.inf, slack).argmin())
-            step = slack[nearest]
-            of_rows[owners[done]] += step
-            of_columns[done] -= step
-            slack[~done[:m]] -= step
-            column = nearest
-        while column != m:
-            owners[column], column = owners[came_from[column]], came_from[column]
-    return sorted((int(owner), column) for column, owner in enumerate(owners[:m].tolist()) if owner >= 0)
-
-
 def boxes_in(text: str) -> list[Box]:
     """The boxes in an answer that have an area, with labels and confidences where it is JSON."""
     boxes, _ = _read(_parsed(text), _as_box)
@@ -150,59 +120,60 @@ def spans_in(text: str) -> list[tuple[float, float]]:
     return [span for span in spans if span is not None]
 
 
-def referenced(solution: Any, place: int, name: str, read: Callable[[Any], list], form: str) -> list:
+def referenced(solution: Reference, position: int, name: str, read: Callable[[Json], list], form: str) -> list:
     """
     What a reference holds, by a function that returns an empty list for a wrong one. Empty where the reward doesn't
     apply.
     """
-    if hasattr(solution, "tolist"):  # an array or a tensor
-        solution = solution.tolist()
+    solution = plain(solution)
     if solution is None or solution == []:
         return []
     found = read(solution)
     if not found:
-        raise RowError(place, f"column 'solution': {name} got {solution!r:.100}, which isn't {form}; correct it.")
+        raise RowError(position, f"column 'solution': {name} got {solution!r:.100}, which isn't {form}; correct it.")
     return found
 
 
-def boxes_of(solution: Any) -> list[Box]:
+def boxes_of(solution: Json) -> list[Box]:
     """The boxes of a reference: a text, a box, a dictionary or a list of these."""
     return _of(solution, boxes_in, _as_box)
 
 
-def points_of(solution: Any) -> list[tuple[float, float]]:
+def points_of(solution: Json) -> list[tuple[float, float]]:
     """The points of a reference: a text, or a list of points or boxes."""
     return _of(solution, points_in, _as_point)
 
 
-def spans_of(solution: Any) -> list[tuple[float, float]]:
+def spans_of(solution: Json) -> list[tuple[float, float]]:
     """The spans of a reference: a text, a pair of seconds, or a list of pairs."""
     return _of(solution, spans_in, _as_span)
 
 
-def _of(solution: Any, in_text: Callable[[str], list[T]], as_item: Callable[[Any], T | None]) -> list[T]:
+def _of(solution: Json, in_text: Callable[[str], list[T]], as_item: Callable[[Json], T | None]) -> list[T]:
     if isinstance(solution, str):
         return in_text(extract_answer(solution))
     found, n_others = _read(solution, as_item)
     return [] if n_others else found
 
 
-def of_row(setting: Any, place: int) -> Any:
+def of_row(setting: list[T] | T, position: int) -> T:
     """A setting of a row: that of its column, which is a list, or the one of all rows."""
-    return setting[place] if isinstance(setting, list) else setting
+    return setting[position] if isinstance(setting, list) else setting
 
 
-def scales_of(solution_scale: Any, answer_scale: Any, place: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def scales_of(
+    solution_scale: list[Scale] | Scale, answer_scale: list[Scale] | Scale, position: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """The width and height of an image in the coordinates of its reference, and in those of the answer."""
-    given = {"solution_scale": of_row(solution_scale, place), "answer_scale": of_row(answer_scale, place)}
+    given = {"solution_scale": of_row(solution_scale, position), "answer_scale": of_row(answer_scale, position)}
     if all(each is None for each in given.values()):
         return (1.0, 1.0), (1.0, 1.0)
     scales = []
     for column, scale in given.items():
-        pair = [scale, scale] if _is_number(scale) else list(scale or ())
+        pair: list = list(scale) if isinstance(scale, tuple | list) else [scale, scale]
         if len(pair) != 2 or not all(_is_number(each) and each > 0 for each in pair):
             raise RowError(
-                place,
+                position,
                 f"column '{column}': {scale!r:.60} is no scale; set both 'solution_scale' and 'answer_scale', each to "
                 "1, 1000 or the image's [width, height] in pixels.",
             )
@@ -218,7 +189,7 @@ def scaled_box(box: Box, scale: tuple[float, float]) -> Box:
     )
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> Json:
     """The JSON value of an answer, also with Python's brackets and quotes, else `None`."""
     before, fence, fenced = text.partition("```")
     text = fenced.partition("```")[0].removeprefix("json").strip() if fence else before
@@ -230,7 +201,7 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def _read(value: Any, read: Callable[[Any], T | None]) -> tuple[list[T], int]:
+def _read(value: Json, read: Callable[[Json], T | None]) -> tuple[list[T], int]:
     """What `read` finds in the items of nested lists, and the number of items that hold nothing."""
     found, n_others, waiting = [], 0, [value]
     while waiting:
@@ -245,7 +216,7 @@ def _read(value: Any, read: Callable[[Any], T | None]) -> tuple[list[T], int]:
     return found, n_others
 
 
-def _as_box(value: Any) -> Box | None:
+def _as_box(value: Json) -> Box | None:
     """A box of four numbers, two corners or a dictionary, if it has an area."""
     confidence = label = None
     if isinstance(value, dict):
@@ -253,7 +224,7 @@ def _as_box(value: Any) -> Box | None:
         confidence, label = (_first(entries, keys) for keys in (_CONFIDENCE_KEYS, _LABEL_KEYS))
         value = _first(entries, _BOX_KEYS) or _values(entries, _CORNERS)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, (list, tuple)) for each in value):
-        value = [*value[0], *value[1]]
+        value = sum(map(list, value), [])
     if not (isinstance(value, (list, tuple)) and len(value) == 4 and all(map(_is_number, value))):
         return None
     left, top, right, bottom = map(float, value)
@@ -262,7 +233,7 @@ def _as_box(value: Any) -> Box | None:
     return box if box.left < box.right and box.top < box.bottom and math.isfinite(box.area) else None
 
 
-def _as_point(value: Any) -> tuple[float, float] | None:
+def _as_point(value: Json) -> tuple[float, float] | None:
     if isinstance(value, dict):
         entries = {str(key).lower(): each for key, each in value.items()}
         value = _first(entries, (*_POINT_KEYS, *_BOX_KEYS)) or _values(entries, (("x", "y"), *_CORNERS))
@@ -274,7 +245,7 @@ def _as_point(value: Any) -> tuple[float, float] | None:
     return None
 
 
-def _as_span(value: Any) -> tuple[float, float] | None:
+def _as_span(value: Json) -> tuple[float, float] | None:
     if isinstance(value, dict):
         return next(iter(spans_in(str(value))), None)
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value)):
@@ -282,22 +253,22 @@ def _as_span(value: Any) -> tuple[float, float] | None:
     return None
 
 
-def _first(entries: dict[str, Any], keys: Sequence[str]) -> Any:
+def _first(entries: dict[str, Json], keys: Sequence[str]) -> Json:
     return next((entries[key] for key in keys if entries.get(key) is not None), None)
 
 
-def _values(entries: dict[str, Any], keys: Sequence[Sequence[str]]) -> list[Any]:
+def _values(entries: dict[str, Json], keys: Sequence[Sequence[str]]) -> list:
     """The values of the first keys that are all there, also with underscores."""
     entries = {key.replace("_", ""): value for key, value in entries.items()}
     return next(([entries[key] for key in each] for each in keys if entries.keys() >= {*each}), [])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Json) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12
 
 
 def _seconds(time: str, unit: str = "") -> float:
     """The seconds of a time, whose number has a unit, or else the one passed, or is in seconds."""
     if ":" in time:
-        return sum(float(part) * 60**place for place, part in enumerate(reversed(time.split(":"))))
+        return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
     return sum(float(n) * _SECONDS[(of_number or unit or "s").lower()] for n, of_number in _PARTS.findall(time))

@@ -17,7 +17,7 @@ from ..data.http import Answer, NoAnswer, TooLarge, ask
 from ..data.loading import load_audio, load_image, load_video
 from ..data.rules import DEFAULT_RULES, MediaRules
 from ..families import MODALITIES
-from .checks import is_finite
+from .checks import Argument, is_finite
 from .model import rows_of_batch
 
 
@@ -131,7 +131,7 @@ class RemoteReward(Server):
     name: str = "remote_reward"
 
     def __call__(
-        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns
+        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
     ) -> list[float | None]:
         """Requests the rewards of completions. Labels and media are sent; trainers pass the rules of the run."""
         rows = rows_of_batch(prompts, columns, [self.label_column])

@@ -3,15 +3,14 @@
 
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..data.loading import require_module
-from .answers import completion_text, extract_answer, normal_form, references_of
-from .checks import Completion, RowError, given_column
+from .answers import compared, extract_answer, normal_form, references_of
+from .checks import Argument, Completion, Reference, RowError
 
 
 def ocr_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards a transcript by its edit distance to the reference, as [Perception-R1](https://huggingface.co/papers/2504.07954)
@@ -43,7 +42,7 @@ def ocr_reward(
 
 
 def wer_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards a transcript by its word error rate: 1 minus the rate, at least 0.0, as
@@ -65,7 +64,7 @@ def wer_reward(
 
 
 def cer_reward(
-    completions: Sequence[Completion], solution: Sequence[Any] | None = None, **kwargs
+    completions: Sequence[Completion], solution: Sequence[Reference] | None = None, **kwargs: Argument
 ) -> list[float | None]:
     """
     Rewards a transcript by its character error rate: 1 minus the rate, at least 0.0, for languages whose words aren't
@@ -88,11 +87,11 @@ def _spoken(text: str) -> str:
     """A text without case, punctuation and symbols."""
     text = normal_form(text, superscripts=True).casefold().replace("’", "'")
     kept = []
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         if unicodedata.category(character)[0] not in "PS":
             kept.append(character)
             continue
-        around = text[max(place - 1, 0) : place], text[place + 1 : place + 2]
+        around = text[max(index - 1, 0) : index], text[index + 1 : index + 2]
         in_word = character == "'" and all(map(str.isalpha, around))
         in_number = character in ".,:" and all(map(str.isdigit, around))
         kept.append(character if in_word or in_number else "" if character == "'" else " ")
@@ -101,19 +100,23 @@ def _spoken(text: str) -> str:
 
 def _best(
     completions: Sequence[Completion],
-    solution: Sequence[Any] | None,
+    solution: Sequence[Reference] | None,
     name: str,
     normalize: Callable[[str], str],
     reward: Callable[[str, str], float],
-    columns: dict[str, Any],
+    columns: dict[str, Argument],
 ) -> list[float | None]:
     """The reward of each answer with the nearest of its references."""
-    given = given_column(solution, "solution", name, columns)
-    rewards: list[float | None] = []
-    for place, (completion, each) in enumerate(zip(completions, given, strict=True)):
-        references = [normalize(extract_answer(reference)) for reference in references_of(each, place, name)]
-        if "" in references:
-            raise RowError(place, f"column 'solution': {name} got {each!r:.60}, which has no words; remove the row.")
-        answer = normalize(extract_answer(completion_text(completion)))
-        rewards.append(max((reward(answer, reference) for reference in references), default=None))
-    return rewards
+
+    def read(reference: Reference, position: int) -> list[str]:
+        texts = [normalize(extract_answer(text)) for text in references_of(reference, position, name)]
+        if "" in texts:
+            problem = f"column 'solution': {name} got {reference!r:.60}, which has no words; remove the row."
+            raise RowError(position, problem)
+        return texts
+
+    def nearest(answer: str, references: list[str], position: int) -> float:
+        answer = normalize(answer)
+        return max(reward(answer, reference) for reference in references)
+
+    return compared(completions, solution, name, read, nearest, columns)

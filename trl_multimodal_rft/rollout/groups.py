@@ -11,7 +11,7 @@ from datasets import IterableDataset
 
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
-from .ranks import sum_over_ranks
+from .ranks import any_rank, sum_over_ranks
 from .rollout import Rollout, join_rollouts
 
 
@@ -85,9 +85,7 @@ class GroupExchange:
         if self.max_rounds > 0:
             self.surplus.load_state_dict(state["surplus"])
 
-    def exchange(
-        self, rollout: Rollout, draw: Callable[[int], Rollout], anyone: Callable[[bool], bool]
-    ) -> tuple[Rollout, bool, dict[str, float]]:
+    def exchange(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> tuple[Rollout, bool, dict[str, float]]:
         """
         A rollout of groups with signal, as far as there are any, whether any rank's were sampled at an earlier step,
         and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
@@ -96,7 +94,7 @@ class GroupExchange:
         drawn = rollout.for_loss().groups(self.group_size)  # stored without the dataset's rows
         size, rounds = len(drawn), 1
         chosen = self.surplus.take(len(self.surplus)) + _with_signal(drawn)
-        while rounds < self.max_rounds and anyone(len(chosen) < size):
+        while rounds < self.max_rounds and any_rank(self.accelerator, len(chosen) < size):
             more = draw(size).for_loss().groups(self.group_size)
             drawn, chosen, rounds = drawn + more, chosen + _with_signal(more), rounds + 1
         if is_dynamic:
@@ -126,7 +124,7 @@ class GroupExchange:
         if self.replays:
             metrics["replay/frac"] = n_replayed / n_used
             metrics["replay/age"] = age / n_replayed if n_replayed else 0.0
-        return result, anyone(any(group.step != step for group in joined)), metrics
+        return result, any_rank(self.accelerator, any(group.step != step for group in joined)), metrics
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:

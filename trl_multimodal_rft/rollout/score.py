@@ -17,6 +17,7 @@ from ..forward.head import HeadRule
 from ..forward.scores import Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
+from .ranks import sum_over_ranks
 from .rollout import Rollout
 
 
@@ -195,10 +196,12 @@ def without_gradient(rollout: Rollout) -> list[bool]:
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
 
 
-def count_forwarded(policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]) -> list[float]:
+def packing_metrics(
+    policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
+) -> dict[str, float]:
     """
-    Prompt tokens that micro-batches forward, and those that a forward per completion would; completions that aren't
-    forwarded for lack of a gradient, and all.
+    Over all ranks, the share of prompt tokens that micro-batches needn't forward, since completions share a prompt,
+    and of completions that aren't forwarded for lack of a gradient.
     """
     repeated = [sum(map(len, each.prompts)) for each in micro_batches]
     forwarded = [
@@ -206,4 +209,6 @@ def count_forwarded(policy: PolicyForward, model: PreTrainedModel, micro_batches
         for each, n in zip(micro_batches, repeated, strict=True)
     ]
     n_skipped = sum(sum(each.without_gradient) for each in micro_batches)
-    return [*map(float, (sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))))]
+    counts = [sum(forwarded), sum(repeated), n_skipped, sum(map(len, micro_batches))]
+    forwarded, repeated, n_skipped, n = sum_over_ranks(policy.accelerator, counts)
+    return {"packing/shared_frac": 1 - forwarded / repeated, "packing/skipped_frac": n_skipped / n}

@@ -23,7 +23,6 @@ from ..rollout.prompts import PromptEncoder
 from ..rollout.reward import EarlyRewards, checked_functions, only_waits, reward_early
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Samples, VLLMSampler
-from ..rollout.stream import EncodedRow
 from ..rollout.turns import without_tools
 from .run import Run
 from .views import take_views, under_views
@@ -52,8 +51,6 @@ class AheadSampling:
     run: Run
     flight: InFlight
     engine: MultimodalVLLMGeneration
-    rollout_of: Callable[[list[EncodedRow]], Rollout]
-    has_tools: bool
 
     def __call__(self, sampler: VLLMSampler, rollout: Rollout, place: int) -> Samples:
         """
@@ -97,7 +94,7 @@ class AheadSampling:
         run, accelerator = self.run, self.run.accelerator
         batch, step = run.stream.batch(place)
         rows = list(batch)
-        rollout = self.rollout_of(rows)
+        rollout = run.collect(rows)
         rollout.group_ids = rollout.group_ids.cpu()  # which threads read
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # of text, too
@@ -108,7 +105,7 @@ class AheadSampling:
         indices = [first + i + (accelerator.num_processes * n if j >= n else 0) for j, i in enumerate(places)]
         keys = request_keys(prompts, [rollout.numbers[i] for i in places], indices, place, run.args.seed)
         requests = self.engine.server_requests(prompts)
-        if not self.has_tools:
+        if not run.toolbox.tools:
             for prompt in prompts:
                 prompt.decoded = ()
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
@@ -125,7 +122,7 @@ class AheadSampling:
         run, flight, rewarding = self.run, self.flight, self.run.rewarding
         chosen = [each for each in zip(*rewarding.functions(), strict=True) if only_waits(each[1])]
         # Results of tools follow, and a group that is sampled from two prompts comes in two parts
-        if not chosen or self.has_tools or run.args.rollout_view is not None:
+        if not chosen or run.toolbox.tools or run.args.rollout_view is not None:
             return {}
         names, funcs, processors = zip(*chosen, strict=True)
         if flight.processor is None:  # the trainer's own can't be used by several threads

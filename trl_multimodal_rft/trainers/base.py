@@ -2,6 +2,8 @@
 """What all trainers that sample completions share: construction on TRL's, the stages of a rollout, micro-batches."""
 
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,16 +16,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import (
-    use_adapter,
-)
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import is_async_callable, use_adapter
 
 from ..algorithms.losses import LossOutput
+from ..algorithms.metrics import PendingMetrics
 from ..checks.checks import Checks
 from ..data.batches import BatchShape, repeat_order
 from ..data.columns import MEDIA_COLUMNS
 from ..data.features import restore_media
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ..encoding.prompts import all_placeholder_ids
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
@@ -35,29 +37,43 @@ from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
-from ..rollout.collect import collect, complete, take_custom_rollout
-from ..rollout.environments import Environments, rows_for_environments
+from ..rollout.collect import complete, take_custom_rollout
+from ..rollout.environments import Environments, rows_for_environments, template_for_tools
 from ..rollout.prompts import PromptEncoder
-from ..rollout.ranks import arranged, rank_metrics, sum_over_ranks
+from ..rollout.ranks import any_rank, arranged, rank_metrics
 from ..rollout.rollout import Rollout
+from ..rollout.samplers import Sampler, VLLMSampler
 from ..rollout.score import (
-    count_forwarded,
     engine_metrics,
     n_on_policy,
+    packing_metrics,
     rollout_ratios,
     score_in_batches,
     score_with_view,
     without_gradient,
 )
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
-from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics, without_tools
+from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
 from .asynchronous import AheadSampling, row_encoder
 from .checkpoints import CheckpointMixin
-from .engine import check_sampler, check_settings, make_samplers
+from .engine import (
+    Generation,
+    check_own_sampler,
+    check_prompts,
+    check_sampler,
+    check_settings,
+    logit_bias,
+    make_engine,
+    naming_checkpoint,
+    prompt_limits,
+    requests_in_flight,
+    suppress_placeholders,
+    transformers_sampler,
+)
 from .offload import HostMemory, idle_storages
 from .optimizer import choose_what_trains
-from .rollout_logs import add_log_callbacks
+from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_callback, media_log
 from .run import MetricLog, Rewarding, Run
 from .setup import (
     around_trl_constructor,
@@ -73,12 +89,13 @@ from .setup import (
     prepare_reference,
     refuse_unchecked_steps,
     reward_sources,
-    set_tools,
+    start_loop,
     warn_of_truncation,
     warn_of_unread,
     warn_of_unused_recommendations,
     with_media_reader,
 )
+from .tool_turns import ToolTurns
 from .views import bonus_of_contrast, sample_with_views
 
 
@@ -93,7 +110,6 @@ class MultimodalTrainer(CheckpointMixin):
 
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
-    _continuation_mode: str | None = None  # what was logged last
     _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _prompt_columns: tuple[str, ...] = ("prompt",)
@@ -154,18 +170,18 @@ class MultimodalTrainer(CheckpointMixin):
                 quantization_config=quantization_config,
                 **kwargs,
             )
-        choose_what_trains(self)
+        choose_what_trains(self.model, args, self.optimizer)
         self._processor_source = loaded.processor_source
         self._policy = PolicyForward(
             self.accelerator,
             self.processing_class,
-            fallbacks=first_fallbacks(self),
+            fallbacks=first_fallbacks(self.accelerator, self.model, self.ref_model, args),
             temperature=self.temperature,
             max_tokens=args.max_tokens_per_microbatch,
         )
-        self.checks = Checks(self._policy, self.accelerator, self._any_process)
+        self.checks = Checks(self._policy, self.accelerator, functools.partial(any_rank, self.accelerator))
         self.rollout_func, self.tools = rollout_func, self.toolbox.tools
-        set_tools(self, sources.of_environments)
+        self._set_tools(sources.of_environments)
         self.prompts = PromptEncoder(
             self._unwrapped(self.model),
             self.processing_class,
@@ -176,7 +192,9 @@ class MultimodalTrainer(CheckpointMixin):
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
             for_engine=args.use_vllm if sampler is None else sampler.is_engine,
-            feature_dtype=lambda: feature_dtype(self),
+            feature_dtype=lambda: feature_dtype(
+                self.prompts.model, self.ref_model, getattr(self.critic, "model", None)
+            ),
         )
         ahead = args.max_staleness > 0 and not self.tools  # further turns continue from decoded media
         encode = row_encoder(self.prompts, lambda: self.vllm_generation.prompts) if ahead else self.prompts.encode_row
@@ -191,19 +209,21 @@ class MultimodalTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         if loaded.ref_model is not None:
-            self.beta, self.ref_model = args.beta, prepare_reference(self, loaded.ref_model)
+            self.beta, self.ref_model = args.beta, prepare_reference(loaded.ref_model, args, self.accelerator)
+            if args.sync_ref_model:
+                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
         self.reward_func_names = distinct_names(self.reward_func_names)
-        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            self.reward_funcs[i] = with_media_reader(self, self.reward_funcs[i], processor, by_name)
         self._run = self._make_run()
+        for i, given in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self._run, self.reward_funcs[i], *given)
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
-        self._own_sampler, self.sampler = make_samplers(self, sampler, placeholders, loaded.revision)
+        self._make_samplers(sampler, placeholders, loaded.revision)
         keep_differentiable(self.model)
-        self._policy.fallbacks.packing = enable_packing(self)
+        self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
         self._add_checkpoint_callbacks()
-        self._media_log, self._unread_metrics, self._rollout_log = add_log_callbacks(self)
+        self._add_log_callbacks()
 
     def _make_run(self) -> Run:
         args, loop = self.args, getattr(self, "async_loop", None)
@@ -216,15 +236,63 @@ class MultimodalTrainer(CheckpointMixin):
         rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
-        sizes = self.num_generations, self.num_generations_eval
-        return Run(args, self.accelerator, *parts, lambda: self.model, lambda: self.state, sizes)
+        now, sizes = (lambda: self.model, lambda: self.state), (self.num_generations, self.num_generations_eval)
+        return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
 
     def _unwrapped(self, model) -> PreTrainedModel:
         return unwrapped(self.accelerator, model)
 
-    @property
-    def _group_size(self) -> int:
-        return self._run.group_size
+    def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
+        """Sets what TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
+        self.environment_factories, self.environments = self.toolbox.factories or None, None
+        limit = self.args.max_tool_calling_iterations
+        self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
+        self.chat_template = template_for_tools(self.processing_class) if self.tools else None
+        for name, reward_func in reward_funcs.items():
+            self.reward_funcs.append(reward_func)
+            self.reward_func_names.append(name)
+            self.reward_processing_classes.append(None)
+            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+        if not self._has_async_funcs and any(map(is_async_callable, [*self.tools, *self.reward_funcs])):
+            self._has_async_funcs, self.async_loop = True, start_loop(f"{type(self).__name__}-AsyncLoop")
+
+    def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
+        """Sets the sampler of transformers, and the one to use: the user's, or vLLM's, as the config says."""
+        args, run, profile = self.args, self._run, functools.partial(profiling_context, self)
+        check_own_sampler(sampler, args.use_vllm)
+        self._tool_turns = ToolTurns(run)
+        parts = self.generation_config, self.generation_kwargs, self.eos_token_ids, self._dist, profile
+        batching = getattr(self, "continuous_batching_config", None)
+        generation = Generation(*parts, batching, lambda: self.model_wrapped)
+        self._own_sampler = transformers_sampler(run, generation)
+        self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+        if not args.use_vllm:
+            suppress_placeholders(run.prompts.model, generation, placeholders)
+            self.sampler = self._own_sampler if sampler is None else sampler
+            return
+        datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
+        more = self._logit_bias, revision, prompt_limits(run, datasets), lambda: self.host_memory
+        self.vllm_generation = make_engine(run, generation, *more)
+        self.in_flight = requests_in_flight(args, self.vllm_generation)
+        self.sampler = VLLMSampler(
+            self.vllm_generation,
+            profile,
+            explain=lambda: naming_checkpoint(args.output_dir, run.step) if self.is_in_train else nullcontext(),
+        )
+
+    def _add_log_callbacks(self) -> None:
+        """Adds the callbacks that read metrics, log completions, and hint at equal rewards."""
+        callbacks = self.callback_handler if self.is_world_process_zero() else None
+        pending = [getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics")]
+        hint = equal_rewards_hint(self._run)
+        self._unread_metrics, self._media_log = PendingMetrics(), media_log(self._run)
+        self._rollout_log = RolloutLog(self._run, self._logs, pending[0], pending[1], self._media_log, hint, callbacks)
+        for callback in filter(None, (ReadMetrics(self._unread_metrics), hint)):
+            self.add_callback(callback)
+        if self._media_log is not None:
+            self.log_completions = False  # TRL's tables hold no audio or video
+            parts = self.callback_handler, self._logs, self.card_notes, getattr(self, "commit_scheduler", None)
+            self.add_callback(media_callback(self._run, self._media_log, *parts))
 
     def offloading(self) -> AbstractContextManager[None]:
         """With `offload_during_generation`, the device has no memory of what sampling doesn't need."""
@@ -235,17 +303,8 @@ class MultimodalTrainer(CheckpointMixin):
         return self.host_memory.holding(idle_storages(self.model, self.optimizer, *others))
 
     def _check_sampler(self, rollout: Rollout) -> None:
-        check_sampler(
-            self._run,
-            self.sampler,
-            rollout,
-            corrects=self._corrects(rollout),
-            ends=self.eos_token_ids,
-            tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),
-            logit_bias=self._logit_bias,
-            flight=self.in_flight,
-            is_custom=self.rollout_func is not None,
-        )
+        known = self._corrects(rollout), self.eos_token_ids, self._logit_bias, self.in_flight
+        check_sampler(self._run, self.sampler, rollout, *known)
 
     # Rows and prompts
 
@@ -282,8 +341,9 @@ class MultimodalTrainer(CheckpointMixin):
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         """Rows, environments and encoded prompts."""
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
-        check_first_rows(self, [row.stored for row in rows])
-        rollout = self._rollout_of(rows)
+        check_first_rows(self._run, [row.stored for row in rows], self._unseen)
+        rollout = self._run.collect(rows)
+        self.environments = rollout.environments
         rollout.place = getattr(inputs, "place", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
@@ -291,25 +351,8 @@ class MultimodalTrainer(CheckpointMixin):
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
             self._warned_of_positions = warn_of_positions(prompts, numbers, self._unwrapped(self.model))
         if self.args.self_check and self.model.training and prompts:
-            if self.args.special_tokens_in_text == "strip":  # the check encodes the messages again
-                messages = [self.prompts.checked(each, number) for each, number in zip(messages, numbers, strict=True)]
             parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
-            settings = functools.partial(check_settings, *parts, self._processor_source)
-            self.checks.on_prompts(self.model, messages, prompts, settings)
-        return rollout
-
-    def _rollout_of(self, rows: Sequence[EncodedRow]) -> Rollout:
-        """A rollout of rows, one per completion, with their environments and encoded prompts."""
-        rollout = collect(
-            rows,
-            self.prompts,
-            self.toolbox,
-            encodes_text=self.rollout_func is None,
-            group_size=self._group_size,
-            pad_token_id=getattr(self.processing_class, "tokenizer", self.processing_class).pad_token_id,
-            accelerator=self.accelerator,
-        )
-        self.environments = rollout.environments
+            check_prompts(self._run, rollout, functools.partial(check_settings, *parts, self._processor_source))
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
@@ -322,23 +365,24 @@ class MultimodalTrainer(CheckpointMixin):
             (ids, logps), tool_mask = samples, None
         else:
             engine: Any = self.vllm_generation
-            ahead = AheadSampling(self._run, self.in_flight, engine, self._rollout_of, bool(self.tools))
+            ahead = AheadSampling(self._run, self.in_flight, engine)
             (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.place), None
         if self.tools:
-            ids, logps, tool_mask = self._take_turns(rollout, ids, logps, branches)
+            samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
+            ids, logps, tool_mask = self._tool_turns(*samples, self._tool_loop)
+            self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
             for prompt in rollout.prompts:
                 prompt.decoded = ()  # the engine has processed it
 
-        pad: Any = self.pad_to_multiple_of
         metrics, n_tokens = complete(
             rollout,
             ids,
             logps,
             tool_mask,
             ends=self.eos_token_ids,
-            pad_to_multiple_of=pad,
+            pad_to_multiple_of=self.pad_to_multiple_of,  # pyrefly: ignore[bad-argument-type]
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
@@ -351,29 +395,6 @@ class MultimodalTrainer(CheckpointMixin):
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
-
-    def _take_turns(self, rollout: Rollout, ids, logps, branches: Branches):
-        """Calls tools and samples further turns, until no completion ends with a call."""
-
-        def sample(prompts: list[EncodedPrompt], asked: list[tuple[int, EncodedPrompt]], room: list[int]):
-            branches.asked = asked
-            return self.sampler(self.model_wrapped, prompts, step=self.state.global_step, room=room, branches=branches)
-
-        tools = [self.toolbox.tools_in(each) for each in rollout.environments or [None] * len(rollout)]
-        loop = self._tool_loop(tools, complete=sample)
-        first = first_turns(rollout, ids, self.processing_class, self.toolbox)
-        ids, logps, mask, counts = take_turns(rollout, ids, logps, first, loop)
-        if self.sampler.samples_policy and counts["turns_taken"]:
-            why = branches.obstacle
-            how = f"prefills the conversation again: {why}" if why else "continues from its cache"
-            if how != self._continuation_mode:
-                logger.info(f"After results of tools, generation {how}.")
-                self._continuation_mode = how
-        self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
-        if self.model.training:
-            self.checks.on_tool_media(self.model, rollout.prompts, ids, self.sampler.is_engine)
-        self._run.metrics.add(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, self.accelerator)))
-        return ids, logps, mask
 
     def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
@@ -444,12 +465,10 @@ class MultimodalTrainer(CheckpointMixin):
                 rollout, metrics = arranged(rollout, self.args, self.accelerator, may_move)
                 self._run.metrics.add(metrics)
             self._buffered_inputs = rollout.micro_batches(steps)
-            self._run.metrics.add(rank_metrics(self._buffered_inputs, self.accelerator))
-            counts = count_forwarded(self._policy, self._unwrapped(self.model), self._buffered_inputs)
-            forwarded, repeated, n_skipped, n = sum_over_ranks(self.accelerator, counts)
-            shared, skipped = 1 - forwarded / repeated, n_skipped / n
-            self._run.metrics.add({"packing/shared_frac": shared, "packing/skipped_frac": skipped})
-            self._on_rollout(self._buffered_inputs)
+            parts = self._buffered_inputs
+            metrics = rank_metrics(parts, self.accelerator)
+            self._run.metrics.add(metrics | packing_metrics(self._policy, self.prompts.model, parts))
+            self._on_rollout(parts)
         self._on_micro_batch(self._buffered_inputs, place)
         return self._buffered_inputs[self._step % steps]
 
@@ -535,7 +554,8 @@ class MultimodalTrainer(CheckpointMixin):
         return scores.logps, scores.entropies, scores.aux_loss
 
 
-def _has_own_loss(trainer_class: type[MultimodalTrainer]) -> bool:
+def _has_own_loss(trainer_class: type) -> bool:
     """Whether the loss is that of a subclass outside this package, which may have a gradient on every token."""
-    methods = (trainer_class._loss, trainer_class._compute_loss)
-    return any(method.__module__.partition(".")[0] != __name__.partition(".")[0] for method in methods)
+    package = __name__.partition(".")[0]
+    outside = itertools.takewhile(lambda each: each.__module__.partition(".")[0] != package, trainer_class.__mro__)
+    return any(name in vars(each) for each in outside for name in ("_loss", "_compute_loss"))

@@ -2,28 +2,32 @@
 """Checkpoints: written whole or not at all, verified before a run resumes from them, and published."""
 
 import json
-import math
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from ..data.fingerprint import fingerprint
 from ..forward.features import learned_ways, restore_ways
-from ..models.critic import policy_alone
+from ..models.critic import Critic, ValueHead, policy_alone
 from ..models.parts import freeze, rates_of_parts
 from ..models.wrapped import is_unsharded, unwrapped
+from ..policy import PolicyForward
 from ..reporting.console import PRINTERS, console_of, show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
+from ..rollout.ranks import any_rank
 from .arguments import check_keywords
 from .checkpoint_files import (
     PARTIAL,
@@ -37,9 +41,10 @@ from .checkpoint_files import (
     save_without_weights,
     surplus_checkpoints,
 )
-from .finite import refuse_broken_weights
+from .configs import TrainerConfig
+from .finite import check_weights, skip_broken_update
 from .manifest import measure_together, resume_warnings, verify_checkpoint, write_manifest
-from .optimizer import other_parts, refuse_one_rate, save_parts, split_by_rate
+from .optimizer import check_rates, other_parts, save_parts, split_by_rate
 from .run_lock import holding
 from .shards import gathering, load_module, other_layout, refuse_missing_shards, save_module, writes_shards
 from .signals import EndOnSignal, end_with_launcher
@@ -87,6 +92,7 @@ class CheckpointMixin(Trainer):
     max_completion_length: Any
     chat_template_kwargs: Any
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
+    critic: Critic | ValueHead | None = None
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _resumed_from: str | None = None  # a checkpoint
@@ -103,10 +109,10 @@ class CheckpointMixin(Trainer):
 
     def _add_checkpoint_callbacks(self) -> None:
         """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
-        self.add_callback(_RestoreState(self))
+        self.add_callback(_RestoreState(lambda: self._resumed_from, self._load_state))
         self.add_callback(SaveBeforePush(self._save_without_repository))
         if self.args.enable_jit_checkpoint:
-            self._end_on_signal = EndOnSignal(self._any_process)
+            self._end_on_signal = EndOnSignal(partial(any_rank, self.accelerator))
             self.add_callback(self._end_on_signal)
 
     def _save_without_repository(self) -> None:
@@ -203,7 +209,7 @@ class CheckpointMixin(Trainer):
         is_new = self.optimizer is None
         freeze(self.model, self.args.freeze)  # adapters that were loaded, or switched on again, train whole
         optimizer = super().create_optimizer(model)
-        refuse_one_rate(self)
+        check_rates(optimizer, self.lr_scheduler, self.args)
         self._group_parameters(is_new)
         if is_new and (self.args.freeze or self.args.learning_rates):
             if self.is_world_process_zero() and console_of(self.callback_handler.callbacks) is None:
@@ -213,7 +219,7 @@ class CheckpointMixin(Trainer):
     def _group_parameters(self, is_new: bool) -> None:
         """Gives what trains at different rates separate parameter groups, in an optimizer that the trainer made."""
         if is_new and self.args.learning_rates:
-            split_by_rate(self)
+            split_by_rate(self.model, self.optimizer, self.args)
 
     def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
         epochs_trained, steps_trained = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
@@ -278,6 +284,7 @@ class CheckpointMixin(Trainer):
 
     def _rollout_state(self) -> dict[str, Any]:
         """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
+        models = forwarded_models(self.accelerator, self.model, self.ref_model, self.critic)
         reused = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         return {
             "batches": self._batches(),
@@ -285,8 +292,8 @@ class CheckpointMixin(Trainer):
             "buffered_inputs": self._buffered_inputs if reused else None,
             "metrics": dict(self._metrics["train"]),
             **self.checks.state_dict(),
-            "checked": what_was_checked(self),
-            "ways": {name: learned_ways(model) for name, model in _forwarded_models(self).items()},
+            "checked": checked_settings(self._policy, self.model, self.args),
+            "ways": {name: learned_ways(model) for name, model in models.items()},
             "n_skipped": self._n_skipped,
             "skipped_rows": self._stream.skipped,
             "difficulty": None if self._stream.sampler is None else self._stream.sampler.state_dict(),
@@ -317,11 +324,14 @@ class CheckpointMixin(Trainer):
                 f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
                 "completions."
             )
-        if state["checked"] == what_was_checked(self):  # else what this run does is measured anew
+        if state["checked"] == checked_settings(
+            self._policy, self.model, self.args
+        ):  # else what this run does is measured anew
             self.checks.load_state_dict(state)
         for batch in self._buffered_inputs or ():
             batch.packed = batch.packed and self._policy.fallbacks.packing
-        for name, model in _forwarded_models(self).items():
+        models = forwarded_models(self.accelerator, self.model, self.ref_model, self.critic)
+        for name, model in models.items():
             restore_ways(model, state.get("ways", {}).get(name, ()))
         self._n_skipped = state["n_skipped"]
         self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
@@ -342,7 +352,8 @@ class CheckpointMixin(Trainer):
             `FloatingPointError`: If weights aren't finite. What the folder holds stays as it is.
         """
         folder = Path(output_dir or self.args.output_dir)
-        self._refuse_broken_weights(f"the model isn't saved in {str(folder)!r}; what is saved there stays")
+        consequence = f"the model isn't saved in {str(folder)!r}; what is saved there stays"
+        check_weights(self.model, self.accelerator, self.state.global_step, consequence)
         args, in_checkpoint = self.args, output_dir is not None and _internal_call
         # Shards are no model for others, and come with the optimizer's
         whole = args.save_only_model or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
@@ -408,18 +419,7 @@ class CheckpointMixin(Trainer):
             if getattr(self, "use_adaptive_entropy", False):  # read by TRL's `_load_optimizer_and_scheduler`
                 entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
                 (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
-        self._write_manifest(folder)
-
-    def _write_manifest(self, folder: Path) -> None:
-        """Lists what all processes have written. All processes have to call this."""
-        shards, process = writes_shards(self.accelerator), self.accelerator.process_index
-        if shards and process == 0:
-            refuse_missing_shards(folder)
-        if not self.args.checkpoint_manifest:
-            return
-        measured = measure_together(folder, process, self.accelerator.num_processes) if shards else None
-        if self.args.should_save:
-            write_manifest(folder, self.args.save_only_model, self._fingerprints(), measured)
+        _write_manifest(folder, args, self.accelerator, self._fingerprints)
 
     def _save_state(self, folder: Path) -> None:
         """Saves what resuming needs beyond optimizer, schedule and random states. All processes have to call this."""
@@ -495,73 +495,58 @@ class CheckpointMixin(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""
         norm = super()._get_grad_norm(model, grad_norm)
-        # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
-        skipped = norm is not None and not (math.isfinite(norm) and norm >= 0)
-        scaler = self.accelerator.scaler
-        if skipped and self.accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
-            skipped = False  # the scale of the loss is why; it is lowered, and the step skipped, by the scaler
-        elif skipped:
-            self._skip_update()
-        else:
-            self._n_skipped = 0
+        facts = self.state.global_step, self._n_skipped, self.args.max_skipped_updates
+        skipped, self._n_skipped = skip_broken_update(norm, self.optimizer, self.accelerator, *facts)
         self._metrics["train"]["skipped_updates"].append(float(skipped))
         return norm
-
-    def _skip_update(self) -> None:
-        step = self.state.global_step
-        if self.is_deepspeed_enabled:
-            if not self.accelerator.optimizer_step_was_skipped:
-                raise FloatingPointError(
-                    f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
-                    "ZeRO-1, 2 or 3, which skip such steps."
-                )
-            self.optimizer.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
-        self._n_skipped += 1
-        if self._n_skipped > self.args.max_skipped_updates:
-            raise FloatingPointError(
-                f"The gradient of {self._n_skipped} updates in a row isn't finite. Look for what changed before step "
-                f"{step - self._n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
-            )
-        self.optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
 
     def _check_policy(self) -> None:
         """Refuses to sample from weights that aren't finite, once for each update. All processes have to call this."""
         if self._checked_step != self.state.global_step:
-            self._refuse_broken_weights("no completions can be sampled")
+            check_weights(self.model, self.accelerator, self.state.global_step, "no completions can be sampled")
             self._checked_step = self.state.global_step
 
-    def _refuse_broken_weights(self, consequence: str) -> None:
-        refuse_broken_weights(self.model, self._any_process, self.state.global_step, consequence)
 
-    def _any_process(self, condition: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([condition], device=self.accelerator.device)).any())
+def _write_manifest(
+    folder: Path, args: TrainerConfig, accelerator: Accelerator, fingerprints: Callable[[], dict[str, Any]]
+) -> None:
+    """Lists what all processes have written. All processes have to call this."""
+    shards, process = writes_shards(accelerator), accelerator.process_index
+    if shards and process == 0:
+        refuse_missing_shards(folder)
+    if not args.checkpoint_manifest:
+        return
+    measured = measure_together(folder, process, accelerator.num_processes) if shards else None
+    if args.should_save:
+        write_manifest(folder, args.save_only_model, fingerprints(), measured)
 
 
-def what_was_checked(trainer: CheckpointMixin) -> dict[str, Any]:
+def forwarded_models(
+    accelerator: Accelerator, model: nn.Module, reference: nn.Module | None, critic: Critic | ValueHead | None
+) -> dict[str, PreTrainedModel]:
+    """The policy, its reference or teacher, and its critic, by the names of their attributes in trainers."""
+    models = {"model": model, "ref_model": reference, "critic": getattr(critic, "model", None)}  # a head has none
+    return {name: unwrapped(accelerator, model) for name, model in models.items() if model is not None}
+
+
+def checked_settings(policy: PolicyForward, wrapped: nn.Module, args: TrainerConfig) -> dict[str, Any]:
     """What the measurements of the self-check hold for."""
-    model = unwrapped(trainer.accelerator, trainer.model)
+    model, accelerator = policy.unwrapped(wrapped), policy.accelerator
     return {
-        "packing": trainer.args.packing,
-        "precision": [trainer.accelerator.mixed_precision, str(model.dtype)],
+        "packing": args.packing,
+        "precision": [accelerator.mixed_precision if accelerator else "no", str(model.dtype)],
         "attention": model.config.get_text_config(decoder=True)._attn_implementation,
     }
-
-
-def _forwarded_models(trainer: CheckpointMixin) -> dict[str, PreTrainedModel]:
-    """The policy, its reference or teacher, and its critic, by the names of their attributes."""
-    models = {name: getattr(trainer, name, None) for name in ("model", "ref_model", "critic")}
-    models["critic"] = getattr(models["critic"], "model", None)  # which a value head lacks
-    return {name: unwrapped(trainer.accelerator, model) for name, model in models.items() if model is not None}
 
 
 class _RestoreState(TrainerCallback):
     """Restores what transformers doesn't, after optimizer and schedule."""
 
-    def __init__(self, trainer: CheckpointMixin):
-        self._trainer = trainer
+    def __init__(self, checkpoint: Callable[[], str | None], load: Callable[[Path], None]):
+        self.checkpoint, self.load = checkpoint, load
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        if self._trainer._resumed_from is not None:
+        if (folder := self.checkpoint()) is not None:
             # Before transformers 5.17, `Trainer` doesn't find the batches of a loader that has skipped some
             train_dataloader.batch_sampler.set_epoch(int(state.epoch))
-            self._trainer._load_state(Path(self._trainer._resumed_from))
+            self.load(Path(folder))

@@ -27,13 +27,13 @@ from .ema import MovingAverage
 from .rollout_logs import log_contribution
 from .setup import resolve_config
 from .teacher import (
+    Teacher,
     check_own_teacher,
     check_teacher,
     load_teacher,
-    local_target,
+    prompts_under,
     rule_of,
     score_on_server,
-    seen_under,
     server_teacher,
     teacher_prompts,
 )
@@ -175,9 +175,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         )
         student = self._unwrapped(self.model)
         self.teacher_model = self.ref_model  # which waits in the host's memory, too
-        self.teacher_server = None if args.teacher_model_server_url is None else server_teacher(self)
-        self.student_rule = rule_of(student, "student")
-        self.teacher_rule = rule or self.student_rule
+        url = args.teacher_model_server_url
+        self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
+        student_rule = rule_of(student, "student")
         if self.teacher_model is not None:
             check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
         elif self.teacher_server is None and args.self_teacher == "base" and not is_peft_model(self.model):
@@ -188,6 +188,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         if args.self_teacher == "ema":
             self.ema = MovingAverage.of(self.model, 1 - args.teacher_update_rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
+        self._teacher = Teacher(self._run, self.teacher_model, self.ema, (student_rule, rule or student_rule))
 
     # Rollout
 
@@ -195,19 +196,19 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         if self.teacher_model is None and self.teacher_server is None:
-            check_own_teacher(self, rows[0].stored)
+            check_own_teacher(self.args, rows[0].stored)
         rollout = self._collect(rows)
-        read = teacher_prompts(self, rollout, rows)
-        asked = None if self.teacher_server is None else self.teacher_server.read(read)
-        rollout.prompts = seen_under(self, rollout, self.args.student_view)
+        read, server = teacher_prompts(self._run, rollout, rows), self.teacher_server
+        requests = None if server is None else server.read(read)
+        rollout.prompts = prompts_under(self._run, rollout, self.args.student_view)
         with self.offloading():
             self._sample(rollout)
-        if asked is not None:
-            score_on_server(self, rollout, asked)
+        if server is not None and requests is not None:
+            score_on_server(self._run, server, rollout, requests)
         read = [continued(own, each) for own, each in zip(rollout.prompts, read, strict=True)]
         for prompt in read:
             prompt.decoded = ()
-        if asked is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
+        if server is None and any(own is not each for own, each in zip(rollout.prompts, read, strict=True)):
             rollout.teacher_prompts = read
         self._check_sampler(rollout)
         self._rollout_log.add_completions(rollout)
@@ -227,7 +228,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, _WithoutRewards):
             rollout.completion_ids,
             rollout.completion_mask,
             packed=rollout.packed,
-            target=local_target(self, rollout),
+            target=self._teacher.target(rollout),
         )
         return self._scores
 

@@ -1,20 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What samples for a trainer, with its arguments."""
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
 from trl.distributed import DistributedBackend
-from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from ..algorithms.completions import up_to_first_end
@@ -27,37 +26,49 @@ from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout
-from ..rollout.samplers import Sampler, TransformersSampler, VLLMSampler
+from ..rollout.samplers import Sampler, TransformersSampler
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
+from .configs import SamplingConfig, mapping
 from .finite import naming_broken_logits
-from .offload import storages, weights
+from .offload import HostMemory, storages, weights
 from .run import Run
-from .setup import media_limits, sampling_changes, suppress_placeholders
+from .setup import media_limits, sampling_changes
 
 
 logger = get_logger(__name__)
 
 
-def logit_bias(args: Any, placeholders: set[int]) -> dict[int, float]:
+def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]:
     """What the engine adds to logits: a sampled placeholder would stand for media that don't exist."""
-    given = (args.generation_kwargs or {}).get("logit_bias", {})
+    given = mapping(args.generation_kwargs).get("logit_bias", {})
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in given.items()}
 
 
+@dataclass
+class Generation:
+    """What TRL's constructor makes for generation, and what is called around it."""
+
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    ends: Sequence[int]  # tokens that end a text
+    backend: DistributedBackend
+    profile: Callable[[str], AbstractContextManager]
+    continuous_batching: Any  # config of transformers
+    wrapped: Callable[[], nn.Module]  # the policy in wrappers of engines
+
+
 def make_engine(
-    args: Any,
-    model: Any,
-    accelerator: Accelerator,
-    processing_class: Any,
-    *,
+    run: Run,
+    generation: Generation,
     bias: dict[int, float],
-    ends: Sequence[int],
     revision: str | None,
     media_limits: dict[str, int],
-    while_sampling: Callable[[], AbstractContextManager],
+    host_memory: Callable[[], HostMemory | None],
 ) -> MultimodalVLLMGeneration:
     """The engine, with the arguments that TRL gives it, and the most media of a prompt; the user's arguments win."""
+    args, accelerator, ends = run.args, run.accelerator, generation.ends
+    model: Any = run.model()
     named = {str(i): value for i, value in bias.items()}  # as JSON has it
     given = args.generation_kwargs or {}
     stops = {} if given.get("ignore_eos") else ends_of_text([*ends, *(given.get("stop_token_ids") or ())])
@@ -82,10 +93,15 @@ def make_engine(
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": media_limits}  # each prompt comes once
         if (args.vllm_engine_kwargs or {}).get("speculative_config"):
             engine_kwargs["disable_log_stats"] = False  # which have the lengths of acceptance
+
+    def without_weights() -> AbstractContextManager[None]:
+        memory = host_memory()
+        return nullcontext() if memory is None else memory.holding(storages(weights(model)))
+
     return MultimodalVLLMGeneration(
         model=model,
         accelerator=accelerator,
-        processing_class=processing_class,
+        processing_class=run.prompts.processor,
         mode=args.vllm_mode,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
         server_base_urls=args.vllm_server_base_urls,
@@ -113,29 +129,36 @@ def make_engine(
         max_staleness=args.max_staleness,
         placeholders=bias.keys() - {int(i) for i in given.get("logit_bias", ())},
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # which pushes leave out
-        while_sampling=while_sampling,
+        while_sampling=without_weights,
     )
 
 
 @contextmanager
-def ready_to_generate(
-    run: Run, wrapped: Callable[[], nn.Module], backend: DistributedBackend, generation_kwargs: dict[str, Any]
-) -> Iterator[Any]:
-    """The policy without what `wrapped` gives around it, ready to generate."""
-    args, model = run.args, wrapped()
+def ready_to_generate(run: Run, generation: Generation) -> Iterator[Any]:
+    """The policy without what engines give around it, ready to generate."""
+    args, model = run.args, generation.wrapped()
     with (
         unwrap_model_for_generation(
             model,
             run.accelerator,
             gather_deepspeed3_params=args.ds3_gather_for_generation,
-            generation_kwargs=generation_kwargs,
+            generation_kwargs=generation.kwargs,
             gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         ) as unwrapped_model,
         torch.no_grad(),
-        backend.summon_full_params(model, recurse=False),
+        generation.backend.summon_full_params(model, recurse=False),
         naming_broken_logits(run.step, run.policy.unwrapped(run.model()).dtype),
     ):
         yield unwrapped_model
+
+
+def check_prompts(run: Run, rollout: Rollout, settings: Callable[[], RunSettings]) -> None:
+    """Runs the self-check on the first prompts of a run, and on the first with other media."""
+    messages = rollout.messages
+    if run.args.special_tokens_in_text == "strip":  # the check encodes the messages again
+        rows = zip(messages, rollout.numbers, strict=True)
+        messages = [run.prompts.checked(each, number) for each, number in rows]
+    run.checks.on_prompts(run.model(), messages, rollout.prompts, settings)
 
 
 def check_settings(
@@ -181,13 +204,10 @@ def check_sampler(
     run: Run,
     sampler: Sampler,
     rollout: Rollout,
-    *,
     corrects: bool,
     ends: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
     logit_bias: dict[int, float],
     flight: InFlight | None,
-    is_custom: bool,
 ) -> None:
     """
     Compares what sampled, if it isn't the policy itself, with the policy, where that is due.
@@ -203,20 +223,17 @@ def check_sampler(
             Whether its log-probabilities weigh completions.
         ends (`Sequence[int]`):
             Tokens that end a text.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its names for tokens.
         logit_bias (`dict[int, float]`):
             What it adds to logits.
         flight ([`~rollout.in_flight.InFlight`], *optional*):
             Requests of completions ahead.
-        is_custom (`bool`):
-            Whether a function of the user makes rollouts.
     """
     if sampler.samples_policy or not run.is_training:
         return
     _check_logps(run, rollout, corrects)
     check, has_tools = run.checks.self_check, bool(run.toolbox.tools)
-    if check is not None and not is_custom and not has_tools:
+    tokenizer = getattr(run.prompts.processor, "tokenizer", run.prompts.processor)
+    if check is not None and run.encodes_text and not has_tools:
         after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, ends)
         if any_rank(run.accelerator, bool(after.any())):
             raise RuntimeError(
@@ -258,72 +275,60 @@ def _check_logps(run: Run, rollout: Rollout, corrects: bool) -> None:
         logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
 
 
-def make_samplers(
-    trainer: Any, given: Sampler | None, placeholders: set[int], revision: str | None
-) -> tuple[TransformersSampler, Sampler]:
-    """That of transformers, and the one to use: what is given, or vLLM, as the trainer's config says."""
-    args, profile = trainer.args, functools.partial(profiling_context, trainer)
-    trainer._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
-    if given is not None and (args.use_vllm or not isinstance(given, Sampler)):
-        raise ValueError(
-            f"`sampler` is a {type(given).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
-            "`use_vllm`."
-        )
-    own = TransformersSampler(
-        trainer._policy,
-        trainer.accelerator,
-        trainer.generation_config,
-        trainer.eos_token_ids,
-        getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id,
-        functools.partial(
-            ready_to_generate, trainer._run, lambda: trainer.model_wrapped, trainer._dist, trainer.generation_kwargs
-        ),
-        profile,
-        getattr(trainer, "continuous_batching_config", None),
+def suppress_placeholders(model: PreTrainedModel, generation: Generation, placeholders: set[int]) -> None:
+    """Keeps transformers from sampling placeholders, which would stand for media that don't exist."""
+    if placeholders:
+        suppressed = sorted(placeholders | set(generation.config.suppress_tokens or []))
+        generation.config.suppress_tokens = generation.kwargs["suppress_tokens"] = suppressed
+        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+        model.generation_config.suppress_tokens = suppressed
+
+
+def transformers_sampler(run: Run, generation: Generation) -> TransformersSampler:
+    """What samples with the policy itself."""
+    args, processor = run.args, run.prompts.processor
+    return TransformersSampler(
+        run.policy,
+        run.accelerator,
+        generation.config,
+        generation.ends,
+        getattr(processor, "tokenizer", processor).pad_token_id,
+        partial(ready_to_generate, run, generation),
+        generation.profile,
+        generation.continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
     )
-    if not args.use_vllm:
-        suppress_placeholders(trainer, placeholders)
-        return own, own if given is None else given
-    limits: dict[str, int] = {}
-    n_tool_media = args.max_tool_media if trainer.tools else 0
-    if trainer.rollout_func is None and not trainer.toolbox and n_tool_media is not None:
-        found = media_limits(args, trainer.train_dataset, trainer.eval_dataset)
-        limits = {kind: most + n_tool_media for kind, most in found.items()}
 
-    def without_model() -> AbstractContextManager[None]:
-        memory = trainer.host_memory
-        return nullcontext() if memory is None else memory.holding(storages(weights(trainer.model)))
 
-    trainer.vllm_generation = make_engine(
-        args,
-        trainer.model,
-        trainer.accelerator,
-        trainer.processing_class,
-        bias=trainer._logit_bias,
-        ends=trainer.eos_token_ids,
-        revision=revision,
-        media_limits=limits,
-        while_sampling=without_model,
-    )
-    if trainer.tools:
-        logger.info("vLLM continues conversations with tools from its prefix cache, if it has one.")
-    if args.max_staleness > 0:
-        engine = trainer.vllm_generation
-        # An adapter of which servers get a new version keeps its name for requests in flight
-        trainer.in_flight = InFlight(
-            engine.ask,
-            args.max_staleness,
-            args.vllm_server_timeout,
-            changes_weights=engine.adapter_alone is None,
-            settings=engine.sampling,
+def check_own_sampler(sampler: Sampler | None, use_vllm: bool) -> None:
+    """Refuses a `sampler` of the user that is none, or that vLLM would replace."""
+    if sampler is not None and (use_vllm or not isinstance(sampler, Sampler)):
+        raise ValueError(
+            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {use_vllm}; pass a `Sampler`, without "
+            "`use_vllm`."
         )
 
-    def explained() -> AbstractContextManager[Any]:
-        step = trainer.state.global_step
-        return naming_checkpoint(args.output_dir, step) if trainer.is_in_train else nullcontext()
 
-    return own, VLLMSampler(trainer.vllm_generation, profile, explained)
+def prompt_limits(run: Run, datasets: Iterable[Any]) -> dict[str, int]:
+    """The most media of a prompt of datasets, with those of tools; empty if it isn't known."""
+    n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
+    if run.toolbox or n_tool_media is None:
+        return {}
+    return {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+
+
+def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:
+    """The requests for completions ahead of need, with `max_staleness`."""
+    if args.max_staleness == 0:
+        return None
+    return InFlight(
+        engine.ask,
+        args.max_staleness,
+        args.vllm_server_timeout,
+        # An adapter of which servers get a new version keeps its name for requests in flight
+        changes_weights=engine.adapter_alone is None,
+        settings=engine.sampling,
+    )
 
 
 @contextmanager

@@ -2,28 +2,70 @@
 """Weights and logits that aren't finite."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 
+from ..rollout.ranks import any_rank
 from .checkpoint_files import local_part
 
 
 @torch.no_grad()
-def refuse_broken_weights(model: nn.Module, any_process: Callable[[bool], bool], step: int, consequence: str) -> None:
+def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequence: str) -> None:
     """Raises if trained weights aren't finite. All processes have to call this."""
     trained = {name: local_part(p) for name, p in model.named_parameters() if p.requires_grad}
     trained = {name: value for name, value in trained.items() if value.numel() > 0}
     # The largest weight isn't finite if one isn't
     largest = nn.utils.get_total_norm(trained.values(), math.inf)
-    if any_process(not largest.isfinite().item()):
+    if any_rank(accelerator, not largest.isfinite().item()):
         broken = [f", such as {name!r}" for name, value in trained.items() if not value.isfinite().all()]
         raise FloatingPointError(
             f"Weights aren't finite after step {step}{''.join(broken[:1])}, so {consequence}. "
             "Resume from an earlier checkpoint, with a lower `learning_rate` or `max_grad_norm`."
         )
+
+
+def skip_broken_update(
+    norm: float | torch.Tensor | None,
+    optimizer: Optimizer,
+    accelerator: Accelerator,
+    step: int,
+    n_skipped: int,
+    most: int,
+) -> tuple[bool, int]:
+    """
+    Makes an update whose gradient isn't finite one that changes nothing.
+
+    Returns whether it was one, and how many there were in a row, `n_skipped` before. Raises `FloatingPointError` after
+    more than `most`.
+    """
+    # The same on all processes, which hold the same gradient. DeepSpeed may have no norm, or -1.
+    if norm is None or (math.isfinite(norm) and norm >= 0):
+        return False, 0
+    scaler = accelerator.scaler
+    if accelerator.mixed_precision == "fp16" and (scaler is None or scaler.get_scale() > 1):
+        return False, n_skipped  # the scale of the loss is why; it is lowered, and the step skipped, by the scaler
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        if not accelerator.optimizer_step_was_skipped:
+            raise FloatingPointError(
+                f"DeepSpeed made step {step + 1} with a gradient that isn't finite. Resume from a checkpoint with "
+                "ZeRO-1, 2 or 3, which skip such steps."
+            )
+        wrapped: Any = optimizer
+        wrapped.optimizer.overflow = False  # so that the schedule advances, as without DeepSpeed
+    n_skipped += 1
+    if n_skipped > most:
+        raise FloatingPointError(
+            f"The gradient of {n_skipped} updates in a row isn't finite. Look for what changed before step "
+            f"{step - n_skipped + 2}; a lower `learning_rate` or `max_grad_norm` may help."
+        )
+    optimizer.zero_grad()  # a step without gradients changes neither weights nor the optimizer
+    return True, n_skipped
 
 
 @contextmanager

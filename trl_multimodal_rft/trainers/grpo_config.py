@@ -388,19 +388,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return self.estimator.needs == "group"
 
     @property
-    def _has_view_term(self) -> bool:
+    def has_view_term(self) -> bool:
         """Whether a view adds terms to the loss."""
         return self.view_kl_coef != 0 or self.view_entropy_coefs is not None
 
     @property
-    def _measures_divergence(self) -> bool:
+    def measures_divergence(self) -> bool:
         """Whether distributions under the policy that sampled are compared with those under the view."""
         return self.dependency_advantage_min is not None or self.dependency_quantile < 1
 
     @property
-    def _measures_dependency(self) -> bool:
+    def measures_dependency(self) -> bool:
         """Whether the dependency on media is measured, by a divergence or by entropies."""
-        return self._measures_divergence or self.dependency_temperature is not None
+        return self.measures_divergence or self.dependency_temperature is not None
 
     @property
     def _corrects(self) -> bool:

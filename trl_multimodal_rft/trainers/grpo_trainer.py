@@ -182,7 +182,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
-        self._head_rule = dependency_head(self._unwrapped(self.model)) if args._measures_divergence else None
+        self._head_rule = dependency_head(self._unwrapped(self.model)) if args.measures_divergence else None
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
@@ -197,7 +197,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
-            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
             if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
                 with self._extra_time():
@@ -225,7 +225,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _score_old(self, rollout: Rollout) -> None:
         """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
-        args, later = self.args, self._groups is not None or self.args._measures_dependency
+        args, later = self.args, self._groups is not None or self.args.measures_dependency
         if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
 
@@ -235,7 +235,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
         score = functools.partial(self._score_rollout, self.model)
         for part in parts:
-            measures = args._measures_dependency and part.view_prompts and part.dependency is None
+            measures = args.measures_dependency and part.view_prompts and part.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
                     old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
@@ -258,13 +258,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _estimate(self, rollout: Rollout) -> None:
         """Advantages from the rewards of all ranks."""
-        args, n, per_func = self.args, len(rollout), rollout.rewards_per_func
+        args, n, per_func, size = self.args, len(rollout), rollout.rewards_per_func, self._run.group_size
         rewards = weighted_sum(per_func, self.reward_weights, rollout.bonus)
-        zero_std = is_std_zero(rewards, self._group_size, args.scale_rewards)
+        zero_std = is_std_zero(rewards, size, args.scale_rewards)
         group_ids = self.accelerator.gather(rollout.group_ids)
         shaped = self._shape_rewards(rewards)
         if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, self._group_size)
+            advantages, live, zero_std = normalize_then_sum(per_func, self.reward_weights, group_ids, size)
         else:
             advantages, live = self._estimate_advantages(rollout, shaped, group_ids), has_signal(shaped, group_ids)
         rollout.live = local_rows(self.accelerator, live, n)
@@ -391,7 +391,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             aux_coef=self.router_aux_loss_coef,
         )
         if self.model.training:
-            if args._has_view_term:
+            if args.has_view_term:
                 output = with_view_term(output, scores, inputs, args, self._normalizer(inputs))
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
@@ -404,7 +404,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _uses_every_score(self) -> bool:
         args = self.args
         compete = self._token_filter.is_on and args.entropy_scope != "sequence"
-        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args._has_view_term
+        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args.has_view_term
         return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:

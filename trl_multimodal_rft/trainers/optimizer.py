@@ -5,17 +5,24 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from ..models.modes import check_checkpointing
 from ..models.parts import check_trainable, chosen_by, freeze
 from ..models.wrapped import unwrapped
+from .configs import TrainerConfig, mapping
+from .ppo_config import MultimodalPPOConfig
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 # File of a checkpoint with the options that its optimizer's parameter groups depend on
@@ -25,21 +32,21 @@ _PARTS = "trained_parts.json"
 # Parts
 
 
-def choose_what_trains(trainer: Any) -> None:
-    """Freezes parts of a trainer's model, and checks the learning rates of the others."""
-    args = trainer.args
-    check_trainable(trainer.model)
-    check_checkpointing(unwrapped(None, trainer.model), args)
-    freeze(trainer.model, args.freeze)
-    if args.freeze and args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        trainer.model.enable_input_require_grads()  # else layers after frozen embeddings get no gradient
+def choose_what_trains(model: "PreTrainedModel | PeftModel", args: TrainerConfig, optimizer: Optimizer | None) -> None:
+    """Freezes parts of a model, and checks the learning rates of the others, which an optimizer of the user has."""
+    check_trainable(model)
+    check_checkpointing(unwrapped(None, model), args)
+    freeze(model, args.freeze)
+    reentrant = args.gradient_checkpointing and mapping(args.gradient_checkpointing_kwargs).get("use_reentrant")
+    if args.freeze and reentrant:
+        model.enable_input_require_grads()  # else layers after frozen embeddings get no gradient
     if not args.learning_rates:
         return
-    if trainer.optimizer is not None:
+    if optimizer is not None:
         raise ValueError("`learning_rates` are for the trainer's own optimizer; give the groups of yours their rates.")
-    chosen = chosen_by(trainer.model, [*args.learning_rates], "learning_rates")
+    chosen = chosen_by(model, [*args.learning_rates], "learning_rates")
     trained = {key for parameter, key in chosen.items() if parameter.requires_grad}
-    if idle := args.learning_rates.keys() - trained:
+    if idle := mapping(args.learning_rates).keys() - trained:
         raise ValueError(
             f"`learning_rates` has a rate for {min(idle)!r}, in which nothing is trained that no other key chooses; "
             "remove it, or train it (see `freeze`, and the `target_modules` of an adapter)."
@@ -47,16 +54,19 @@ def choose_what_trains(trainer: Any) -> None:
 
 
 def split_by_rate(
-    trainer: Any, rates: Mapping[str, float | None] | None = None, keys: Mapping[int, str] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    args: TrainerConfig,
+    rates: Mapping[str, float | None] | None = None,
+    keys: Mapping[int, str] | None = None,
 ) -> None:
     """
     Gives the parameters of a new optimizer separate groups by `learning_rates`, and by further `keys` with `rates`.
 
     Decayed weights and others stay in different groups. The schedule multiplies the rate of each.
     """
-    args, optimizer = trainer.args, trainer.optimizer
-    given: dict[str, float] = args.learning_rates or {}
-    chosen = chosen_by(trainer.model, [*given], "learning_rates")
+    given = mapping(args.learning_rates)
+    chosen = chosen_by(model, [*given], "learning_rates")
     keys = {**{id(parameter): key for parameter, key in chosen.items()}, **(keys or {})}
     every: dict[str | None, float | None] = {None: None, **given, **(rates or {})}
     groups = []
@@ -73,23 +83,23 @@ def split_by_rate(
     optimizer.param_groups[:] = groups
 
 
-def refuse_one_rate(trainer: Any) -> None:
+def check_rates(optimizer: Optimizer, scheduler: LRScheduler | None, args: TrainerConfig) -> None:
     """Refuses an optimizer or a schedule of DeepSpeed's config, which have one rate, with rates of parts."""
-    own = [isinstance(trainer.optimizer, DummyOptim), isinstance(trainer.lr_scheduler, DummyScheduler)]
-    if trainer.args.learning_rates and any(own):
+    own = [isinstance(optimizer, DummyOptim), isinstance(scheduler, DummyScheduler)]
+    if args.learning_rates and any(own):
         raise ValueError(
             f"The DeepSpeed config has its own `{'optimizer' if own[0] else 'scheduler'}`, which would train all "
             "parts at one rate; remove it, so that `learning_rates` count."
         )
 
 
-def save_parts(checkpoint: Path, args: Any) -> None:
+def save_parts(checkpoint: Path, args: TrainerConfig) -> None:
     """Saves the options of parts, if there are any."""
     if args.freeze or args.learning_rates:
         (checkpoint / _PARTS).write_text(json.dumps(_options_of_parts(args)))
 
 
-def other_parts(checkpoint: str | Path, args: Any) -> str | None:
+def other_parts(checkpoint: str | Path, args: TrainerConfig) -> str | None:
     """What differs between the options of parts of a checkpoint and of this run."""
     path = Path(checkpoint, _PARTS)
     saved = json.loads(path.read_text()) if path.exists() else dict.fromkeys(_options_of_parts(args))
@@ -103,21 +113,22 @@ def other_parts(checkpoint: str | Path, args: Any) -> str | None:
     return None
 
 
-def _options_of_parts(args: Any) -> dict[str, Any]:
+def _options_of_parts(args: TrainerConfig) -> dict[str, list[str] | dict[str, float] | None]:
     return {name: getattr(args, name) or None for name in ("freeze", "learning_rates")}
 
 
 # Policy and critic
 
 
-def split_groups(trainer: Any, critic: nn.Module, learning_rate: float | None, regroup: bool) -> tuple[bool, ...]:
+def split_groups(
+    model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: MultimodalPPOConfig, regroup: bool
+) -> tuple[bool, ...]:
     """
     Marks the parameter groups of policy and critic by a `part`.
 
     With `regroup` the weights of the critic get separate groups with their learning rate. Returns which groups are the
     critic's.
     """
-    optimizer = trainer.optimizer
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
             "The DeepSpeed config has its own `optimizer`, which would train the critic as the policy; remove it, so "
@@ -125,7 +136,8 @@ def split_groups(trainer: Any, critic: nn.Module, learning_rate: float | None, r
         )
     ids = {id(parameter) for parameter in critic.parameters()}
     if regroup:
-        split_by_rate(trainer, {"critic": learning_rate}, dict.fromkeys(ids, "critic"))
+        rates = {"critic": args.value_learning_rate}
+        split_by_rate(model, optimizer, args, rates, dict.fromkeys(ids, "critic"))
     owners = [{id(parameter) in ids for parameter in group["params"]} for group in optimizer.param_groups]
     if {True} not in owners or {True, False} in owners:
         raise ValueError(
@@ -138,9 +150,7 @@ def split_groups(trainer: Any, critic: nn.Module, learning_rate: float | None, r
     return of_critic
 
 
-def freeze_parts(
-    optimizer: torch.optim.Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]
-) -> None:
+def freeze_parts(optimizer: Optimizer, trained: Callable[[], Collection[str]], trains: Callable[[str], bool]) -> None:
     """
     Keeps an optimizer from changing parts that an update doesn't train, as engines step from anywhere, some with one
     group at a time.
@@ -176,7 +186,9 @@ def freeze_parts(
     optimizer.register_step_post_hook(after_step)
 
 
-def two_schedules(args: Any, optimizer: torch.optim.Optimizer, of_critic: tuple[bool, ...], n_steps: int) -> LambdaLR:
+def two_schedules(
+    args: MultimodalPPOConfig, optimizer: Optimizer, of_critic: tuple[bool, ...], n_steps: int
+) -> LambdaLR:
     """The schedules of policy and critic, by their parameter groups; the policy's starts when it isn't frozen."""
     n_frozen = args.freezing_actor_steps
     policy = _schedule(args, args.lr_scheduler_type, args.warmup_steps, n_steps - n_frozen, args.learning_rate)
@@ -194,7 +206,7 @@ def two_schedules(args: Any, optimizer: torch.optim.Optimizer, of_critic: tuple[
     return LambdaLR(optimizer, [critic if is_critic else thawed for is_critic in of_critic])
 
 
-def check_two_schedules(scheduler: Any) -> None:
+def check_two_schedules(scheduler: LRScheduler) -> None:
     """Refuses a scheduler that was passed, or that DeepSpeed made, with one schedule for all groups."""
     if not isinstance(scheduler, LambdaLR):
         raise ValueError(
@@ -203,7 +215,9 @@ def check_two_schedules(scheduler: Any) -> None:
         )
 
 
-def _schedule(args: Any, name: str, warmup_steps: float, n_steps: int, rate: float) -> Callable[[int], float]:
+def _schedule(
+    args: MultimodalPPOConfig, name: str, warmup_steps: float, n_steps: int, rate: float
+) -> Callable[[int], float]:
     """Factor of the initial learning rate at each step."""
     n_steps = max(n_steps, 1)
     scheduler = get_scheduler(
@@ -211,7 +225,7 @@ def _schedule(args: Any, name: str, warmup_steps: float, n_steps: int, rate: flo
         torch.optim.SGD([torch.zeros(1)], lr=rate),  # some schedules end at a rate above 0
         num_warmup_steps=int(warmup_steps) if warmup_steps >= 1 else math.ceil(n_steps * warmup_steps),
         num_training_steps=n_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs if name == args.lr_scheduler_type else None,
+        scheduler_specific_kwargs=mapping(args.lr_scheduler_kwargs) if name == args.lr_scheduler_type else None,
     )
     if not isinstance(scheduler, LambdaLR):
         raise ValueError(

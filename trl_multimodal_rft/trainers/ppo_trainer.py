@@ -149,7 +149,6 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
                 eprint  = {arXiv:1707.06347},
             }"""),
     }
-    critic: Any = None  # a `Critic`, a `ValueHead` or none
     _folders_of_model = (_CRITIC,)
     _critic_groups: tuple[bool, ...] = ()  # which parameter groups of the optimizer are the critic's
     _trained: frozenset[str] | set[str] = frozenset({"policy", "critic"})  # what an update may change
@@ -300,6 +299,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     @torch.no_grad()
     def _score_values(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of the states before each completion token, `(B, C)`, and after the cut of truncated ones, `(B,)`."""
+        assert self.critic is not None
         args, ids = self.args, rollout.completion_ids
         lengths = rollout.completion_mask.sum(1)
         last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
@@ -403,7 +403,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is None:
             super()._group_parameters(is_new)
         elif not self._critic_groups:
-            self._critic_groups = split_groups(self, self.critic, self.args.value_learning_rate, is_new)
+            self._critic_groups = split_groups(self.model, self.optimizer, self.critic, self.args, is_new)
             freeze_parts(self.optimizer, lambda: self._trained, self._trains)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

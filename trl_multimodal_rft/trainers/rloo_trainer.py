@@ -134,7 +134,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
-            rollout, _, metrics = self._groups.exchange(rollout, self._draw_extra, self._any_process)
+            rollout, _, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
         return rollout
 
@@ -177,7 +177,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             self._run.metrics.add({"kl": total / max(count, 1.0)})
         advantages = leave_one_out(shaped, group_ids, self.normalize_advantages)
         rollout.advantages = local_rows(self.accelerator, advantages, n)
-        self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._group_size), advantages)
+        self._rollout_log.add(rollout, rewards, is_std_zero(shaped, self._run.group_size), advantages)
 
     # Update
 

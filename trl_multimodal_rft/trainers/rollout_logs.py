@@ -1,21 +1,24 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """What a trainer logs of a rollout: TRL's metrics and table of completions, media, and the first example."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from huggingface_hub import CommitScheduler
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
-from ..reporting.console import CompactLogCallback, console_of
+from ..reporting.console import console_of
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
+from ..reporting.model_card import CardNotes
 from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
@@ -36,7 +39,7 @@ class RolloutLog:
     pending: dict[str, list[float]]  # and to `log_metric`
     media: MediaLog | None
     hint: EqualRewardsHint | None
-    display: Callable[[], CompactLogCallback | None]  # the console of the main process
+    callbacks: CallbackHandler | None  # on the main process, where a console may wait for the first example
 
     def add(
         self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
@@ -63,7 +66,9 @@ class RolloutLog:
         if self.media is not None:
             shown = rollout.completions if self.run.toolbox.tools else None
             self.media.add(rollout.messages, self.run.group_size, shown)
-        display = self.display() if self.run.is_training else None
+        display = None
+        if self.callbacks is not None and self.run.is_training:
+            display = console_of(self.callbacks.callbacks)
         if display is not None and display.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
@@ -150,33 +155,30 @@ class ReadMetrics(TrainerCallback):
     on_prediction_step = on_step_end
 
 
-def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, RolloutLog]:
-    """
-    Adds the callbacks that read metrics, log completions and hint at equal rewards; returns what holds the media to
-    log, the metrics to read, and what logs rollouts.
-    """
-    args, log, pending, hint = trainer.args, None, PendingMetrics(), None
-    trainer.add_callback(ReadMetrics(pending))
-    if args.log_completions:
-        trainer.log_completions = False  # TRL's tables hold no audio or video
-        log = MediaLog(
-            args.generation_batch_size,
-            args.max_logged_media if args.log_multimodal else 0,
-            args.max_logged_megabytes,
-            trainer.accelerator,
-        )
-        parts = trainer.callback_handler, trainer._logs, trainer.card_notes.columns, bool(trainer.tools)
-        callback = MediaLogCallback(log, args, *parts)
-        trainer.add_callback(callback)
-        scheduler = getattr(trainer, "commit_scheduler", None)  # TRL's, for `log_completions_hub_repo`
-        if scheduler is not None:
-            scheduler.folder_path = (callback.folder / TABLES).resolve()
-    if trainer.reward_funcs:
-        hint = EqualRewardsHint(grouped=args.compares_groups)
-        trainer.add_callback(hint)
+def media_log(run: Run) -> MediaLog | None:
+    """What holds the media of completions that are logged, with `log_completions`."""
+    args = run.args
+    if not args.log_completions:
+        return None
+    most = args.max_logged_media if args.log_multimodal else 0
+    return MediaLog(args.generation_batch_size, most, args.max_logged_megabytes, run.accelerator)
 
-    def display() -> CompactLogCallback | None:
-        return console_of(trainer.callback_handler.callbacks) if trainer.is_world_process_zero() else None
 
-    extra, metrics = (getattr(trainer, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
-    return log, pending, RolloutLog(trainer._run, trainer._logs, extra, metrics, log, hint, display)
+def media_callback(
+    run: Run,
+    log: MediaLog,
+    handler: CallbackHandler,
+    tables: Mapping[str, Any],
+    notes: CardNotes,
+    scheduler: CommitScheduler | None,
+) -> MediaLogCallback:
+    """What logs completions with their media, and has TRL's scheduler, if there is one, publish them."""
+    callback = MediaLogCallback(log, run.args, handler, tables, notes.columns, bool(run.toolbox.tools))
+    if scheduler is not None:
+        scheduler.folder_path = (callback.folder / TABLES).resolve()
+    return callback
+
+
+def equal_rewards_hint(run: Run) -> EqualRewardsHint | None:
+    """The hint at equal rewards, of runs with rewards."""
+    return EqualRewardsHint(grouped=run.args.compares_groups) if run.rewarding.names else None

@@ -17,13 +17,14 @@ from ..checks.checks import Checks
 from ..data.rules import MediaRules
 from ..policy import PolicyForward
 from ..rewards.checks import missing_instructions
+from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.prompts import PromptEncoder
 from ..rollout.ranks import any_rank
 from ..rollout.reward import EarlyRewards, checked_functions, reward_rollout
 from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler
-from ..rollout.stream import RowStream
+from ..rollout.stream import EncodedRow, RowStream
 from ..rollout.turns import ToolLoop
 
 
@@ -89,7 +90,7 @@ class Rewarding:
 class Run:
     """What the stages of a rollout share: the settings of a run, its parts, and how far it is."""
 
-    args: Any  # the trainer's config
+    args: Any  # the config of the trainer
     accelerator: Accelerator
     policy: PolicyForward
     prompts: PromptEncoder
@@ -101,6 +102,20 @@ class Run:
     model: Callable[[], nn.Module]  # the policy, as prepared for training
     state: Callable[[], TrainerState]
     group_sizes: tuple[int, int]  # completions of a prompt, in training and in evaluation
+    encodes_text: bool = True  # else a function of the user tokenizes prompts of text
+
+    def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
+        """A rollout of rows, one per completion, with their environments and encoded prompts."""
+        tokenizer = getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
+        return collect(
+            rows,
+            self.prompts,
+            self.toolbox,
+            encodes_text=self.encodes_text,
+            group_size=self.group_size,
+            pad_token_id=tokenizer.pad_token_id,
+            accelerator=self.accelerator,
+        )
 
     @property
     def step(self) -> int:

@@ -5,26 +5,26 @@ import atexit
 import logging
 import os
 import reprlib
-import sys
 import warnings
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
+from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import (
     disable_dropout_in_model,
     get_config_model_id,
-    is_async_callable,
     shutdown_event_loop_in_daemon,
     start_event_loop_in_daemon,
 )
@@ -32,6 +32,7 @@ from trl.trainer.utils import (
 from ..data.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, iter_refs, rows_to_messages
 from ..data.counts import most_media
 from ..data.features import undecoded
+from ..data.rows import Row
 from ..data.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
@@ -40,14 +41,17 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
+from ..models.critic import Critic, ValueHead
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
-from ..rollout.environments import Environments, template_for_tools
+from ..rollout.environments import Environments
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
+from .configs import SamplingConfig
+from .run import Run
 
 
 logger = get_logger(__name__)
@@ -215,18 +219,21 @@ def has_unread_rows(dataset) -> bool:
     return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
 
 
-def check_first_rows(trainer: Any, rows: list[Any]) -> None:
-    """Refuses rows without a prompt, and columns that nothing reads, which streams show with their first rows."""
-    if not all(isinstance(each, nn.Module) for each in trainer.reward_funcs):
+def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:
+    """
+    Refuses rows without a prompt, and columns that nothing reads, which `unread` datasets, such as streams, show with
+    their first rows.
+    """
+    if not all(isinstance(each, nn.Module) for each in run.rewarding.functions()[1]):
         check_reward_columns(rows[0], 0)
-    if not trainer.toolbox:
+    if not run.toolbox:
         for row in rows:
             check_has_prompt(row)
-        name = "train_dataset" if trainer.model.training else "eval_dataset"
-        if name in trainer._unseen:
-            trainer._unseen.remove(name)
-            takes = modalities(unwrapped(trainer.accelerator, trainer.model), trainer.args)
-            warn_of_unread(trainer.args, {name: [dict(row) for row in rows]}, takes, extent="first")
+        name = "train_dataset" if run.is_training else "eval_dataset"
+        if name in unread:
+            unread.remove(name)
+            takes = run.prompts.model.input_modalities
+            warn_of_unread(run.args, {name: [dict(row) for row in rows]}, takes, extent="first")
 
 
 def media_limits(args, *datasets) -> dict[str, int]:
@@ -445,16 +452,18 @@ def around_trl_constructor(args: Any, loaded: Loaded, placeholders: set[int]):
         yield
 
 
-def first_fallbacks(trainer: Any) -> Fallbacks:
+def first_fallbacks(
+    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
+) -> Fallbacks:
     """Adds fused heads to the policy and to a reference that TRL loaded; what is known before the self-check."""
-    model = unwrapped(trainer.accelerator, trainer.model)
+    model = unwrapped(accelerator, policy)
     options = {
-        "temperature": trainer.temperature,
-        "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        "temperature": args.temperature,
+        "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
         "rule": head_rule(model),
     }
-    if trainer.ref_model is not None:
-        add_fused_head(unwrapped(trainer.accelerator, trainer.ref_model), outputs=_of_reference(trainer), **options)
+    if reference is not None:
+        add_fused_head(unwrapped(accelerator, reference), outputs=_reference_outputs(args), **options)
     has_head = add_fused_head(model, outputs=("log_probs", "entropy"), **options)
     if not has_head:
         logger.warning(
@@ -464,26 +473,27 @@ def first_fallbacks(trainer: Any) -> Fallbacks:
     return Fallbacks(packing=False, isolate=family_of(model).isolate, logits_from_model=not has_head)
 
 
-def _of_reference(trainer: Any) -> tuple[str, ...]:
+def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
     """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    compared = getattr(trainer.args, "dependency_temperature", None) is not None
+    compared = getattr(args, "dependency_temperature", None) is not None
     return ("log_probs", "entropy") if compared else ("log_probs",)
 
 
-def enable_packing(trainer: Any) -> bool:
-    """Lets completions share a forward of their prompt, and returns whether the model supports that."""
-    args, wrapped = trainer.args, (trainer.model, trainer.ref_model)
-    model, *references = (unwrapped(trainer.accelerator, each) for each in wrapped if each is not None)
-    for each in (model, *references):
-        install_encoder_attention(each)
-    obstacle = next(filter(None, map(sharing_obstacle, (model, *references))), None)
+def enable_packing(
+    accelerator: Accelerator, policy: nn.Module, reference: nn.Module | None, args: SamplingConfig
+) -> bool:
+    """Lets completions share a forward of their prompt, and returns whether policy and reference support that."""
+    models = [unwrapped(accelerator, model) for model in (policy, reference) if model is not None]
+    for model in models:
+        install_encoder_attention(model)
+    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
     if args.packing == "prefix" and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if args.packing != "prefix" or obstacle:
         return False
-    for each in (model, *references):
-        install_prefix_attention(each)
-    per_device, group = args.per_device_train_batch_size, args.num_generations
+    for model in models:
+        install_prefix_attention(model)
+    per_device, group = args.per_device_train_batch_size, args.num_generations or 1
     if per_device % group != 0:
         logger.warning(
             f"`per_device_train_batch_size` ({per_device}) holds no whole groups of `num_generations` ({group}), "
@@ -493,40 +503,26 @@ def enable_packing(trainer: Any) -> bool:
     return True
 
 
-def prepare_reference(trainer: Any, ref_model: Any) -> Any:
+def prepare_reference(
+    ref_model: PreTrainedModel, args: SamplingConfig, accelerator: Accelerator
+) -> nn.Module | FSDPModule:
     """Prepares a given reference as TRL prepares one that it loads."""
-    args = trainer.args
     if args.disable_dropout:
         disable_dropout_in_model(ref_model)
-    add_fused_head(ref_model, temperature=trainer.temperature, outputs=_of_reference(trainer))
-    prepared: Any
-    if trainer.is_deepspeed_enabled:
-        prepared = prepare_deepspeed(ref_model, trainer.accelerator)
-    elif trainer.is_fsdp_enabled:
-        prepared = prepare_fsdp(ref_model, trainer.accelerator)
-    else:
-        prepared = trainer.accelerator.prepare_model(ref_model, evaluation_mode=True)
-    if args.sync_ref_model:
-        trainer.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=trainer.accelerator))
-    return prepared
+    add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return prepare_deepspeed(ref_model, accelerator)
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return prepare_fsdp(ref_model, accelerator)
+    return accelerator.prepare_model(ref_model, evaluation_mode=True)
 
 
-def set_tools(trainer: Any, reward_funcs: dict[str, Callable]) -> None:
-    """Sets the attributes that TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
-    trainer.environment_factories, trainer.environments = trainer.toolbox.factories or None, None
-    limit = trainer.args.max_tool_calling_iterations
-    trainer.max_tool_calling_iterations = sys.maxsize if limit is None else limit
-    trainer.chat_template = template_for_tools(trainer.processing_class) if trainer.tools else None
-    for name, reward_func in reward_funcs.items():
-        trainer.reward_funcs.append(reward_func)
-        trainer.reward_func_names.append(name)
-        trainer.reward_processing_classes.append(None)
-        trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
-    if not trainer._has_async_funcs and any(map(is_async_callable, [*trainer.tools, *trainer.reward_funcs])):
-        trainer._has_async_funcs = True
-        thread, trainer.async_loop, ready = start_event_loop_in_daemon(name=f"{type(trainer).__name__}-AsyncLoop")
-        ready.wait()
-        atexit.register(shutdown_event_loop_in_daemon, thread, trainer.async_loop)
+def start_loop(name: str) -> AbstractEventLoop:
+    """An event loop in a thread of its own, for asynchronous tools and reward functions."""
+    thread, loop, ready = start_event_loop_in_daemon(name=name)
+    ready.wait()
+    atexit.register(shutdown_event_loop_in_daemon, thread, loop)
+    return loop
 
 
 @dataclass
@@ -551,21 +547,16 @@ def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environm
     return RewardSources(reward_funcs, processors, [isinstance(each, str) for each in reward_funcs], of_environments)
 
 
-def suppress_placeholders(trainer: Any, placeholders: set[int]) -> None:
-    """Keeps transformers from sampling placeholders, which would stand for media that don't exist."""
-    model_config, config = unwrapped(trainer.accelerator, trainer.model).generation_config, trainer.generation_config
-    if placeholders:
-        suppressed = sorted(placeholders | set(config.suppress_tokens or []))
-        config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
-        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
-        model_config.suppress_tokens = suppressed
-
-
-def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: bool) -> Any:
+def with_media_reader(
+    run: Run,
+    reward_func: nn.Module | Callable,
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None,
+    by_name: bool,
+) -> nn.Module | Callable:
     """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
-    args, model = trainer.args, unwrapped(trainer.accelerator, reward_func)
+    args, model = run.args, unwrapped(run.accelerator, reward_func)
     takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
     if processor is None and takes_media:
         processor = load_processor(
@@ -579,7 +570,7 @@ def with_media_reader(trainer: Any, reward_func: Any, processor: Any, by_name: b
         reward_func,
         processor,
         batch_size=args.per_device_train_batch_size,
-        template_kwargs=trainer.chat_template_kwargs,
+        template_kwargs=run.rewarding.template_kwargs,
         audio_overlong=args.audio_overlong,
     )
 
@@ -627,10 +618,12 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
 
 
-def feature_dtype(trainer: Any) -> torch.dtype | None:
+def feature_dtype(
+    policy: nn.Module, reference: nn.Module | None, critic: Critic | ValueHead | None
+) -> torch.dtype | None:
     """The dtype in which the policy, its reference and its critic take features of media; `None` if they differ."""
-    models = (trainer.prompts.model, trainer.ref_model, getattr(getattr(trainer, "critic", None), "model", None))
-    weights = [each.parameters() for each in models if each is not None]
+    models = (policy, reference, getattr(critic, "model", None))  # which a value head lacks
+    weights = [model.parameters() for model in models if model is not None]
     dtypes = {next(weight.dtype for weight in each if weight.is_floating_point()) for each in weights}
     return dtypes.pop() if len(dtypes) == 1 else None
 

@@ -43,7 +43,7 @@ from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
-from .checkpoints import CheckpointMixin, what_was_checked
+from .checkpoints import CheckpointMixin, checked_settings
 from .optimizer import choose_what_trains
 from .setup import (
     check_family,
@@ -223,7 +223,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
                 compute_metrics=compute_metrics,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        choose_what_trains(self)
+        choose_what_trains(self.model, args, self.optimizer)
         self.train_dataset: Any = train_dataset
         self._refuse_unsupported()
         # The loss is a mean over the learned tokens of an update, whatever the model's own forward does
@@ -414,14 +414,14 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             "skipped_rows": self._stream.skipped,
             "num_tokens": self._total_train_tokens,
             **self.checks.state_dict(),
-            "checked": what_was_checked(self),
+            "checked": checked_settings(self._policy, self.model, self.args),
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metrics["train"].update(state["metrics"])
         self._n_skipped, self._stream.skipped = state["n_skipped"], state["skipped_rows"]
         self._total_train_tokens = state["num_tokens"]
-        if state.get("checked") == what_was_checked(self):
+        if state.get("checked") == checked_settings(self._policy, self.model, self.args):
             self.checks.load_state_dict(state)
 
     def _training_lines(self) -> list[tuple[str, str]]:

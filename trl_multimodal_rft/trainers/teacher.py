@@ -4,15 +4,17 @@
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, ProcessorMixin
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
 from ..data.columns import TEACHER, TEACHER_COLUMNS
+from ..data.rows import Row
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
@@ -24,23 +26,28 @@ from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
-from ..models.wrapped import unwrapped
 from ..rollout.prompts import reads_apart
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
 from ..rollout.views import view_prompts
 from ..views import as_view
+from .configs import mapping
+from .distillation_config import MultimodalDistillationConfig
+from .ema import MovingAverage
+from .run import Run
 
 
 # Settings of processors that features of media depend on, besides their size
 _GEOMETRY = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
 _GEOMETRY += ("sampling_rate", "feature_size", "hop_length", "n_fft")
 
+Processor = ProcessorMixin | PreTrainedTokenizerBase
 
-def load_teacher(teacher: Any, args: Any) -> Any:
+
+def load_teacher(teacher: str | PreTrainedModel | None, args: MultimodalDistillationConfig) -> PreTrainedModel | None:
     """A teacher as TRL loads it by its name; a model as it is."""
     teacher = args.teacher_model_name_or_path if teacher is None else teacher
-    init_kwargs = dict(args.teacher_model_init_kwargs or {})
+    init_kwargs = dict(mapping(args.teacher_model_init_kwargs))
     if not isinstance(teacher, str):
         if init_kwargs:
             raise ValueError(
@@ -51,12 +58,14 @@ def load_teacher(teacher: Any, args: Any) -> Any:
         return teacher
     if args.teacher_model_revision is not None:
         init_kwargs.setdefault("revision", args.teacher_model_revision)
-    if args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
         init_kwargs["device_map"] = None
     return load_model(teacher, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
 
 
-def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel, processor: Any, args: Any) -> None:
+def check_teacher(
+    student: PreTrainedModel, teacher: PreTrainedModel, processor: Processor, args: MultimodalDistillationConfig
+) -> None:
     """Refuses a teacher that other tokens, or other features of media, mean something to."""
     obstacle = _other_config(student, teacher, isinstance(processor, ProcessorMixin))
     name = get_config_model_id(teacher.config)
@@ -92,9 +101,9 @@ def _other_config(student: PreTrainedModel, teacher: PreTrainedModel, has_media:
     return None
 
 
-def _other_processor(own: Any, theirs: Any) -> str | None:
+def _other_processor(own: Processor, theirs: Processor) -> str | None:
     """How the tokens or the features of two processors differ."""
-    tokenizers = [getattr(each, "tokenizer", each) for each in (own, theirs)]
+    tokenizers = [each.tokenizer if isinstance(each, ProcessorMixin) else each for each in (own, theirs)]
     vocabularies = [each.get_vocab() for each in tokenizers]
     for token, index in vocabularies[0].items():
         if vocabularies[1].get(token) != index:
@@ -121,43 +130,41 @@ def rule_of(model: PreTrainedModel, who: str) -> HeadRule:
     return rule
 
 
-def teacher_prompts(trainer: Any, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
+def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> list[EncodedPrompt]:
     """
     The prompts of completions as the teacher reads them, with the columns of the row that are its own in place of the
     student's, under the `teacher_view`; one object for each of the rollout's, which it is where they don't differ.
     """
     apart = [reads_apart(row.stored) for row in rows]
     if any(apart):
-        if trainer.tools:
+        if run.toolbox.tools:
             raise ValueError(
                 "Results of tools would follow prompts of another length, so columns of the teacher such as "
                 f"{_own_columns(rows[apart.index(True)].stored)[0]!r} can't be used with `tools`; remove one of them."
             )
-        placed, encoded = trainer.prompts.messages([row.stored for row in rows], TEACHER), {}
+        placed, encoded = run.prompts.messages([row.stored for row in rows], TEACHER), {}
         messages = [own if its else each for each, own, its in zip(rollout.messages, placed, apart, strict=True)]
         for prompt, row, own, its in zip(rollout.prompts, rows, messages, apart, strict=True):
             if not its or row.teachers is not None:
                 encoded[id(prompt)] = row.teachers if its else prompt
             elif id(prompt) not in encoded:
-                encoded[id(prompt)] = trainer.prompts.encode(own, row.number)
+                encoded[id(prompt)] = run.prompts.encode(own, row.number)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, messages=messages)
-    prompts = seen_under(trainer, rollout, trainer.args.teacher_view)
+    prompts = prompts_under(run, rollout, run.args.teacher_view)
     share_media(prompts)
     return prompts
 
 
-def seen_under(trainer: Any, rollout: Rollout, given: str | None) -> list[EncodedPrompt]:
-    """The prompts of completions under a view of this step, if one is given."""
-    if given is None:
+def prompts_under(run: Run, rollout: Rollout, view: str | None) -> list[EncodedPrompt]:
+    """The prompts of completions under a view of this step, if there is one."""
+    if view is None:
         return rollout.prompts
-    view = as_view(given).seeded(trainer.args.seed, rollout.step)
-    return view_prompts(rollout, view, trainer.prompts, trainer.toolbox)
+    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), run.prompts, run.toolbox)
 
 
-def check_own_teacher(trainer: Any, row: Any) -> None:
+def check_own_teacher(args: MultimodalDistillationConfig, row: Row) -> None:
     """Refuses a student that would be its own teacher of what it sees itself."""
-    args = trainer.args
     if args.teacher_view is None and args.student_view is None and not _own_columns(row):
         raise ValueError(
             "There is no teacher but the student itself, which sees the same, so that it would learn nothing; pass "
@@ -166,76 +173,85 @@ def check_own_teacher(trainer: Any, row: Any) -> None:
         )
 
 
-def _own_columns(row: Any) -> list[str]:
+def _own_columns(row: Row) -> list[str]:
     return [name for name in TEACHER_COLUMNS if name in row]
 
 
-def server_teacher(trainer: Any) -> ServerTeacher:
+def server_teacher(
+    url: str, args: MultimodalDistillationConfig, student: PreTrainedModel, processor: Processor
+) -> ServerTeacher:
     """The teacher on a server. Refuses one of other tokens or features."""
-    args, student = trainer.args, trainer._unwrapped(trainer.model)
-    server = ServerTeacher(
-        args.teacher_model_server_url, trainer.processing_class, args.vllm_server_timeout, args.trust_remote_code
-    )
+    server = ServerTeacher(url, processor, args.vllm_server_timeout, args.trust_remote_code)
     size = student.config.get_text_config().vocab_size
     if server.vocab_size != size:
         obstacle: str | None = f"it has vocab_size {server.vocab_size}, the student {size}"
     else:
         theirs = load_processor(server.name, server.revision, args.trust_remote_code)
-        obstacle = _other_processor(trainer.processing_class, theirs)
+        obstacle = _other_processor(processor, theirs)
     if obstacle is not None:
         raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")
     return server
 
 
-def score_on_server(trainer: Any, rollout: Rollout, read: list[ServerRequest]) -> None:
+def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[ServerRequest]) -> None:
     """Adds what a teacher on a server says of a rollout, given its prompts as the teacher reads them."""
-    width, device = rollout.completion_ids.size(1), trainer.accelerator.device
-    top_k = functools.partial(trainer.teacher_server.top_k, read, rollout.ids, width, trainer.args.loss_top_k)
-    found = on_all_ranks(trainer.accelerator, top_k)
-    rollout.teacher_ids, rollout.teacher_logps = (each.to(device) for each in found)
+    width, device = rollout.completion_ids.size(1), run.accelerator.device
+    top_k = functools.partial(server.top_k, requests, rollout.ids, width, run.args.loss_top_k)
+    ids, logps = on_all_ranks(run.accelerator, top_k)
+    rollout.teacher_ids, rollout.teacher_logps = ids.to(device), logps.to(device)
 
 
-@contextmanager
-def _as_teacher(trainer: Any) -> Iterator[Any]:
-    """The model that teaches, as it scores completions."""
-    if trainer.teacher_model is not None:
-        yield trainer.teacher_model
-        return
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    base = trainer.args.self_teacher == "base"
-    if trainer.ema is not None:
-        trainer.ema.follow(trainer.model)
-    with (
-        evaluation_mode(trainer.model),
-        disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
-        same_weights_trained(model) if base else nullcontext(),
-        use_adapter(model, None) if base else nullcontext(),
-        nullcontext() if trainer.ema is None else trainer.ema.applied(),
-    ):
-        yield trainer.model
+@dataclass
+class Teacher:
+    """A teacher: another model, or the student itself, without its adapter or with an average of its weights."""
 
+    run: Run
+    model: nn.Module | None  # `None`: the student's
+    average: MovingAverage | None
+    rules: tuple[HeadRule, HeadRule]  # of the student's head and of the teacher's
 
-def local_target(trainer: Any, rollout: Rollout) -> Target:
-    """What a teacher says of the completions of a micro-batch; one on a server has said it before."""
-    args, mask = trainer.args, rollout.loss_mask
-    if rollout.teacher_ids is not None:
-        given = {"ids": rollout.teacher_ids, "logps": rollout.teacher_logps}
-        return Target(mask, trainer.student_rule, trainer.beta, add_tail=args.loss_add_tail, **given)
-    with torch.no_grad(), _as_teacher(trainer) as model:
-        states = trainer._policy.states(
-            model,
-            rollout.teacher_prompts or rollout.prompts,
-            rollout.completion_ids,
-            rollout.completion_mask,
-            packed=rollout.packed,
-        )
-        head = head_of(unwrapped(trainer.accelerator, model), trainer.teacher_rule)
-        if trainer.ema is not None and not args.loss_top_k:  # the weights are the student's again when it is used
-            head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
-        given: Any = {"hidden": states, "head": head}
-        if args.loss_top_k:
-            given = top_k_of(states, head, mask, args.loss_top_k, trainer.temperature)
-    return Target(mask, trainer.student_rule, trainer.beta, trainer.temperature, add_tail=args.loss_add_tail, **given)
+    @contextmanager
+    def _teaching(self) -> Iterator[nn.Module]:
+        """The model that teaches, as it scores completions."""
+        if self.model is not None:
+            yield self.model
+            return
+        args = self.run.args
+        student: Any = self.run.model()
+        model = self.run.accelerator.unwrap_model(student)
+        base = args.self_teacher == "base"
+        if self.average is not None:
+            self.average.follow(student)
+        with (
+            evaluation_mode(student),
+            disable_gradient_checkpointing(student, args.gradient_checkpointing_kwargs),
+            same_weights_trained(model) if base else nullcontext(),
+            use_adapter(model, None) if base else nullcontext(),
+            nullcontext() if self.average is None else self.average.applied(),
+        ):
+            yield student
+
+    def target(self, rollout: Rollout) -> Target:
+        """What a teacher says of the completions of a micro-batch; one on a server has said it before."""
+        args, mask, policy = self.run.args, rollout.loss_mask, self.run.policy
+        if rollout.teacher_ids is not None:
+            given = {"ids": rollout.teacher_ids, "logps": rollout.teacher_logps}
+            return Target(mask, self.rules[0], args.beta, add_tail=args.loss_add_tail, **given)
+        with torch.no_grad(), self._teaching() as model:
+            states = policy.states(
+                model,
+                rollout.teacher_prompts or rollout.prompts,
+                rollout.completion_ids,
+                rollout.completion_mask,
+                packed=rollout.packed,
+            )
+            head = head_of(policy.unwrapped(model), self.rules[1])
+            if self.average is not None and not args.loss_top_k:  # the weights are the student's again when it is used
+                head = head._replace(weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
+            given: Any = {"hidden": states, "head": head}
+            if args.loss_top_k:
+                given = top_k_of(states, head, mask, args.loss_top_k, policy.temperature)
+        return Target(mask, self.rules[0], args.beta, policy.temperature, add_tail=args.loss_add_tail, **given)
 
 
 def top_k_of(

@@ -5,7 +5,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,10 +22,15 @@ from ...forward.masks import sharing_obstacle
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.quantization import keep_differentiable
 from ...models.towers import find_tower
+from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
 from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
+
+if TYPE_CHECKING:
+    from ...trainers.grpo_config import MultimodalGRPOConfig
+    from ...trainers.rloo_config import MultimodalRLOOConfig
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
 
@@ -118,17 +123,16 @@ class Actor(nn.Module):
                 "load_in_4bit": load_in_4bit,
                 "model_class": model_class,
             }
-            given = [name for name, value in loading.items() if value]
-            if given:
+            if passed := [name for name, value in loading.items() if value]:
                 raise ValueError(
-                    f"`{given[0]}` says how to load a model, but an instance was passed; pass a path, or drop it."
+                    f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or drop it."
                 )
-            model = pretrain_or_model
-            if lora_rank > 0 and model is not self._base(model):
+            model, base = pretrain_or_model, unwrapped(None, pretrain_or_model)
+            if lora_rank > 0 and model is not base:
                 raise ValueError("The instance has an adapter already; pass the base model, or `lora_rank=0`.")
-            if bf16 and not getattr(self._base(model), "is_quantized", False):
-                cast_parameters(model, self._base(model), torch.bfloat16)
-        base = self._base(model)
+            if bf16 and not getattr(base, "is_quantized", False):
+                cast_parameters(model, base, torch.bfloat16)
+        base = unwrapped(None, model)
         if family_of(base).indexed_media:
             raise ValueError(
                 f"{base.config.model_type} has media tensors that index others, which breaks when experiences are "
@@ -146,7 +150,9 @@ class Actor(nn.Module):
                 raise ValueError(f"`packing_samples=True` isn't exact for this model: {obstacle}.")
             install_prefix_attention(base)
         has_fused_head = add_fused_head(base, temperature=temperature, outputs=("log_probs", "entropy"))
-        self._fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
+        # Without an accelerator: the model is whole on each rank, and its forwards are never collective
+        fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
+        self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
             model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
@@ -154,14 +160,10 @@ class Actor(nn.Module):
         self.model = model
         self.training = base.training
 
-    @staticmethod
-    def _base(model: Any) -> PreTrainedModel:
-        return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-
     @property
     def base_model(self) -> PreTrainedModel:
         """The model without adapter."""
-        return self._base(self.model)
+        return unwrapped(None, self.model)
 
     @property
     def config(self):
@@ -182,7 +184,7 @@ class Actor(nn.Module):
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
-        **media: Any,
+        **media: torch.Tensor | None,
     ) -> torch.Tensor | ModelOutput | tuple[torch.Tensor, ModelOutput]:
         """
         Log-probabilities of the actions, the last tokens of each sequence.
@@ -212,9 +214,9 @@ class Actor(nn.Module):
             `TypeError`: If the model has no argument of that name.
             `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
-        media = self._known(media)
+        known = self._known(media)
         if packed_seq_lens is not None:
-            return self._forward_packed(sequences, num_actions, packed_seq_lens, media, return_output)
+            return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)
         if num_actions is None and not return_output:
             raise ValueError(
                 "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
@@ -228,14 +230,14 @@ class Actor(nn.Module):
             check_num_actions(num_actions, length)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
-        inputs = self._inputs(sequences, media, num_actions or 0)
+        inputs = self._inputs(sequences, known, num_actions or 0)
         inputs["attention_mask"] = attention_mask
         if self.config.get_text_config() is self.config:
             # Language models number their positions from the left edge, padding included
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         if num_actions is None:
             return self.model(input_ids=sequences, **inputs)
-        if return_output or self._fallbacks.logits_from_model:
+        if return_output or self.policy_forward.fallbacks.logits_from_model:
             output = self.model(input_ids=sequences, **inputs)
             if output.logits.shape[:2] != sequences.shape:
                 raise ValueError(
@@ -261,11 +263,18 @@ class Actor(nn.Module):
             output["action_entropy"] = entropy
         return logps, output
 
-    def _forward_packed(self, sequences, num_actions, lengths, media, return_output):
+    def _forward_packed(
+        self,
+        sequences: torch.Tensor,
+        num_actions: int | list[int] | None,
+        lengths: list[int],
+        media: dict[str, torch.Tensor],
+        return_output: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, ModelOutput]:
         if not self.packing_samples:
             raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
         prompts, completion_ids, mask = packed_prompts(self.base_model, sequences, num_actions, lengths, media)
-        scores = PolicyForward(fallbacks=self._fallbacks, temperature=self.temperature).score(
+        scores = self.policy_forward.score(
             self.model, prompts, completion_ids, mask.long(), packed=True, compute_aux_loss=self._has_router
         )
         logps = scores.logps[mask][None].float()
@@ -280,14 +289,13 @@ class Actor(nn.Module):
     def _has_router(self) -> bool:
         return hasattr(self.config.get_text_config(), "output_router_logits")
 
-    def _known(self, media: dict[str, Any]) -> dict[str, torch.Tensor]:
-        given = {name: value for name, value in media.items() if value is not None}
-        for name in _GRIDS - self._accepted:
-            given.pop(name, None)
-        for name, value in given.items():
-            if name not in self._accepted or not isinstance(value, torch.Tensor):
+    def _known(self, media: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        accepted = self._accepted
+        known = {n: value for n, value in media.items() if value is not None and (n in accepted or n not in _GRIDS)}
+        for name, value in known.items():
+            if name not in accepted or not isinstance(value, torch.Tensor):
                 raise TypeError(f"{type(self.base_model).__name__} takes no media tensor `{name}`.")
-        return given
+        return known
 
     @property
     def _accepted(self) -> set[str]:
@@ -303,7 +311,7 @@ class Actor(nn.Module):
     @torch.no_grad()
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Samples completions, never with placeholders of media.
 
@@ -349,15 +357,14 @@ class Actor(nn.Module):
         if options["do_sample"]:
             kwargs = {**kwargs, **self.sampling_options(options)}
         with evaluation_mode(self):
-            sequences: Any = self.model.generate(
+            sequences = self.model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 **inputs,
                 use_cache=True,
                 **{**kwargs, "pad_token_id": pad_id},
             )
-        results: Any = mask_completions(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)[:3]
-        return results
+        return self.process_sequences(sequences, input_ids.size(1), eos_ids, pad_id, attention_mask)
 
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
@@ -393,7 +400,7 @@ class Actor(nn.Module):
         self,
         sequences: torch.Tensor,
         input_len: int,
-        eos_token_id: int | Sequence[int],
+        eos_token_id: int | Sequence[int] | None,
         pad_token_id: int,
         prompt_attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -439,7 +446,7 @@ class Actor(nn.Module):
         share = 100 * trainable / total
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")  # noqa: T201
 
-    def model_for(self, args) -> nn.Module:
+    def model_for(self, args: "MultimodalGRPOConfig | MultimodalRLOOConfig") -> nn.Module:
         """
         The model, for a trainer of this package.
 

@@ -81,7 +81,7 @@ class ActorAL(Actor):
         audio_values: torch.Tensor | None = None,
         audio_attention_mask: torch.Tensor | None = None,
         **kwargs,
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Samples completions to prompts with audio, see [`Actor.generate`]; for the media see [`ActorAL.forward`].
         """

@@ -68,7 +68,7 @@ class ActorVL(Actor):
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         **kwargs,
-    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Samples completions to prompts with images and videos, see [`Actor.generate`]; for the media see
         [`ActorVL.forward`].

@@ -3,7 +3,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +12,8 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_
 from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ...forward.inputs import to_model
 
+
+Rows = torch.Tensor | Sequence[torch.Tensor]
 
 # Numbers of the modalities in per-token fields, as processors write them
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
@@ -37,12 +38,7 @@ def bare_inputs(
                     "pass rows with clips of one length at a time."
                 )
     if not given:
-        given = token_fields(model, sequences)
-        videos = any(modality_of(name) == "video" for name in media)
-        if "mm_token_type_ids" in given and videos and not (given["mm_token_type_ids"] == 2).any():
-            raise MediaError(
-                "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
-            )
+        given = _checked_fields(model, sequences, media)
         for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
             given[name] = given[name].clone()
             given[name][:, -num_actions:] = fill
@@ -58,7 +54,9 @@ def bare_prompt(
     """A prompt from bare tensors, on the CPU; without `fields`, per-token fields are read off the ids."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
-    fields = {name: value.cpu() for name, value in (fields or {}).items()} or token_fields(model, ids)
+    fields = {name: value.cpu() for name, value in (fields or {}).items()}
+    check_media(model, [ids], media)
+    fields = fields or _checked_fields(model, ids, media)
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))
 
@@ -137,7 +135,20 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     return {name: with_ends if name in TOKEN_FIELDS_WITH_ENDS else types for name in names}
 
 
-def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _checked_fields(
+    model: PreTrainedModel, input_ids: torch.Tensor, media: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same for ids with media; videos must have placeholders of their own."""
+    fields = token_fields(model, input_ids)
+    videos = any(modality_of(name) == "video" for name in media)
+    if "mm_token_type_ids" in fields and videos and not (fields["mm_token_type_ids"] == 2).any():
+        raise MediaError(
+            "this family writes videos with the token for images; pass the processor's `mm_token_type_ids`."
+        )
+    return fields
+
+
+def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Media of each row, as slices of those of all rows, by the rows' placeholders."""
     check_media(model, rows, media)
     placeholders = _placeholders(model)
@@ -173,7 +184,7 @@ def split_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
     return result
 
 
-def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor]) -> None:
+def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> None:
     """
     Checks that a batch's placeholders match its media, row by row where their tensors allow it. Models don't: most
     raise with too few features, but some silently run with too many or none.
@@ -207,7 +218,7 @@ def check_media(model: PreTrainedModel, rows: Any, media: dict[str, torch.Tensor
 
 
 def has_too_few_placeholders(
-    model: PreTrainedModel, rows: Any, modality: str, tensors: dict[str, torch.Tensor]
+    model: PreTrainedModel, rows: Rows, modality: str, tensors: dict[str, torch.Tensor]
 ) -> bool:
     """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
     counts = _token_counts(model, modality, tensors)
@@ -219,12 +230,12 @@ def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:
     return placeholder_token_ids(model, model)
 
 
-def _masks(rows, ids: set[int]) -> list[torch.Tensor]:
+def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:
     """Where each row holds one of the ids, on the CPU."""
     return [torch.isin(row.cpu(), torch.tensor(sorted(ids), dtype=row.dtype)) for row in rows]
 
 
-def _token_counts(model, modality, tensors) -> list[int] | None:
+def _token_counts(model: PreTrainedModel, modality: str, tensors: dict[str, torch.Tensor]) -> list[int] | None:
     """Number of tokens of each medium, where the tensors give it."""
     grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
     if grid is not None:
@@ -241,7 +252,9 @@ def _token_counts(model, modality, tensors) -> list[int] | None:
     return None if whisper_rule is None else whisper_rule(lengths)[1].tolist()
 
 
-def _count_media(model, modality, masks, tensors) -> list[int]:
+def _count_media(
+    model: PreTrainedModel, modality: str, masks: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> list[int]:
     sizes = _token_counts(model, modality, tensors)
     if sizes is not None:
         counts, used = [], 0

@@ -2,7 +2,7 @@
 """KL divergence, token rewards and masked means with the signatures of `lightrft.models.utils`."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -72,7 +72,7 @@ def compute_reward(
             compute_reward(one, kl_coef, row[None], torch.arange(len(row), device=row.device)[None] < n)[0]
             for one, row, n in zip(r, kl, counts, strict=True)
         ]
-    divergence: Any = kl
+    divergence = kl if isinstance(kl, torch.Tensor) else torch.stack(kl)
     return place_rewards(r, action_mask) - max(kl_coef, 0.0) * torch.where(action_mask.bool(), divergence, 0)
 
 

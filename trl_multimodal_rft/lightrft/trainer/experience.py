@@ -9,43 +9,46 @@ of one sample after those of another.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply
 
 from ...algorithms.advantages import clip_filter_like_weights, group_statistics
+from ...encoding.prompts import EncodedPrompt
 
 
-Tokens = Any  # a tensor, or one per row where rows are packed
+Tokens = torch.Tensor | list[torch.Tensor]  # padded, or one tensor per row
+Fields = TypeVar("Fields", bound=Tokens)  # what fields of tokens are: those of a batch, or of a sample
+Moved = TypeVar("Moved")
 
 
-def to(tensor: Any, device: torch.device | str) -> Any:
+def to(tensor: Moved, device: torch.device | str) -> Moved:
     """
     Moves tensors to a device, however deeply nested.
 
     Args:
-        tensor (`Any`):
+        tensor (`torch.Tensor`):
             A tensor, or lists, tuples and dicts that hold tensors.
         device (`torch.device` or `str`):
             Target device.
 
     Returns:
-        `Any`: New containers of moved tensors. Everything else stays as it is.
+        `torch.Tensor`: A moved tensor, or new containers of moved tensors. Everything else stays as it is.
     """
-    return recursively_apply(lambda each: each.to(device), tensor)
+    return recursively_apply(lambda value: value.to(device), tensor)
 
 
-def pin_memory(tensor: Any) -> Any:
+def pin_memory(tensor: Moved) -> Moved:
     """
     Pins CPU tensors, however deeply nested, so that they move to a GPU faster, see [`to`].
 
     Returns:
-        `Any`: New containers of pinned tensors; the argument itself without CUDA.
+        `torch.Tensor`: New containers of pinned tensors; the argument itself without CUDA.
     """
     if not torch.cuda.is_available():
         return tensor
-    return recursively_apply(lambda each: each.pin_memory() if each.device.type == "cpu" else each, tensor)
+    return recursively_apply(lambda value: value.pin_memory() if value.device.type == "cpu" else value, tensor)
 
 
 def clip_filter_like_weight_func(
@@ -74,7 +77,7 @@ def clip_filter_like_weight_func(
 
 
 @dataclass(eq=False)
-class Record:
+class Record(Generic[Fields]):
     """
     Sequences whose tensors all move together.
 
@@ -83,10 +86,10 @@ class Record:
             Ids of prompt and completion, shape `(B, S)`.
     """
 
-    sequences: Tokens
+    sequences: Fields
 
     @torch.no_grad()
-    def to_device(self, device: torch.device | str) -> "Record":
+    def to_device(self, device: torch.device | str) -> Self:
         """
         Moves every tensor, in place, see [`to`].
 
@@ -97,7 +100,7 @@ class Record:
             setattr(self, field.name, to(getattr(self, field.name), device))
         return self
 
-    def pin_memory(self) -> "Record":
+    def pin_memory(self) -> Self:
         """Pins every tensor, in place, and returns itself."""
         for field in fields(self):
             setattr(self, field.name, pin_memory(getattr(self, field.name)))
@@ -105,7 +108,7 @@ class Record:
 
 
 @dataclass(eq=False)
-class VisionRecord(Record):
+class VisionRecord(Record[Fields]):
     """
     Images and videos.
 
@@ -119,15 +122,15 @@ class VisionRecord(Record):
             sample.
     """
 
-    pixel_values: Any = None
-    image_grid_thws: Any = None
-    pixel_values_videos: Any = None
-    video_grid_thws: Any = None
-    raw_images: Any = None
+    pixel_values: torch.Tensor | None = None
+    image_grid_thws: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thws: torch.Tensor | None = None
+    raw_images: list | None = None
 
 
 @dataclass(eq=False)
-class AudioRecord(Record):
+class AudioRecord(Record[Fields]):
     """
     Audio.
 
@@ -138,8 +141,8 @@ class AudioRecord(Record):
             1 on frames of a clip, 0 on padding, shape `(N, frames)`.
     """
 
-    audio_values: Any = None
-    audio_attention_mask: Any = None
+    audio_values: torch.Tensor | None = None
+    audio_attention_mask: torch.Tensor | None = None
 
 
 VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
@@ -147,7 +150,7 @@ AUDIO_FIELDS = ("audio_values", "audio_attention_mask")
 
 
 @dataclass(eq=False)
-class ActionRecord(Record):
+class ActionRecord(Record[Fields]):
     """
     Completions with what an update needs. Shapes are those of a padded batch; packed, fields are lists.
 
@@ -164,18 +167,25 @@ class ActionRecord(Record):
             dicts hold more of the kind, any other value is about the whole batch.
     """
 
-    action_log_probs: Any
-    base_action_log_probs: Any
-    values: Any
-    returns: Any
-    advantages: Any
-    attention_mask: Any
-    action_mask: Any
-    info: Any
+    action_log_probs: Fields | None
+    base_action_log_probs: Fields | None
+    values: Fields | None
+    returns: Fields | None
+    advantages: Fields | None
+    attention_mask: Fields | None
+    action_mask: Fields | None
+    info: dict[str, Any] | None
+
+
+def info_of(record: ActionRecord) -> dict[str, Any]:
+    """The `info` of a batch or of a sample, which gets an empty one if it has none."""
+    if record.info is None:
+        record.info = {}
+    return record.info
 
 
 @dataclass(eq=False)
-class Experience(ActionRecord):
+class Experience(ActionRecord[Tokens]):
     """
     A batch of completions, see [`ActionRecord`].
 
@@ -187,35 +197,35 @@ class Experience(ActionRecord):
             [Beyond the 80/20 Rule](https://huggingface.co/papers/2506.01939).
     """
 
-    kl: Any = None
-    action_entropy: Any = None
+    kl: Tokens | None = None
+    action_entropy: Tokens | None = None
 
 
 @dataclass(eq=False)
-class OptionalFields:
+class OptionalFields(Generic[Fields]):
     """Defaults of fields that follow those of media, see [`ActionRecord`]."""
 
-    action_log_probs: Any = None
-    base_action_log_probs: Any = None
-    values: Any = None
-    returns: Any = None
-    advantages: Any = None
-    attention_mask: Any = None
-    action_mask: Any = None
-    info: Any = None
+    action_log_probs: Fields | None = None
+    base_action_log_probs: Fields | None = None
+    values: Fields | None = None
+    returns: Fields | None = None
+    advantages: Fields | None = None
+    attention_mask: Fields | None = None
+    action_mask: Fields | None = None
+    info: dict[str, Any] | None = None
 
 
 # A dataclass takes the fields of its last base first: sequences, media, the rest
 
 
 @dataclass(eq=False)
-class _MediaExperience(OptionalFields, Experience):
-    extra_media: Any = None
-    media_rows: Any = None
+class _MediaExperience(OptionalFields[Tokens], Experience):
+    extra_media: dict[str, torch.Tensor] | None = None
+    media_rows: dict[str, list[int]] | None = None
 
 
 @dataclass(eq=False)
-class ExperienceVL(_MediaExperience, VisionRecord):
+class ExperienceVL(_MediaExperience, VisionRecord[Tokens]):
     """
     An experience with images and videos, see [`Experience`] and see [`VisionRecord`]. Pass its fields by name.
 
@@ -228,7 +238,7 @@ class ExperienceVL(_MediaExperience, VisionRecord):
 
 
 @dataclass(eq=False)
-class ExperienceAL(_MediaExperience, AudioRecord):
+class ExperienceAL(_MediaExperience, AudioRecord[Tokens]):
     """An experience with audio, see [`ExperienceVL`] and see [`AudioRecord`]. Pass its fields by name."""
 
 
@@ -240,23 +250,21 @@ class ExperienceOmni(ExperienceAL, ExperienceVL):
 @dataclass(eq=False)
 class Samples:
     """
-    Completions as they were sampled, padded, or packed into one row.
+    Completions as they were sampled.
 
     Args:
         sequences, attention_mask (`torch.Tensor`):
-            Ids of prompt and completion, and 1 on tokens, shape `(B, S)` or, packed, `(1, total length)`.
+            Ids of prompt and completion, and 1 on tokens, shape `(B, S)`.
         action_mask (`torch.Tensor`):
-            1 on actions, shape `(B, A)`; `None` if packed.
-        num_actions (`int` or `torch.Tensor`):
-            Columns of the actions, or, packed, actions of each sample, shape `(B,)`.
-        packed_seq_lens (`torch.Tensor`):
-            Tokens of each packed sample, shape `(B,)`; `None` if padded.
+            1 on actions, shape `(B, A)`.
+        num_actions (`int`):
+            Columns of the actions, `A`.
+        packed_seq_lens, pad_len (*optional*):
+            `None`: samples are padded, and packed in updates alone.
         response_length, total_length (`torch.Tensor`):
             Actions and tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):
             Prompt and ground truth of each sample.
-        pad_len (`int`, *optional*):
-            Tokens of padding at the end of a packed row.
         encoded_prompts (`list[EncodedPrompt]`, *optional*):
             Encoded prompt of each sample; samples of a group hold the same object.
         truncated (`torch.Tensor`, *optional*):
@@ -266,15 +274,15 @@ class Samples:
     """
 
     sequences: torch.Tensor
-    attention_mask: Any
-    action_mask: Any
-    num_actions: int | torch.Tensor
-    packed_seq_lens: Any
+    attention_mask: torch.Tensor
+    action_mask: torch.Tensor
+    num_actions: int
+    packed_seq_lens: torch.Tensor | None
     response_length: torch.Tensor
     total_length: torch.Tensor
     prompts: list
-    labels: Any = None
-    pad_len: Any = None
-    encoded_prompts: Any = None
-    truncated: Any = None
-    rows: Any = None
+    labels: list | None = None
+    pad_len: int | None = None
+    encoded_prompts: list[EncodedPrompt] | None = None
+    truncated: torch.Tensor | None = None
+    rows: list[dict[str, Any]] | None = None

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,8 @@ from ...data.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ...families import family_of
 from ...forward.inputs import left_pad
 from ...models.modes import evaluation_mode
-from ...policy import Fallbacks, PolicyForward
 from ...rollout.prompts import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
@@ -42,6 +41,7 @@ from .experience import (  # noqa: F401  some of them only for users of LightRFT
 )
 from .experience_config import ExperienceConfig, check_options
 from .experience_media import media_fields
+from .replay_buffer_utils import TYPES
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages, penalize_length
 
@@ -321,7 +321,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             },
             disable_compile=True,
         )
-        completions = self._generate(prompts, config, pad_id)
+        with evaluation_mode(self.actor):
+            completions = self.actor.policy_forward.sample(self.actor.model, prompts, config, pad_id)
         padded = left_pad(prompts, pad_id)
         prompt_ids, prompt_mask = (padded[name].to(self.device) for name in ("input_ids", "attention_mask"))
         sequences, attention_mask, action_mask, truncated = mask_completions(
@@ -343,15 +344,6 @@ class NaiveExperienceMaker(RolloutAdvantages):
             rows=list(rows),
         )
 
-    @property
-    def _forward(self) -> PolicyForward:
-        """Forwards without an accelerator: models are whole on each rank, and never collective."""
-        return PolicyForward(fallbacks=Fallbacks(isolate=family_of(self.actor).isolate))
-
-    def _generate(self, prompts: Sequence[EncodedPrompt], config: GenerationConfig, pad_id: int) -> Any:
-        with evaluation_mode(self.actor):
-            return self._forward.sample(self.actor.model, prompts, config, pad_id)
-
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
         """
@@ -366,35 +358,29 @@ class NaiveExperienceMaker(RolloutAdvantages):
             completion), `response_length`, `total_length`, `num_actions` and `truncated`, all `(B,)` except the
             number of actions, and metrics of `reward_fn` as `reward_metrics`. The models' modes stay unchanged.
         """
-        mask = samples.action_mask
-        base_logps = values = bootstrap = None
-        logps, entropy = self._action_log_probs(self.actor, samples)
+        mask, rollout, critic = samples.action_mask, self._rollout(samples), self.critic
+        base_logps = None
+        logps, entropy = self._action_log_probs(self.actor, rollout)
         if self.initial_model is not None:
             is_policy = self.initial_model is self.actor
             with self.actor.model.disable_adapter() if is_policy else nullcontext():
-                base_logps, _ = self._action_log_probs(self.initial_model, samples)
-        if self.critic is not None:
-            values, bootstrap = self._state_values(samples)
+                base_logps, _ = self._action_log_probs(self.initial_model, rollout)
+        values, bootstrap = (None, None) if critic is None else self._state_values(critic, samples, rollout)
         rewards, metrics = self.rewards(samples)
         kl = torch.zeros_like(logps)
         if base_logps is not None:
             kl = approx_kl(logps, base_logps, mask, self.strategy.kl_estimator)
-        info = {
+        info: dict[str, Any] = {
             "reward": rewards.to(self.device),
             "kl": (kl * mask).sum(1) / mask.sum(1).clamp(min=1),
             "response_length": samples.response_length,
             "total_length": samples.total_length,
             "num_actions": samples.num_actions,
         }
-        if samples.truncated is not None:
-            info["truncated"] = samples.truncated
-        if bootstrap is not None:
-            info["bootstrap"] = bootstrap
-        if metrics:
-            info["reward_metrics"] = metrics
-        kinds = set().union(*(p.modalities for p in samples.encoded_prompts or []))
-        cls = ExperienceAL if kinds == {"audio"} else ExperienceOmni if "audio" in kinds else ExperienceVL
-        cls = cls if kinds else Experience
+        others = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
+        info |= {name: value for name, value in others.items() if value is not None}
+        modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
+        cls, _ = TYPES[not modalities <= {"audio"}, "audio" in modalities]
         return cls(
             sequences=samples.sequences,
             action_log_probs=logps,
@@ -407,61 +393,54 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info=info,
             kl=kl,
             action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
-            **(media_fields(samples.encoded_prompts, cls) if kinds else {}),
+            **(media_fields(samples.encoded_prompts or [], cls) if modalities else {}),
         )
 
-    def _action_log_probs(self, actor: Actor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of the actions and, if the forward gives them, entropies, `(B, A)`, 0 outside the mask."""
-        mask, entropy = samples.action_mask, None
+        rollout = replace(rollout, packed=actor.packing_samples)
         with self._autocast(), evaluation_mode(actor):
-            if samples.encoded_prompts is not None:
-                rollout = self._rollout(samples, actor)
-                scores = score_in_batches(self._forward, actor.model, rollout, len(rollout))
-                logps, entropy = scores.logps.float(), scores.entropies
-            else:
-                inputs = (samples.sequences, samples.num_actions, samples.attention_mask)
-                with_entropy = actor.high_entropy_token_ratio > 0
-                logps = actor(*inputs, return_output=with_entropy)
-                if with_entropy:
-                    logps, output = logps
-                    entropy = output["action_entropy"]
+            scores = score_in_batches(actor.policy_forward, actor.model, rollout, len(rollout))
+        mask, entropy = rollout.completion_mask.bool(), scores.entropies
         entropy = None if entropy is None else torch.where(mask, entropy.float(), 0)
-        return torch.where(mask, logps, 0), entropy
+        return torch.where(mask, scores.logps.float(), 0), entropy
 
-    def _rollout(self, samples: Samples, actor: Actor) -> Rollout:
+    def _rollout(self, samples: Samples) -> Rollout:
         """Samples as the trainers score them."""
+        n_actions, prompts = samples.num_actions, samples.encoded_prompts
+        if prompts is None:
+            rows = zip(samples.sequences[:, :-n_actions], samples.attention_mask[:, :-n_actions].bool(), strict=True)
+            prompts = [bare_prompt(self.actor.base_model, ids[keep], {}) for ids, keep in rows]
         return Rollout(
-            samples.encoded_prompts,
-            torch.arange(len(samples.encoded_prompts)),  # scoring compares no groups
+            prompts,
+            torch.arange(len(prompts)),  # scoring compares no groups
             self.tokenizer.pad_token_id,
-            completion_ids=samples.sequences[:, -samples.num_actions :],
+            completion_ids=samples.sequences[:, -n_actions:],
             completion_mask=samples.action_mask.long(),
-            packed=actor.packing_samples,
+            packed=self.actor.packing_samples,
         )
 
-    def _state_values(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _state_values(
+        self, critic: nn.Module, samples: Samples, rollout: Rollout
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Values of the states before the actions, `(B, A)`, and with `bootstrap_truncated` those after truncated
         completions, `(B,)`, 0 after others.
         """
-        critic: Any = self.critic
-        bootstraps, mask, cut = self.strategy.bootstrap_truncated, samples.action_mask, samples.truncated
+        mask, cut = samples.action_mask, samples.truncated if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
-            if isinstance(critic, Critic) and samples.encoded_prompts is not None:
-                rollout = self._rollout(samples, self.actor)
-                values, after = score_values(
-                    self._forward, critic, critic, rollout, len(rollout), cut if bootstraps else None
-                )
-                return values, after if bootstraps else None
+            if isinstance(critic, Critic):
+                values, after = score_values(self.actor.policy_forward, critic, critic, rollout, len(rollout), cut)
+                return values, None if cut is None else after
             sequences, n_actions, attention_mask = samples.sequences, samples.num_actions, samples.attention_mask
-            if bootstraps:
+            if cut is not None:
                 # The state before a further token, whatever that is; truncated completions fill all columns
                 sequences, n_actions = F.pad(sequences, (0, 1)), n_actions + 1
                 mask, attention_mask = (
                     torch.cat([each, cut[:, None].to(each.dtype)], 1) for each in (mask, attention_mask)
                 )
             values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
-        return (values[:, :-1], values[:, -1]) if bootstraps else (values, None)
+        return (values, None) if cut is None else (values[:, :-1], values[:, -1])
 
     def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
         """Media of all rows, by the names of the model's forward."""

@@ -9,7 +9,7 @@ import torch
 
 from ...encoding.join import join_media
 from ...encoding.prompts import EncodedPrompt
-from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience
+from .experience import AUDIO_FIELDS, VISION_FIELDS, Experience, Record
 
 
 # Names in experiences of models' media tensors, where they differ
@@ -21,6 +21,8 @@ MEDIA_FIELDS = {
     "feature_attention_mask": "audio_attention_mask",
     "input_features_mask": "audio_attention_mask",
 }
+
+_EXTRA = "extra_media"
 
 # Of each modality the key of `info` with the number of media per sample, the tensor that has a row per medium for
 # every model, and those whose rows depend on the model
@@ -47,27 +49,33 @@ def media_fields(prompts: list[EncodedPrompt], experience_type: type[Experience]
     return result
 
 
-def media_tensors(record: Any) -> dict[str, torch.Tensor]:
+def media_tensors(record: Record) -> dict[str, torch.Tensor]:
     """All media of a batch or sample, by the names of experiences."""
     media = {name: getattr(record, name, None) for name in VISION_FIELDS + AUDIO_FIELDS}
     media = {name: tensor for name, tensor in media.items() if tensor is not None}
-    extra = getattr(record, "extra_media", None) or {}
+    extra: dict[str, torch.Tensor] = getattr(record, _EXTRA, None) or {}
     if duplicates := media.keys() & extra.keys():
         raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time.")
     return media | extra
 
 
-def share_media(previous: Any, items: Sequence[Any]) -> None:
+def set_media(record: Record, name: str, tensor: torch.Tensor) -> None:
+    """Sets a media tensor of a sample by its name in experiences, in place."""
+    if hasattr(record, name):
+        setattr(record, name, tensor)
+    else:
+        setattr(record, _EXTRA, {**(getattr(record, _EXTRA) or {}), name: tensor})
+
+
+def share_media(previous: Record, items: Sequence[Record]) -> None:
     """Gives samples the media tensors of the sample before them where they are equal, in place."""
     known = media_tensors(previous)
     for name, new in media_tensors(items[0]).items():
         if name not in known or not torch.equal(known[name], new):
             continue
         for item in items:
-            if getattr(item, name, None) is new:
-                setattr(item, name, known[name])
-            elif (getattr(item, "extra_media", None) or {}).get(name) is new:
-                item.extra_media = {**item.extra_media, name: known[name]}
+            if media_tensors(item).get(name) is new:
+                set_media(item, name, known[name])
 
 
 def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | None]:
@@ -80,12 +88,12 @@ def split_rows(tensor: torch.Tensor, rows: list[int]) -> list[torch.Tensor | Non
     return parts
 
 
-def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """How many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
     if not media:
         return {}
     size = len(experience.sequences)
-    rows = dict(experience.media_rows or {})
+    rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
     for name, numbers in rows.items():
         if name not in media:
             raise ValueError(f"`media_rows` has `{name}`, but the experience has {sorted(media)}.")
@@ -116,7 +124,7 @@ def media_rows(experience: Any, media: dict[str, torch.Tensor]) -> dict[str, lis
     return rows
 
 
-def _numbers(key: str, value: Any, size: int) -> list[int]:
+def _numbers(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
     """Numbers of media per sample, from any kind of numbers in `info`."""
     numbers = torch.as_tensor(value, dtype=torch.float64)
     numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ... import models
 from ...algorithms.critic import explained_variance
 from ...data.features import undecoded
 from ...data.rows import EndlessRows
@@ -29,10 +31,10 @@ from ...rollout.rollout import Rollout
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
-from ..models.bare_inputs import bare_inputs, bare_prompt
+from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
-from .experience import Experience
+from .experience import Experience, info_of
 from .experience_maker import NaiveExperienceMaker
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
@@ -50,6 +52,17 @@ _OF_ACTIONS = (
     "ratio/mean",
 )
 _OF_REWARDED_ACTIONS = ("value_clip_ratio", "value_loss")
+
+# Fields of actions, and their names in a rollout
+_COLUMNS = {
+    "action_mask": "tool_mask",
+    "action_log_probs": "old_per_token_logps",
+    "advantages": "advantages",
+    "base_action_log_probs": "ref_per_token_logps",
+    "returns": "returns",
+    "values": "old_values",
+    "action_entropy": "old_entropies",
+}
 
 # Entries of `info` that are logged
 _LOGGED = ("reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
@@ -89,10 +102,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     # Hooks of the trainer
 
-    def _make_critic(self, value_model):
+    def _make_critic(self, value_model: str | PreTrainedModel | models.Critic | None) -> nn.Module | None:
         return Critic.of(super()._make_critic(value_model))
 
-    def _prepare_inputs(self, inputs):
+    def _prepare_inputs(self, inputs: Rollout) -> Rollout:
         return inputs
 
     def _counts_for_kl(self):
@@ -171,20 +184,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"{window} x {size} (`gradient_accumulation_steps` x `micro_train_batch_size`)."
             )
         self._check_update_begins("An update")
-        check_samples(items, "action_mask", *self._action_fields)
+        rollout = self._rollout_of(items)
         self._clear_metrics()
-        statistics = self._buffer_statistics(items)
-        n_actions = torch.stack([item.action_mask.sum() for item in items]).sum().float().to(self.actor.device)
-        n_tokens = self.accelerator.reduce(n_actions).item() / (n // size)
+        statistics = self._buffer_statistics(items, rollout)
+        # Actions weigh the same in all micro-batches
+        rollout.num_items_in_batch = rollout.num_items_in_batch / (n // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
-            order = self._shuffled(items)
+            order = self._order(n)
             for start in range(0, n, size * window):
-                part = order[start : start + size * window]
-                weights = self._weights_by_entropy(part)
-                for first in range(0, len(part), size):
-                    micro = slice(first, first + size)
-                    self._train_micro_batch(part[micro], weights and weights[micro], n_tokens)
+                part = rollout.select(order[start : start + size * window])
+                for micro_batch in self._filtered(part.micro_batches(window)):
+                    self._train_micro_batch(micro_batch)
         self.is_first_epoch = True
         return statistics | self._mean_metrics()
 
@@ -203,15 +214,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
             items = remove_padding_in_sequences(items, self._pad_token)
-        weights = None if entropy_mask is None else [item.action_entropy for item in items]
-        check_samples(items, "action_mask", *self._action_fields)
+        rollout = self._rollout_of(items)
         if self._half_done != trained:
             self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
         self._clear_metrics()
-        self.state.global_step = global_steps
+        self.state.global_step = rollout.step = global_steps
         self._trained = self._half_done = trained
+        if entropy_mask is not None:
+            rollout.token_weights = rollout.old_entropies
         try:
-            self._train_micro_batch(items, self._weights_by_entropy(items) if weights is None else weights)
+            self._train_micro_batch(rollout if entropy_mask is not None else self._filtered([rollout])[0])
         finally:
             self._trained = {"policy", "critic"}
         return self._mean_metrics()
@@ -221,15 +233,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if n := self._n_micro_batches % window:
             raise RuntimeError(f"{name} is half done, after {n} of {window} micro-batches; pass the others first.")
 
-    def _train_micro_batch(
-        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None = None
-    ) -> None:
-        """
-        Trains on a micro-batch as a step of `Trainer`'s loop does. Given `n_tokens`, the mean number of actions in a
-        micro-batch of all ranks, actions weigh the same in all of them.
-        """
+    def _train_micro_batch(self, micro_batch: Rollout) -> None:
+        """Trains on a micro-batch as a step of `Trainer`'s loop does."""
         args, model, metrics = self.args, self.model_wrapped, self._metrics["train"]
-        batch = self._inputs_of(items, weights, n_tokens)
+        mask = micro_batch.loss_mask
+        counts = torch.stack([mask.sum(), (mask * micro_batch.scorable[:, None]).sum()]).float()
+        self._action_counts.append(self.accelerator.reduce(counts).tolist())
         self._n_micro_batches += 1
         ends = self._n_micro_batches % args.gradient_accumulation_steps == 0
         self.accelerator.gradient_state._set_sync_gradients(ends)
@@ -239,7 +248,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             metrics["critic_lr" if is_critic else "actor_lr"].append(rate)
         syncs = ends or self.is_deepspeed_enabled
         with nullcontext() if syncs else self.accelerator.no_sync(model=model):
-            self.training_step(model, batch, None)
+            self.training_step(model, micro_batch, None)
+        micro_batch.release()
         if not ends:
             return
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
@@ -252,27 +262,20 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.state.global_step += 1
         self.callback_handler.on_step_end(args, self.state, self.control)
 
-    def _shuffled(self, items: list[BufferItem]) -> list[BufferItem]:
-        """Groups, or samples, in an order that depends on the step."""
+    def _order(self, n: int) -> list[int]:
+        """Indices of groups, or of samples, in an order that depends on the step."""
         size = self.args.num_generations if self.args.keep_groups_together else 1
-        groups = [items[start : start + size] for start in range(0, len(items), size)]
         generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
-        return [item for i in torch.randperm(len(groups), generator=generator).tolist() for item in groups[i]]
+        starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
+        return [index for start in starts for index in range(start, min(start + size, n))]
 
-    def _weights_by_entropy(self, items: list[BufferItem]) -> list[torch.Tensor] | None:
-        """Weights of the actions of an update by their entropies; `None` counts all."""
-        args, device = self.args, self.actor.device
-        if args.top_entropy_quantile == 1:
-            return None
-        check_samples(items, "action_entropy")
-        size = args.per_device_train_batch_size if args.entropy_scope == "micro_batch" else len(items)
-        weights = []
-        for part in (items[start : start + size] for start in range(0, len(items), size)):
-            columns = ([item.action_entropy for item in part], [item.action_mask.long() for item in part])
-            entropies, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in columns)
-            chosen = self._token_filter.weights(entropies, mask).cpu()
-            weights += [row[: len(item.action_mask)] for row, item in zip(chosen, part, strict=True)]
-        return weights
+    def _filtered(self, micro_batches: list[Rollout]) -> list[Rollout]:
+        """The micro-batches of an update, with weights of the actions by their entropies where only some count."""
+        size = self._token_filter.window or 1
+        for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
+            part = micro_batches[start : start + size]
+            self._token_filter.mark(part, [each.old_entropies for each in part])
+        return micro_batches
 
     # Batches
 
@@ -280,67 +283,59 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def _pad_token(self) -> int:
         return self._tokenizer.pad_token_id
 
-    @property
-    def _action_fields(self) -> dict[str, str]:
-        """Fields of actions that an update needs, and their names in a rollout."""
-        fields = {"action_log_probs": "old_per_token_logps", "advantages": "advantages"}
-        if self.kl_coef != 0:
-            fields["base_action_log_probs"] = "ref_per_token_logps"
-        if self.critic is not None:
-            fields |= {"returns": "returns", "values": "old_values"}
-        return fields
-
-    def _inputs_of(
-        self, items: list[BufferItem], weights: list[torch.Tensor] | None, n_tokens: float | None
-    ) -> Rollout:
-        """The micro-batch as a rollout: prompts, and completions padded on the right."""
-        device = self.actor.device
-        pins = self.args.dataloader_pin_memory and device.type == "cuda"
+    def _rollout_of(self, items: list[BufferItem]) -> Rollout:
+        """Checked samples as a rollout: prompts, and completions padded on the right."""
+        args, device = self.args, self.actor.device
+        pins = args.dataloader_pin_memory and device.type == "cuda"
 
         def placed(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
             values = pad_sequence(rows, batch_first=True, padding_value=padding)
             return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
+        columns = {name: [row for item in items if (row := getattr(item, name)) is not None] for name in _COLUMNS}
+        needs = dict.fromkeys(("action_mask", "action_log_probs", "advantages"), True)
+        needs |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
+        needs |= dict.fromkeys(("returns", "values"), self.critic is not None)
+        for name in (name for name, is_needed in needs.items() if is_needed):
+            if len(columns[name]) < len(items):
+                raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+        for index, item in enumerate(items):
+            if item.attention_mask is not None and not item.attention_mask.all():
+                raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
         prompts: list[EncodedPrompt] = []
         for item in items:
             prompts.append(self._prompt_of(item, prompts))
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
-        actions = [item.sequences[len(item.sequences) - len(item.action_mask) :] for item in items]
-        mask = placed([item.action_mask.long() for item in items])
-        scorable = torch.tensor([_is_scorable(item) for item in items], device=device).long()
-        counts = torch.stack([mask.sum(), (mask * scorable[:, None]).sum()]).float()
-        self._action_counts.append(self.accelerator.reduce(counts).tolist())
-        n_tokens = self._action_counts[-1][0] if n_tokens is None else n_tokens
-        ones = torch.ones_like(mask, dtype=torch.float32)
+        actions = [item.sequences[len(item.prompt_ids) :] for item in items]
+        mask = placed([row.long() for row in columns.pop("action_mask")])
         rollout = Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
             self._pad_token,
             completion_ids=placed(actions, self._pad_token),
-            completion_mask=placed([torch.ones_like(each) for each in actions]),
+            completion_mask=placed([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
             # Of a generation batch, as in the trainer
-            num_items_in_batch=torch.tensor(n_tokens * self.args.steps_per_generation, device=device),
+            num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
             packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as in the rollout
-            scorable=scorable,
-            token_weights=ones if weights is None else placed([row.float() for row in weights]),
+            scorable=torch.tensor([item.is_scorable for item in items], device=device).long(),
+            token_weights=torch.ones_like(mask, dtype=torch.float32),
             step=self.state.global_step,
         )
-        for field, name in self._action_fields.items():
-            rollout[name] = placed([getattr(item, field).float() for item in items])
+        for name, rows in columns.items():
+            if len(rows) == len(items):
+                rollout[_COLUMNS[name]] = placed([row.float() for row in rows])
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
         """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
-        names, model = self._media_names, self.actor.base_model
-        media = {names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
-        ids = item.sequences[: len(item.sequences) - len(item.action_mask)].cpu()
+        media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
+        ids = item.prompt_ids.cpu()
         for other in others:
             same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
             if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
                 return other
-        bare_inputs(model, ids[None], media, 0)  # which checks them
-        return bare_prompt(model, ids, media)
+        return bare_prompt(self.actor.base_model, ids, media)
 
     # Metrics
 
@@ -348,13 +343,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Means of the metrics since the last call, by the names of LightRFT."""
         self._unread_metrics.read()
         status = {}
-        weights = dict.fromkeys(_OF_ACTIONS, 0) | dict.fromkeys(_OF_REWARDED_ACTIONS, 1)
         for name, values in self._metrics["train"].items():
-            if name in weights:
-                value = mean(values, [count[weights[name]] for count in self._action_counts])
-            else:
-                value = mean(values)
-            status["critic_loss" if name == "value_loss" else name] = value
+            column = 0 if name in _OF_ACTIONS else 1 if name in _OF_REWARDED_ACTIONS else None
+            counts = None if column is None else [count[column] for count in self._action_counts]
+            status["critic_loss" if name == "value_loss" else name] = mean(values, counts)
         self._clear_metrics()
         status.pop("value_learning_rate", None)  # which is `critic_lr`
         if "policy_loss" in status and not self.args.loss.is_mean:
@@ -367,32 +359,32 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._metrics["train"].clear()
         self._action_counts.clear()
 
-    def _buffer_statistics(self, items: list[BufferItem]) -> dict[str, float]:
+    def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
         """Statistics of the buffers of all ranks. Samples without a reward have neither advantage nor return."""
+        mask = rollout.loss_mask.bool()
+        rewarded = mask & rollout.scorable.bool()[:, None]
 
-        def everyone(values: list[torch.Tensor]) -> torch.Tensor:
-            local = torch.cat(values).float().to(self.actor.device)
+        def of_ranks(values: torch.Tensor) -> torch.Tensor:
+            local = values.float().to(self.actor.device)
             gathered = self.accelerator.gather(self.accelerator.pad_across_processes(local, pad_index=math.nan))
             return gathered[~gathered.isnan()]
 
-        def actions(field: str) -> torch.Tensor:
-            return everyone([getattr(i, field)[i.action_mask.bool() & _is_scorable(i)] for i in items])
-
         columns = {
-            "step_reward": everyone([torch.tensor([_reward(item)]) for item in items]),
-            "response_length": everyone([item.action_mask.sum().view(1) for item in items]),
-            "advantages": actions("advantages"),
-            "returns": actions("returns"),
+            "step_reward": of_ranks(torch.tensor([item.reward for item in items])),
+            "response_length": of_ranks(mask.sum(1)),
+            "advantages": of_ranks(rollout.advantages[rewarded]),
+            "returns": of_ranks(rollout.returns[rewarded]),
         }
         statistics = {}
         for name, values in columns.items():
-            for kind in ("mean", "std", "min", "max") if len(values) else ():
-                value = values.std(correction=0) if kind == "std" else getattr(values, kind)()
-                statistics[f"{name}_{kind}"] = value.item()
-        if items[0].kl is not None:
-            statistics["kl"] = everyone([item.kl[item.action_mask.bool()] for item in items]).mean().item()
+            known = {"mean": values.mean, "std": lambda of=values: of.std(correction=0)}
+            known |= {"min": values.min, "max": values.max}
+            statistics |= {f"{name}_{key}": function().item() for key, function in known.items() if len(values)}
+        divergences = [item.kl for item in items if item.kl is not None]
+        if divergences:
+            statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
         if self.critic is not None:
-            values, returns = actions("values"), columns["returns"]
+            values, returns = of_ranks(rollout.old_values[rewarded]), columns["returns"]
             statistics["values"] = values.mean().item()
             statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
         return statistics
@@ -428,25 +420,6 @@ def _no_rewards(**kwargs):
     raise RuntimeError("Rewards come from the experience maker; call `fit`.")
 
 
-def check_samples(items: list[BufferItem], *names: str) -> None:
-    """Checks that samples have the fields that an update needs."""
-    for name in names:
-        if any(getattr(item, name) is None for item in items):
-            raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
-    for index, item in enumerate(items):
-        if item.attention_mask is not None and not item.attention_mask.all():
-            raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
-
-
-def _reward(item: BufferItem) -> float:
-    return float((item.info or {}).get("reward", math.nan))
-
-
-def _is_scorable(item: BufferItem) -> bool:
-    """Whether the reward, if known, is a number."""
-    return "reward" not in (item.info or {}) or not math.isnan(_reward(item))
-
-
 # Metrics of samples of all ranks
 
 
@@ -475,7 +448,7 @@ def std(numbers: list[float]) -> float:
 def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     """Means over the samples of all ranks."""
     values: dict[str, list[float]] = {}
-    for info in (experience.info for experience in experiences):
+    for info in map(info_of, experiences):
         logged = {name: info[name] for name in _LOGGED if name in info} | info.get("reward_metrics", {})
         if "raw_reward" in info:
             logged |= {"reward": info["raw_reward"], "shaped_reward": info["reward"]}

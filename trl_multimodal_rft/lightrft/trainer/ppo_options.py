@@ -140,6 +140,7 @@ def experience_maker_of(trainer: ExperienceTrainer, size: int, **arguments) -> N
     names = [each.name for each in fields(ExperienceConfig) if hasattr(config, each.name)]
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
     options |= {"kl_estimator": "k1", "kl_in_reward": bool(config.kl_in_reward)}
+    options["media_rules"] = config.rules
     options["ignored_media_columns"] = config.ignored_media_columns or ()
     strategy = ExperienceConfig(
         **options,

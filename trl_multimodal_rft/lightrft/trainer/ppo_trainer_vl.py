@@ -174,7 +174,7 @@ class PPOTrainerVL:
         self.generate_kwargs |= {"gamma": config.gamma, "lambd": config.lam}
         self.save_hf_ckpt = save_hf_ckpt
         self.replay_buffer = ReplayBuffer(buffer_limit, seed=config.seed, cpu_offload=buffer_cpu_offload)
-        self.trainer: Any = ExperienceTrainer(
+        self.trainer = ExperienceTrainer(
             actor,
             config,
             self.replay_buffer,
@@ -458,7 +458,9 @@ class PPOTrainerVL:
         self.trainer.card_notes.columns.update(*rows)
         return rows
 
-    def _report(self, args, strategy: str, client_states: dict[str, Any] | None, before: int | None = None) -> None:
+    def _report(
+        self, args: MultimodalPPOConfig, strategy: str, client_states: dict[str, Any] | None, before: int | None = None
+    ) -> None:
         """Logs, evaluates and saves if the strategy is this one, with `"steps"` if due since the step `before`."""
         trainer = self.trainer
         state, handler = trainer.state, trainer.callback_handler

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from accelerate import Accelerator
@@ -51,7 +51,11 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> BufferItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BufferItem]: ...
+    def __getitem__(self, index: int | slice) -> BufferItem | list[BufferItem]:
         return self._items[index]
 
     def append(self, experience: Experience) -> None:
@@ -68,7 +72,7 @@ class ReplayBuffer:
         if self._normalized and self._items:
             raise RuntimeError(f"{sorted(self._normalized)} have been normalized; call `clear` before `append`.")
         self._normalized = set()
-        batch: Any = replace(experience)
+        batch = replace(experience)
         items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
         if not isinstance(batch.sequences, list):
             items = remove_padding_in_sequences(items)
@@ -128,21 +132,19 @@ class ReplayBuffer:
         Raises:
             `ValueError`: If not exactly one of `max_tokens` and `batch_size` is given.
         """
-        if (max_tokens is None) == (batch_size is None):
-            raise ValueError("Pass either `max_tokens` or `batch_size`.")
         items = self._shuffled(self._items) if shuffle else self._items
-        if batch_size is not None:
+        if batch_size is not None and max_tokens is None:
             parts = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
-        else:
-            capacity: Any = max_tokens
+        elif max_tokens is not None and batch_size is None:
             lengths = [len(item.sequences) for item in items]
 
             def size(part: list[int]) -> int:
                 return sum(lengths[i] for i in part) if packing_samples else len(part) * lengths[part[0]]
 
-            parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, capacity)]
-            if shuffle:
-                parts = self._shuffled(parts)
+            parts = [[items[i] for i in part] for part in first_fit(range(len(items)), size, max_tokens)]
+            parts = self._shuffled(parts) if shuffle else parts
+        else:
+            raise ValueError("Pass either `max_tokens` or `batch_size`.")
         return (make_experience_batch(part, packing_samples, pad_token_id) for part in parts)
 
     def _shuffled(self, values: list) -> list:

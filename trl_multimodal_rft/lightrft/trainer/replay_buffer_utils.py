@@ -6,6 +6,7 @@ Experiences split into samples and batched again, with their media.
 values of a whole batch come back once per sample.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -29,32 +30,53 @@ from .experience import (
     Record,
     VisionRecord,
 )
-from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, split_rows
+from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, set_media, split_rows
 
 
 @dataclass(eq=False)
-class BufferItem(ActionRecord):
+class BufferItem(ActionRecord[torch.Tensor]):
     """
     One sample of an experience. For its fields see [`Experience`]: they are its rows there, of the shapes `(S,)` and
     `(A,)`. The last `A` columns of `sequences` are the action columns.
     """
 
-    action_entropy: Any = None
-    kl: Any = None
+    action_entropy: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+    @property
+    def n_actions(self) -> int:
+        """Number of action columns."""
+        names = (name for name in _ACTION_FIELDS if getattr(self, name) is not None)
+        return next((getattr(self, name).numel() for name in names), 0)
+
+    @property
+    def prompt_ids(self) -> torch.Tensor:
+        """Ids before the action columns."""
+        return self.sequences[: len(self.sequences) - self.n_actions]
+
+    @property
+    def reward(self) -> float:
+        """The reward, `NaN` if there is none."""
+        return float((self.info or {}).get("reward", math.nan))
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether the reward, if known, is a number."""
+        return "reward" not in (self.info or {}) or not math.isnan(self.reward)
 
 
 @dataclass(eq=False)
-class _MediaItem(OptionalFields, BufferItem):
-    extra_media: Any = None
+class _MediaItem(OptionalFields[torch.Tensor], BufferItem):
+    extra_media: dict[str, torch.Tensor] | None = None
 
 
 @dataclass(eq=False)
-class BufferItemVL(_MediaItem, VisionRecord):
+class BufferItemVL(_MediaItem, VisionRecord[torch.Tensor]):
     """One sample of an experience, see [`ExperienceVL`]; media may be `None`."""
 
 
 @dataclass(eq=False)
-class BufferItemAL(_MediaItem, AudioRecord):
+class BufferItemAL(_MediaItem, AudioRecord[torch.Tensor]):
     """One sample of an experience, see [`ExperienceVL`] and see [`AudioRecord`]; media may be `None`."""
 
 
@@ -64,7 +86,7 @@ class BufferItemOmni(BufferItemAL, BufferItemVL):
 
 
 # By whether they hold images and videos, and audio
-_TYPES = {
+TYPES = {
     (False, False): (Experience, BufferItem),
     (True, False): (ExperienceVL, BufferItemVL),
     (False, True): (ExperienceAL, BufferItemAL),
@@ -143,20 +165,17 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     columns["info"] = _split_info(experience.info, size)
     if isinstance(experience, VisionRecord):
         columns["raw_images"] = _raw_images(experience.raw_images, size)
-    _, item_type = _TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
-    items: list[Any] = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
+    _, item_type = TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
+    items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
     for index, item in enumerate(items):
         _n_actions(item, index)
 
     media = media_tensors(experience)
     rows = media_rows(experience, media)
-    known = {field.name for field in fields(item_type)}
     for name, tensor in media.items():
         for item, part in zip(items, split_rows(tensor, rows[name]), strict=True):
-            if part is not None and name in known:
-                setattr(item, name, part)
-            elif part is not None:
-                item.extra_media = {**(item.extra_media or {}), name: part}
+            if part is not None:
+                set_media(item, name, part)
     return items
 
 
@@ -213,7 +232,7 @@ def make_experience_batch(
     joined = {name: cat_padded(tensors, media_padding(name)) for name, tensors in media.items()}
 
     has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
-    experience_type, _ = _TYPES[has_vision, has_audio]
+    experience_type, _ = TYPES[has_vision, has_audio]
     known = {field.name for field in fields(experience_type)}
     columns |= {name: joined.pop(name) for name in list(joined) if name in known}
     if has_vision or has_audio:
@@ -282,12 +301,10 @@ def _n_actions(item: BufferItem, index: int) -> int:
     """Number of action columns, once all fields agree on it."""
     if item.sequences.dim() != 1:
         raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
-    given = {name: getattr(item, name) for name in ("attention_mask", *_ACTION_FIELDS)}
-    given = {name: value for name, value in given.items() if value is not None}
-    n_actions = next((value.numel() for name, value in given.items() if name != "attention_mask"), 0)
-    for name, value in given.items():
-        length = len(item.sequences) if name == "attention_mask" else n_actions
-        if value.shape != (length,):
+    n_actions = item.n_actions
+    for name in ("attention_mask", *_ACTION_FIELDS):
+        value, length = getattr(item, name), len(item.sequences) if name == "attention_mask" else n_actions
+        if value is not None and value.shape != (length,):
             raise ValueError(
                 f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) fits its other fields."
             )

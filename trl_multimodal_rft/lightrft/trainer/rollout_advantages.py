@@ -2,7 +2,6 @@
 """From the rewards of a rollout to advantages and returns."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,12 @@ from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
 from ...rollout.ranks import gather_rows
-from .experience import Experience
+from .experience import Experience, Tokens, info_of
 from .experience_config import ExperienceConfig
+
+
+_MASK = "action_mask"
+_LOGPS = ("action_log_probs", "base_action_log_probs")
 
 
 class RolloutAdvantages:
@@ -41,7 +44,7 @@ class RolloutAdvantages:
         Shapes: returns `(B,)`.
         """
         args, accelerator = self.strategy, self.strategy.accelerator
-        sizes = [len(each.sequences) for each in experiences]
+        sizes, infos = [len(each.sequences) for each in experiences], [info_of(each) for each in experiences]
         in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
@@ -52,81 +55,73 @@ class RolloutAdvantages:
             counts = accelerator.gather(torch.tensor([sum(sizes)], device=accelerator.device))
             if (counts != counts[0]).any():
                 raise ValueError(f"Ranks have {counts.tolist()} samples; pass as many prompts on each.")
-        rewards = self._gather(torch.cat([each.info["reward"] for each in experiences]).float())
+        rewards = self._gather(torch.cat([info["reward"] for info in infos]).float())
         if args.reward_running_scale:
             self.reward_scale.update(rewards)
             rewards = rewards / self.reward_scale.std
         if args.reward_clip_range is not None:
             rewards = rewards.clamp(*args.reward_clip_range)
-        for experience, part in zip(experiences, self._local(rewards).split(sizes), strict=True):
+        for info, part in zip(infos, self._local(rewards).split(sizes), strict=True):
             if args.reward_running_scale or args.reward_clip_range is not None:
-                experience.info["raw_reward"] = experience.info["reward"]
-            experience.info["reward"] = part
+                info["raw_reward"] = info["reward"]
+            info["reward"] = part
         if in_groups:
-            logps: dict[str, Any] = {}
-            if self._kl_coef:
-                logps["old_logps"] = self._gather(_joined(experiences, "action_log_probs"))
-                logps["ref_logps"] = self._gather(_joined(experiences, "base_action_log_probs"))
+            logps = [self._gather(_joined(experiences, name)) for name in (_LOGPS if self._kl_coef else ())]
+            old_logps, ref_logps = logps or (None, None)
             rewards = estimate_advantages(
                 args.advantage_estimator,
                 rewards=rewards,
                 rewards_per_func=rewards[:, None],
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
-                mask=self._gather(_joined(experiences, "action_mask").int()),
+                mask=self._gather(_joined(experiences, _MASK).int()),
                 kl_coef=self._kl_coef,
-                **logps,
+                old_logps=old_logps,
+                ref_logps=ref_logps,
             )
         return experiences, list(self._local(rewards).split(sizes))
 
-    def _set_advantages(self, experiences, rewards, gamma: float, lambd: float) -> None:
+    def _set_advantages(
+        self, experiences: list[Experience], shaped: list[torch.Tensor], gamma: float, lambd: float
+    ) -> None:
         """Advantages and returns of all experiences from the results of [`process_experiences`]."""
-        args, rewards = self.strategy, torch.cat(rewards)
-        mask = _joined(experiences, "action_mask")
-        if not args.estimator.per_token:
+        infos, rewards, mask = [info_of(each) for each in experiences], torch.cat(shaped), _joined(experiences, _MASK)
+        if not self.strategy.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
-            sums = torch.cat([each.info["reward"] for each in experiences])
+            sums = torch.cat([info["reward"] for info in infos])
         else:
-            names = ("action_log_probs", "base_action_log_probs") if self._kl_coef else ()
-            logps = [_joined(experiences, name) for name in names]
+            logps = [_joined(experiences, name) for name in (_LOGPS if self._kl_coef else ())]
             per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
-            if args.estimator.name == "gae":
+            if self.strategy.estimator.name == "gae":
                 values, bootstrap = _joined(experiences, "values"), None
-                if all("bootstrap" in each.info for each in experiences):
-                    bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
+                if all("bootstrap" in info for info in infos):
+                    bootstrap = torch.cat([info["bootstrap"] for info in infos])
                 advantages, returns = gae(per_token, values, mask, gamma=gamma, lam=lambd, bootstrap=bootstrap)
                 returns = torch.where(mask & ~scorable, values, returns)  # unscorable completions aren't trained on
             else:
                 advantages = returns = cumulative_returns(per_token, mask, gamma)
             advantages = self._local(whiten(self._gather(advantages), self._gather(scorable.int())))
             sums = per_token.sum(1)
-        start = 0
-        for each in experiences:
-            n, width = each.action_mask.shape
-            rows = slice(start, start + n)
-            each.advantages, each.returns = advantages[rows, :width], returns[rows, :width]
-            each.info["return"] = sums[rows]
-            start += n
+        sizes = [len(each.sequences) for each in experiences]
+        columns = (column.split(sizes) for column in (advantages, returns, sums))
+        for each, info, *parts in zip(experiences, infos, *columns, strict=True):
+            each.advantages, each.returns = (part[:, : info["num_actions"]] for part in parts[:2])
+            info["return"] = parts[2]
 
     @torch.no_grad()
     def get_advantages_and_returns(
         self,
-        values: torch.Tensor | list[torch.Tensor],
-        rewards: torch.Tensor | list[torch.Tensor],
-        action_mask: torch.Tensor | list[torch.Tensor] | None,
+        values: Tokens,
+        rewards: Tokens,
+        action_mask: Tokens | None,
         gamma: float,
         lambd: float,
-    ) -> tuple:
+    ) -> tuple[Tokens, ...]:
         """Generalized advantage estimation, see [`~algorithms.advantages.gae`]. Shapes: `values` `(B, A)`."""
         return _padded(lambda *columns: gae(*columns, gamma=gamma, lam=lambd), rewards, values, mask=action_mask)
 
     @torch.no_grad()
-    def get_cumulative_returns(
-        self,
-        rewards: torch.Tensor | list[torch.Tensor],
-        action_mask: torch.Tensor | list[torch.Tensor] | None,
-        gamma: float,
-    ) -> torch.Tensor | list[torch.Tensor]:
+    def get_cumulative_returns(self, rewards: Tokens, action_mask: Tokens | None, gamma: float) -> Tokens:
         """
         Discounted sums of the rewards from each action on, see [`~algorithms.returns.cumulative_returns`].
 
@@ -154,11 +149,10 @@ class RolloutAdvantages:
 
 def penalize_length(experiences: list[Experience], penalty: Callable) -> None:
     """Adds a length penalty to rewards."""
-    for experience in experiences:
-        lengths = experience.info["response_length"].long().tolist()
-        penalties = torch.tensor(penalty([range(n) for n in lengths]), device=experience.sequences.device)
-        experience.info["soft_overlong_punishment"] = penalties
-        experience.info["reward"] = experience.info["reward"] + penalties
+    for info in map(info_of, experiences):
+        lengths = info["response_length"].long().tolist()
+        info["soft_overlong_punishment"] = info["reward"].new_tensor(penalty([range(n) for n in lengths]))
+        info["reward"] = info["reward"] + info["soft_overlong_punishment"]
 
 
 def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
@@ -168,10 +162,11 @@ def _joined(experiences: list[Experience], field: str) -> torch.Tensor:
     return torch.cat([F.pad(part, (0, width - part.size(1))) for part in parts])
 
 
-def _padded(function: Callable, *columns: torch.Tensor | list[torch.Tensor], mask) -> tuple:
+def _padded(function: Callable, *columns: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
     """Results of a function of columns and their mask, all ones by default; lists of rows are padded for it."""
-    if not isinstance(columns[0], list):
-        return function(*columns, torch.ones_like(columns[0]) if mask is None else mask)
-    rows = (*columns, mask or [torch.ones_like(row) for row in columns[0]])
-    results = function(*(pad_sequence(each, batch_first=True) for each in rows))
-    return tuple([row[: len(given)] for row, given in zip(each, columns[0], strict=True)] for each in results)
+    first = columns[0]
+    if isinstance(first, torch.Tensor):
+        return function(*columns, torch.ones_like(first) if mask is None else mask)
+    rows = (*columns, [torch.ones_like(row) for row in first] if mask is None else mask)
+    results = function(*(pad_sequence(list(column), batch_first=True) for column in rows))
+    return tuple([row[: len(own)] for row, own in zip(column, first, strict=True)] for column in results)

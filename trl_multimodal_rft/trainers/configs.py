@@ -1,0 +1,18 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The configs of this package's trainers, as functions of all of them take them."""
+
+from typing import Any
+
+from .distillation_config import MultimodalDistillationConfig
+from .grpo_config import MultimodalGRPOConfig
+from .rloo_config import MultimodalRLOOConfig
+from .sft_config import MultimodalSFTConfig
+
+
+SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig  # PPO's is one of GRPO
+TrainerConfig = SamplingConfig | MultimodalSFTConfig
+
+
+def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
+    """An option that commands take as JSON, which the config has parsed; empty if it isn't set."""
+    return option if isinstance(option, dict) else {}
