@@ -118,7 +118,7 @@ class View:
                 f"The view {self.type.name!r} made {changed.shape} of {given.shape}; keep the shape of the medium, "
                 "and so the tokens of its prompt."
             )
-        changed = changed.astype(given.dtype, copy=False)
+        changed = np.ascontiguousarray(changed, given.dtype)  # torch takes no array in reverse
         if isinstance(medium, PIL.Image.Image):
             return cast(M, PIL.Image.fromarray(changed[0]))
         is_tensor = isinstance(medium, torch.Tensor)
