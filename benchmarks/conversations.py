@@ -21,7 +21,7 @@ from measuring import CLOCKS, command_line, conditions, now, parse_options, repo
 from policy_update import CASES, PRESETS, build_dataset, build_model, build_processor
 from transformers import GenerationConfig
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.transformers import Branches, generate_completions

@@ -23,11 +23,10 @@ from measuring import CLOCKS, command_line, conditions, markdown, parse_options,
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 
 
-VIEW = "mask_patches(ratio=0.6)"
 CONTESTANTS = {
-    "no view": {},
-    "KL in the loss, with gradients": {"view_kl_coef": 0.01, "view_entropy_coefs": [0.03, 0.03]},
-    "weights by dependency, without": {"dependency_quantile": 0.4, "dependency_advantage_min": 0.9},
+    "no view": None,
+    "KL in the loss, with gradients": "mask_patches(ratio=0.6, kl_coef=0.01, entropy_coefs=[0.03, 0.03])",
+    "weights by dependency, without": "mask_patches(ratio=0.6, token_quantile=0.4, advantage_min=0.9)",
 }
 
 
@@ -36,7 +35,6 @@ class Contestant(policy_update.Contestant):
 
     def __init__(self, args: argparse.Namespace, name: str, folder: str):
         processor = policy_update.build_processor()
-        options = CONTESTANTS[name]
         config = MultimodalGRPOConfig(
             output_dir=str(Path(folder) / name),
             per_device_train_batch_size=args.prompts * args.group,
@@ -49,8 +47,7 @@ class Contestant(policy_update.Contestant):
             seed=args.seed,
             media_prefetch=0,
             self_check=False,
-            loss_view=VIEW if options else None,
-            **options,
+            loss_view=CONTESTANTS[name],
         )
         model = policy_update.build_model(policy_update.PRESETS[args.preset], processor, args.device, args.seed)
         rows = policy_update.build_dataset(policy_update.CASES[args.case], args.prompts, args.seed)

@@ -44,18 +44,17 @@ TASKS = {
     "audio": (spoken_digit_model, spoken_digits),
     "video": (motion_model, moving_digits),
 }
-MASKS = {"image": "mask_patches(patch_size=7)", "audio": "mask_audio", "video": "mask_patches(patch_size=7)"}
+MASKS = {"image": "mask_patches(patch_size=7, ", "audio": "mask_audio(", "video": "mask_patches(patch_size=7, "}
 NOISES = {"image": "diffusion_noise", "audio": "noise", "video": "diffusion_noise"}
 
 
 def methods(task: str) -> dict[str, dict]:
     """Options of each method."""
-    mask = {"loss_view": MASKS[task]}
     found = {
         "GRPO": {},
-        "PAPO": {**mask, "view_kl_coef": 0.01, "view_entropy_coefs": [0.03, 0.03]},
-        "VPPO": {**mask, "dependency_quantile": 0.4, "dependency_advantage_min": 0.9},
-        "NoisyRollout": {"rollout_view": NOISES[task], "rollout_view_schedule": "sigmoid"},
+        "PAPO": {"loss_view": f"{MASKS[task]}kl_coef=0.01, entropy_coefs=[0.03, 0.03])"},
+        "VPPO": {"loss_view": f"{MASKS[task]}token_quantile=0.4, advantage_min=0.9)"},
+        "NoisyRollout": {"rollout_view": f"{NOISES[task]}(schedule='sigmoid')"},
     }
     return found if task != "video" else {**found, "T-GRPO": {"contrast_view": "shuffle_frames"}}
 

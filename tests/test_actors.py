@@ -27,7 +27,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.completions import mask_completions
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.families import family_of

@@ -187,7 +187,7 @@ class Holding(TrainerCallback):
 
 RUNS = {
     "plain": (GRPO, {}),
-    "views": (GRPO, {"rollout_view": "blank", "contrast_view": "blank", "rollout_view_fraction": 0.25}),
+    "views": (GRPO, {"rollout_view": "blank(fraction=0.25)", "contrast_view": "blank"}),
     "reused": (GRPO, {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.5}),
     "micro": (GRPO, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "media_prefetch": 0}),
     "dynamic": (GRPO, {**REPLAY, "reward": few_live}),  # further rounds are sampled when they are needed

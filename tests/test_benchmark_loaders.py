@@ -14,7 +14,7 @@ from helpers.trainer_utils import load, run, saved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
-from trl_multimodal_rft.data.choices import without_letters
+from trl_multimodal_rft.data.rows.letters import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards import accuracy_reward, choice_reward, format_reward
 from trl_multimodal_rft.rewards.choices import named_choice

@@ -20,8 +20,9 @@ from PIL import Image
 from qwen_vl_utils import process_vision_info
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.budgets import budgeted_size
 from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.encoding.prompts import encode_prompt

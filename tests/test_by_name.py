@@ -46,7 +46,8 @@ from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalSFTTrainer
-from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
+from trl_multimodal_rft.data.reading.refs import iter_refs
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.encoding.processors import check_processor, load_processor
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids, encode_prompt, processor_outputs

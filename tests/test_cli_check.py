@@ -24,11 +24,12 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import arguments, main
 from trl_multimodal_rft.cli.check import RowChecker, check, without_weights
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError, MediaRef, rows_to_messages
-from trl_multimodal_rft.data.rows import DatasetRows
-from trl_multimodal_rft.data.rules import MediaRules
-from trl_multimodal_rft.data.sizes import media_size
+from trl_multimodal_rft.data.reading import decoding
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.reading.sizes import media_size
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 
@@ -301,7 +302,7 @@ SOUNDS |= {"webm": ("webm", "libopus"), "opus": ("ogg", "libopus"), "mkv": ("mat
 @pytest.mark.parametrize("ending", ["wav", "mp3", "ogg", "flac", "aiff", *SOUNDS])
 def test_seconds_are_those_of_the_sound(ending, tmp_path, monkeypatch):
     """Also of more than a piece of what is decoded at once."""
-    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 9001)
     samples = audio(3.0)["audio"].astype(np.float32)
     if ending in SOUNDS:
         (path := tmp_path / f"sound.{ending}").write_bytes(sound_by_ffmpeg(samples[:, None], RATE, *SOUNDS[ending]))

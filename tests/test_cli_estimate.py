@@ -291,7 +291,7 @@ def test_a_split_group_of_half_a_million_tokens():
 def test_a_view_is_another_prompt(folder):
     few = [*TINY, "--per_device_train_batch_size", "4", "--num_generations", "4", "--no-bf16"]
     plain = estimate.measure(parse("--model_name_or_path", folder, *few))
-    view = estimate.measure(parse("--model_name_or_path", folder, *few, "--view_kl_coef", 0.01))
+    view = estimate.measure(parse("--model_name_or_path", folder, *few, "--loss_view", "blank(kl_coef=0.01)"))
     assert view.tokens == 2 * plain.tokens and view.held > 1.8 * plain.held
 
 

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from trl_multimodal_rft import CompactLogCallback, MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.reporting.console import (

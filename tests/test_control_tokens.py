@@ -13,7 +13,7 @@ from helpers.trainer_utils import Recorded, Recording, load, make_trainer, run
 from transformers.utils.logging import warning_once
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.control_tokens import checked_texts
 from trl_multimodal_rft.encoding.supervised import encode_sequence, encode_supervised
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer

@@ -6,8 +6,9 @@ import pytest
 from datasets import Audio, Dataset, Features, Image, Json, List, Value, Video, concatenate_datasets
 from PIL import Image as PILImage
 
-from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
-from trl_multimodal_rft.data.counts import most_media
+from trl_multimodal_rft.data.reading.refs import iter_refs
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.counts import most_media
 from trl_multimodal_rft.families import MODALITIES
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trl_multimodal_rft import models
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.logprobs import completion_values
 from trl_multimodal_rft.lightrft import Critic

@@ -13,8 +13,8 @@ from datasets import Dataset, Image, load_dataset
 from helpers import rloo_runs
 from helpers.trainer_utils import InjectedOurs, Recorded, Recording, image_rows, keys, logged, make_trainer, run, saved
 
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.difficulty import DifficultySampler, difficulty_sampler
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficulty_sampler
 from trl_multimodal_rft.rollout.advantages import out_of_range
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse

@@ -32,7 +32,7 @@ from helpers.trainer_utils import (
 from peft import LoraConfig, get_peft_model
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 
 
 SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

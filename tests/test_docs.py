@@ -52,7 +52,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.checks.self_check import SelfCheck
 from trl_multimodal_rft.cli import COMMANDS, main
 from trl_multimodal_rft.cli.prepare import LAYOUTS
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.lazy import lazy_names
 from trl_multimodal_rft.policy import Fallbacks
 from trl_multimodal_rft.reporting.model_card import PAPERS

@@ -15,7 +15,8 @@ from helpers.families import ALL_FAMILIES, FAMILIES, encode, tokenizer
 from helpers.files import write_film
 from PIL import Image
 
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding import media
 from trl_multimodal_rft.encoding.join import join_media, same_prompt
 from trl_multimodal_rft.encoding.prompts import (

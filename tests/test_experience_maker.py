@@ -21,7 +21,8 @@ from torch.testing import assert_close
 from trl_multimodal_rft.algorithms.advantages import estimate_advantages, gae
 from trl_multimodal_rft.algorithms.kl import FixedKLController
 from trl_multimodal_rft.algorithms.returns import cumulative_returns, token_rewards, whiten
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer.experience import (

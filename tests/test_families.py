@@ -17,7 +17,7 @@ from helpers.trainer_utils import checkpoint, make_trainer, relative_difference,
 from packaging.version import Version
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.policy import Fallbacks

@@ -22,12 +22,13 @@ from helpers.marks import slow_but
 from helpers.trainer_utils import InjectedOurs, load, make_trainer, run
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.data.columns import Encoded, MediaError, MediaRef, rows_to_messages
-from trl_multimodal_rft.data.encode import mp4
-from trl_multimodal_rft.data.features import Decoded, as_encoded, restore_media, restore_rows, undecoded
-from trl_multimodal_rft.data.loading import load_image
-from trl_multimodal_rft.data.rows import DatasetRows
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading.decoding import load_image
+from trl_multimodal_rft.data.reading.files import mp4
+from trl_multimodal_rft.data.reading.refs import Encoded, MediaError, MediaRef
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.features import Decoded, as_encoded, restore_media, restore_rows, undecoded
+from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 

@@ -9,10 +9,10 @@ from datasets import Audio, Dataset, DatasetDict, Features, Image, List, Value, 
 from helpers.chats import RATE, audio, chat
 from PIL import Image as PILImage
 
-from trl_multimodal_rft.data import folders
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.folders import write_folder
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.folders import write_folder
+from trl_multimodal_rft.data.rows.row import folders
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GenerationConfig
 
 from trl_multimodal_rft import ActorVL, MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding import join as encoding
 from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import cast_features

@@ -23,8 +23,9 @@ from trl_multimodal_rft.data import (
     load_verl,
     load_video_r1,
 )
-from trl_multimodal_rft.data.columns import iter_refs, rows_to_messages
-from trl_multimodal_rft.data.features import undecoded
+from trl_multimodal_rft.data.reading.refs import iter_refs
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.features import undecoded
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 
 

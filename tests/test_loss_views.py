@@ -30,9 +30,10 @@ from trl_multimodal_rft.views import as_view
 
 
 MASKED = "mask_patches(ratio=0.6)"
-PAPO = {"loss_view": MASKED, "view_kl_coef": 0.5, "view_entropy_coefs": [0.3, 0.2], "seed": 3}
-WITHOUT = {"loss_view": None, "view_kl_coef": 0.0, "view_entropy_coefs": None}
-VPPO = {"loss_view": "mask_patches(ratio=0.5)", "dependency_advantage_min": 0.9, "dependency_quantile": 0.4}
+TERMS = "kl_coef=0.5, entropy_coefs=[0.3, 0.2]"
+PAPO = {"loss_view": f"mask_patches(ratio=0.6, {TERMS})", "seed": 3}
+WITHOUT = {"loss_view": None}
+VPPO = {"loss_view": "mask_patches(ratio=0.5, advantage_min=0.9, token_quantile=0.4)"}
 ONE = {"max_steps": 1}
 FOUR = {"per_device_train_batch_size": 16}  # prompts, of which some are text
 
@@ -119,15 +120,16 @@ def papo_loss(model, processor, rows, moment, args):
     batch, names = moment.batch, keys(moment.batch)
     n_tokens = sum(len(completion) for _, completion in names)
     total = 0
-    scored = clean_and_view(model, processor, rows, args.loss_view, args.seed, 0, names)
+    scored = clean_and_view(model, processor, rows, args.loss_view_settings.view, args.seed, 0, names)
     for i, (completion, clean, view) in enumerate(scored):
         logps, masked = (each.gather(1, completion[:, None])[:, 0] for each in (clean, view))
         old = batch["old_per_token_logps"][i, : len(completion)]
         ratio, advantage = (logps - old).exp(), batch["advantages"][i]
         surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * advantage)
         divergence = (masked - logps).exp() - (masked - logps) - 1
-        clean_coef, view_coef = args.view_entropy_coefs
-        objective = surrogate + args.view_kl_coef * divergence.clamp(max=args.view_kl_clip)
+        settings = args.loss_view_settings
+        clean_coef, view_coef = settings.entropy_coefs
+        objective = surrogate + settings.kl_coef * divergence.clamp(max=settings.kl_clip)
         objective = objective - clean_coef * -logps - view_coef * -masked
         share = 1 / (len(completion) * len(names)) if args.loss_type == "grpo" else 1 / n_tokens
         total = total - share * objective.sum()
@@ -158,7 +160,7 @@ def check_papo(rows, **options):
     return result
 
 
-SOUND = {"family": "qwen2_audio", "loss_view": "mask_audio(ratio=0.5)", "loss_type": "grpo"}
+SOUND = {"family": "qwen2_audio", "loss_view": f"mask_audio(ratio=0.5, {TERMS})", "loss_type": "grpo"}
 
 
 @pytest.mark.parametrize(
@@ -166,8 +168,11 @@ SOUND = {"family": "qwen2_audio", "loss_view": "mask_audio(ratio=0.5)", "loss_ty
     [
         (image_rows, {"loss_type": "grpo", "packing": "prefix", **ONE}),
         (image_rows, {"loss_type": "dapo", "packing": "padded", **ONE}),
-        (image_rows, {"view_kl_clip": 1e-3, "freeze": ["vision_tower"], **ONE}),
-        (image_rows, {"family": "gemma3", "loss_view": "blank", "loss_type": "grpo", **ONE}),
+        (
+            image_rows,
+            {"loss_view": f"mask_patches(ratio=0.6, kl_clip=1e-3, {TERMS})", "freeze": ["vision_tower"], **ONE},
+        ),
+        (image_rows, {"family": "gemma3", "loss_view": f"blank({TERMS})", "loss_type": "grpo", **ONE}),
         (audio_rows, {**SOUND, **ONE}),
         # The view of a text is the text, so that its divergence is 0 and has no gradient
         (mixed_rows, {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2, **FOUR}),
@@ -227,7 +232,7 @@ def vppo_by_hand(model, processor, rows, trainer, batch, names):
     args, numbers = trainer.args, of_rows(rows, processor)
     dependencies = []
     with torch.no_grad():
-        scored = clean_and_view(model, processor, rows, args.loss_view, args.seed, 0, names)
+        scored = clean_and_view(model, processor, rows, args.loss_view_settings.view, args.seed, 0, names)
         for _, clean, view in scored:
             dependencies.append((clean.exp() * (clean - view)).sum(1))
     seen = [medium_of(rows[numbers[prompt]]) is not None for prompt, _ in names]
@@ -235,14 +240,14 @@ def vppo_by_hand(model, processor, rows, trainer, batch, names):
     among = [mean for mean, has in zip(means, seen, strict=True) if has]
     normalized = [(mean - min(among)) / (max(among) - min(among)) for mean in means]
     middle = sum(each for each, has in zip(normalized, seen, strict=True) if has) / len(among)
-    smallest = args.dependency_advantage_min
+    smallest = args.loss_view_settings.advantage_min
     largest = smallest + (1 - smallest) / middle
     factors = [
         smallest + (largest - smallest) * each if has else 1.0 for each, has in zip(normalized, seen, strict=True)
     ]
     masks = []
     for each, has in zip(dependencies, seen, strict=True):
-        k = math.ceil(args.dependency_quantile * len(each) - 1e-9) if has else len(each)
+        k = math.ceil(args.loss_view_settings.token_quantile * len(each) - 1e-9) if has else len(each)
         top = set(each.argsort(descending=True)[:k].tolist())
         masks.append(torch.tensor([float(not has or i in top) for i in range(len(each))]))
     return dict(zip(names, factors, strict=True)), dict(zip(names, masks, strict=True)), dependencies
@@ -275,10 +280,9 @@ def test_vppo(packing):
 
 def test_vppo_with_its_entropy_penalty_changes_the_gradient_by_that_alone():
     """The update forwards no view for the entropy of the clean policy."""
-    options = {"loss_type": "grpo", **ONE, **VPPO}
     plain, penalized = (
-        run(Recorded, "qwen2_5_vl", image_rows(), **options, view_entropy_coefs=coefs)
-        for coefs in ([0.0, 0.0], [0.06, 0.0])
+        run(Recorded, "qwen2_5_vl", image_rows(), loss_type="grpo", loss_view=view, **ONE)
+        for view in (f"{VPPO['loss_view'][:-1]}, entropy_coefs=[{coef}, 0.0])" for coef in (0.0, 0.06))
     )
     gradients = [each.trainer.micro_batches[0] for each in (plain, penalized)]
     mask = gradients[0].batch["completion_mask"]
@@ -290,7 +294,7 @@ def test_vppo_with_its_entropy_penalty_changes_the_gradient_by_that_alone():
 def test_mapo():
     """Weights of tokens from the entropies of a reference that hears silence, and of the policy."""
     rows, tau = audio_rows(), 0.05
-    options = {"loss_view": "blank", "dependency_temperature": tau, "beta": 0.02, "loss_type": "grpo", **ONE}
+    options = {"loss_view": f"blank(temperature={tau})", "beta": 0.02, "loss_type": "grpo", **ONE}
     result = run(Recorded, "qwen2_audio", rows, objects=moved("qwen2_audio"), **options)
     (moment,) = result.trainer.micro_batches
     policy, processor = moved("qwen2_audio").values()
@@ -325,19 +329,17 @@ def test_the_bound_of_mapos_weights():
 # Refusals
 
 WRONG = [
-    ({"view_kl_coef": 0.01}, "`view_kl_coef` has no effect without a view"),
-    ({"dependency_quantile": 0.4}, "`dependency_quantile` has no effect without a view"),
-    ({"loss_view": MASKED}, "`loss_view` has no effect by itself"),
-    ({"loss_view": "mask_patch", "view_kl_coef": 0.01}, "did you mean 'mask_patches'"),
-    ({"loss_view": MASKED, "view_entropy_coefs": [0.03]}, "`view_entropy_coefs` are two"),
-    ({"loss_view": "blank", "dependency_temperature": 1.0}, "which `beta=0` doesn't have"),
-    (
-        {"loss_view": "blank", "dependency_temperature": 1.0, "beta": 0.1, "dependency_quantile": 0.5},
-        "use one of them",
-    ),
-    ({"loss_view": MASKED, "dependency_quantile": 0.5, "top_entropy_quantile": 0.5}, "both weigh tokens"),
-    ({"loss_view": MASKED, "view_kl_coef": -0.1}, "view_kl_coef"),
-    ({"loss_view": MASKED, "dependency_quantile": 0.0}, "1 trains on all tokens"),
+    ({"loss_view": MASKED}, "has no effect by itself; set one of `kl_coef`"),
+    ({"loss_view": "mask_patch(kl_coef=0.01)"}, "did you mean 'mask_patches'"),
+    ({"loss_view": "blank(kl_ceof=0.01)"}, "has no setting 'kl_ceof': the view 'blank' has "),
+    ({"loss_view": "blank(kl_ceof=0.01)"}, "Did you mean `kl_coef`"),
+    ({"loss_view": "blank(entropy_coefs=[0.03])"}, "`entropy_coefs` of `loss_view` are two"),
+    ({"loss_view": "blank(temperature=1.0)"}, "which `beta=0` doesn't have"),
+    ({"loss_view": "blank(temperature=1.0, token_quantile=0.5)", "beta": 0.1}, "use one of them"),
+    ({"loss_view": "blank(token_quantile=0.5)", "top_entropy_quantile": 0.5}, "both weigh tokens"),
+    ({"loss_view": "blank(kl_coef=-0.1)"}, "`kl_coef` of `loss_view` must be at least 0, got -0.1"),
+    ({"loss_view": "blank(token_quantile=0.0)"}, "`token_quantile` of `loss_view` must be above 0 and at most 1, got"),
+    ({"loss_view": "blank(kl_coef='0.1')"}, "`kl_coef` of `loss_view` must be a number, got the text '0.1'"),
 ]
 
 

@@ -27,11 +27,17 @@ from helpers.files import image_file, load, ref, sound_file
 from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
-from trl_multimodal_rft.data import images, loading
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.containers import check_complete
-from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils, read_audio
-from trl_multimodal_rft.data.rules import DEFAULT_RULES, MediaRules
+from trl_multimodal_rft.data.reading import decoding, images
+from trl_multimodal_rft.data.reading.containers import check_complete
+from trl_multimodal_rft.data.reading.decoding import (
+    load_audio,
+    load_image,
+    load_video,
+    load_with_qwen_vl_utils,
+    read_audio,
+)
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, MediaRules
 
 
 RATE = 16000
@@ -76,7 +82,7 @@ def refused(message, source, most, rules=DEFAULT_RULES):
 @pytest.mark.parametrize("rate", [8000, 16000, 44100])
 @pytest.mark.parametrize("name", ["WAV", "FLAC", "MP3", "OGG", "AIFF"])
 def test_pieces_are_the_whole(name, rate, monkeypatch):
-    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 9001)
     data, rounding = sound_file(noise(2.5, rate), rate, name), 3e-6 if name == "MP3" else 0  # decoded by FFmpeg
     with soundfile.SoundFile(io.BytesIO(data)) as sound:
         whole = sound.read(dtype="float32")
@@ -152,7 +158,7 @@ def test_frames_resized_as_they_come_are_those_of_the_whole(decoder, options, mo
     """This also equals `fetch_video`, see the tests of loading."""
     data = video_file(width=320, height=240)
     whole, about = load_with_qwen_vl_utils(ref("video", data, **options), 14)
-    monkeypatch.setattr(loading, "_PIXELS_AT_ONCE", 1)
+    monkeypatch.setattr(decoding, "_PIXELS_AT_ONCE", 1)
     by_one, about_one = load_with_qwen_vl_utils(ref("video", data, **options), 14)
     assert torch.equal(whole, by_one) and about == about_one
     np.testing.assert_array_equal(load_video(ref("video", data))[0], shown(data))
@@ -594,7 +600,7 @@ def test_streams_without_a_length_and_damaged_files():
 
 
 def test_channels_that_cancel_each_other_out_are_named_after_all_pieces(monkeypatch):
-    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", 9001)
+    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 9001)
     quiet = noise(2.0, RATE, 1)
     opposite = np.concatenate([quiet, -quiet], axis=1)
     all_of_it = sound_file(opposite, RATE, "FLAC")

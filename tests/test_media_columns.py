@@ -19,17 +19,15 @@ from PIL import Image
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import print_prompt_completions_sample
 
-from trl_multimodal_rft.data.columns import (
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
+from trl_multimodal_rft.data.rows.columns import (
     MEDIA_COLUMNS,
-    MediaError,
-    MediaRef,
     as_text,
     blocks_to_refs,
-    iter_refs,
     rows_to_messages,
     strip_media,
 )
-from trl_multimodal_rft.data.features import restore_media
+from trl_multimodal_rft.data.rows.features import restore_media
 
 
 def user(*content):

@@ -18,10 +18,10 @@ from PIL import ExifTags, Image
 from qwen_vl_utils.vision_process import to_rgb
 from test_media_sources import answer, site  # noqa: F401
 
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.loading import load_audio, load_image, load_video, load_with_qwen_vl_utils
-from trl_multimodal_rft.data.rules import PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.reading import decoding
+from trl_multimodal_rft.data.reading.decoding import load_audio, load_image, load_video, load_with_qwen_vl_utils
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.reading.rules import PROTOCOLS, MediaRules
 from trl_multimodal_rft.versions import is_torchcodec_usable
 
 
@@ -502,7 +502,7 @@ def test_a_decoder_that_finds_other_frames_is_named():
 
 
 def test_missing_video_libraries_are_named(folder, monkeypatch):
-    monkeypatch.setattr(loading, "is_torchcodec_usable", lambda: False)
+    monkeypatch.setattr(decoding, "is_torchcodec_usable", lambda: False)
     for module, load in (("av", load_video), ("qwen_vl_utils", lambda r: load_with_qwen_vl_utils(r, 14))):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, "qwen_vl_utils.vision_process", raising=False)

@@ -39,9 +39,9 @@ from helpers.trainer_utils import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.columns import MediaError, MediaRef
-from trl_multimodal_rft.data.encode import encode_medium
-from trl_multimodal_rft.data.loading import load_image, load_video
+from trl_multimodal_rft.data.reading.decoding import load_image, load_video
+from trl_multimodal_rft.data.reading.files import encode_medium
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.reporting import media_logs
 from trl_multimodal_rft.reporting.media_logs import write_parquet

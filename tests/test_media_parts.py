@@ -15,8 +15,8 @@ from helpers import clips
 from helpers.files import image_file, load, ref, sound_by_ffmpeg, sound_file
 from PIL import Image
 
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.loading import load_image, load_video, read_audio
+from trl_multimodal_rft.data.reading.decoding import load_image, load_video, read_audio
+from trl_multimodal_rft.data.reading.refs import MediaError
 
 
 RATE = 16000

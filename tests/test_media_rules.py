@@ -18,12 +18,13 @@ from helpers.trainer_utils import CONFIGS, InjectedOurs, InjectedPPO, load, make
 from test_media_sources import site  # noqa: F401
 from trl import TrlParser
 
-from trl_multimodal_rft.data.columns import MediaError, MediaRef, iter_refs, rows_to_messages
-from trl_multimodal_rft.data.encode import encode_medium
-from trl_multimodal_rft.data.features import restore_rows, undecoded
-from trl_multimodal_rft.data.fingerprint import differences, fingerprint
-from trl_multimodal_rft.data.loading import load_image, load_video
-from trl_multimodal_rft.data.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.reading.decoding import load_image, load_video
+from trl_multimodal_rft.data.reading.files import encode_medium
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
+from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
+from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 from trl_multimodal_rft.rewards import RemoteReward
 

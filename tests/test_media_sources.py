@@ -24,12 +24,12 @@ from helpers.files import LISTS, image_file, load, sound_file, video_file
 from helpers.reward_server import DRIPS, dripping
 from PIL import Image
 
-from trl_multimodal_rft.data import http as http_client
-from trl_multimodal_rft.data.columns import MediaError, MediaRef, without_credentials
-from trl_multimodal_rft.data.features import restore_rows, undecoded
-from trl_multimodal_rft.data.loading import decoding, load_audio, load_image, load_video
-from trl_multimodal_rft.data.rules import MediaRules
-from trl_multimodal_rft.data.unread import check_columns
+from trl_multimodal_rft.data.reading import http as http_client
+from trl_multimodal_rft.data.reading.decoding import decoding, load_audio, load_image, load_video
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, without_credentials
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.features import restore_rows, undecoded
+from trl_multimodal_rft.data.rows.unread import check_columns
 
 
 RED = (200, 30, 40)

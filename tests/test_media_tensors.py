@@ -9,7 +9,7 @@ from helpers.chats import audio, chat, image, text
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES
 
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import continued_field, join_media
 from trl_multimodal_rft.encoding.prompts import placeholder_token_ids
 from trl_multimodal_rft.families import family_of, modality_of

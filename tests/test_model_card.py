@@ -30,7 +30,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS
 from trl_multimodal_rft.algorithms.kl import KL_ESTIMATORS
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.reporting.model_card import (
     PAPERS,

@@ -239,7 +239,7 @@ class Unlikely(PseudoRandom):
         ("rloo", {"beta": 0.0, "steps_per_generation": 2}),
         ("rloo", {"beta": 0.0, "num_iterations": 2, "max_tokens_per_microbatch": 300}),
         ("grpo", {"loss_type": "vespo", "steps_per_generation": 2}),
-        ("grpo", {"loss_type": "vespo", "num_iterations": 2, "loss_view": "blank", "dependency_quantile": 0.5}),
+        ("grpo", {"loss_type": "vespo", "num_iterations": 2, "loss_view": "blank(token_quantile=0.5)"}),
     ],
 )
 def test_the_ratio_of_what_is_not_forwarded_is_one(kind, options):

@@ -15,7 +15,7 @@ from helpers.synthetic import FAMILIES, gradients, own_logps
 from helpers.trainer_utils import length_and_sum
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention

@@ -14,9 +14,10 @@ from helpers.chats import RATE, audio
 from helpers.trainer_utils import saved
 
 from trl_multimodal_rft.cli import main
-from trl_multimodal_rft.data.columns import MediaError, iter_refs, rows_to_messages
-from trl_multimodal_rft.data.loading import load_audio
-from trl_multimodal_rft.data.unread import check_columns
+from trl_multimodal_rft.data.reading.decoding import load_audio
+from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.scripts import distillation, evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import parse
 

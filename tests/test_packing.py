@@ -16,7 +16,7 @@ from helpers.trainer_utils import InjectedOurs, image_rows, make_trainer, relati
 from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import attention, layout

@@ -18,7 +18,7 @@ import soxr
 from helpers.chats import RATE, audio, image, video
 from helpers.files import image_file, video_file
 
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import RemoteReward
 
 
@@ -272,7 +272,7 @@ def test_other_answers_are_errors(serve, answer, error):
 def waits(monkeypatch):
     """Records seconds between attempts, and skips the waiting."""
     waits = []
-    monkeypatch.setattr("trl_multimodal_rft.data.http.time.sleep", waits.append)
+    monkeypatch.setattr("trl_multimodal_rft.data.reading.http.time.sleep", waits.append)
     return waits
 
 

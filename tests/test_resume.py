@@ -33,7 +33,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.fingerprint import differences, fingerprint
+from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
 from trl_multimodal_rft.trainers.checkpoint_files import load_rollout_state
 
 
@@ -118,8 +118,7 @@ CASES = {
         {
             **REPLAY,
             "reward": few_live,
-            "rollout_view": "mask_patches(ratio=0.9, patch_size=28)",
-            "rollout_view_schedule": "sigmoid(midpoint=0.5, steepness=5)",
+            "rollout_view": ("mask_patches(ratio=0.9, patch_size=28, schedule='sigmoid(midpoint=0.5, steepness=5)')"),
             "contrast_view": "diffusion_noise",
             "max_steps": 8,
         },
@@ -148,9 +147,7 @@ CASES = {
         {
             **REPLAY,
             "reward": few_live,
-            "loss_view": "mask_patches(ratio=0.6)",
-            "view_kl_coef": 0.5,
-            "view_entropy_coefs": [0.1, 0.1],
+            "loss_view": "mask_patches(ratio=0.6, kl_coef=0.5, entropy_coefs=[0.1, 0.1])",
             "max_steps": 10,
         },
         [2, 5],
@@ -160,9 +157,7 @@ CASES = {
         {
             **REPLAY,
             "reward": few_live,
-            "loss_view": "mask_patches(ratio=0.5)",
-            "dependency_advantage_min": 0.5,
-            "dependency_quantile": 0.4,
+            "loss_view": "mask_patches(ratio=0.5, advantage_min=0.5, token_quantile=0.4)",
             "max_steps": 10,
         },
         [2, 6],

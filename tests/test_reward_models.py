@@ -33,8 +33,8 @@ from helpers.trainer_utils import (
 from torch import nn
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.features import restore_media
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.features import restore_media
 from trl_multimodal_rft.rewards import RewardModel, model
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from helpers.trainer_utils import InjectedOurs, Recorded, image_rows, make_trainer, run
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.rewards import apply_recipe
 from trl_multimodal_rft.rewards.named import load_reward_recipe
 from trl_multimodal_rft.rewards.recipe import combine_rewards

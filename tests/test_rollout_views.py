@@ -39,6 +39,10 @@ def turned(medium, rng):
     return medium[::-1] if medium.ndim == 1 else 255 - medium[::-1]
 
 
+def fractional(medium, rng, fraction=0.5):
+    return medium
+
+
 TURNED = f"{__name__}.turned"
 
 
@@ -160,7 +164,7 @@ def test_last_completions_are_sampled_from_the_view_and_scored_without(trainer_c
 
 
 def test_advantages_are_of_the_whole_group(tmp_path):
-    trainer = trained(GRPO, "qwen2_5_vl", image_rows(), tmp_path, rollout_view=TURNED, rollout_view_fraction=0.25)
+    trainer = trained(GRPO, "qwen2_5_vl", image_rows(), tmp_path, rollout_view=f"{TURNED}(fraction=0.25)")
     (draw,) = trainer.draws
     rewards = draw.rewards[:, 0].view(-1, GROUP)
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
@@ -212,7 +216,7 @@ def test_schedule_is_that_of_the_paper(midpoint, steepness):
 
 
 def test_strength_follows_the_schedule(tmp_path):
-    options = {"rollout_view": "mask_patches(ratio=0.8)", "rollout_view_schedule": "linear", "max_steps": 4}
+    options = {"rollout_view": "mask_patches(ratio=0.8, schedule='linear')", "max_steps": 4}
     trainer = trained(GRPO, "qwen2_5_vl", image_rows(), tmp_path, **options)
     assert logged(trainer, "view/strength") == [1.0, 0.75, 0.5, 0.25]
     shares = []  # of patches that are masked
@@ -257,7 +261,7 @@ def length(completion_ids, **kwargs):
 @pytest.mark.parametrize(("fraction", "n"), [(0.25, 1), (0.5, 2), (1.0, 4)])
 def test_contrast_is_sampled_from_the_view(fraction, n, tmp_path):
     CALLS.clear()
-    options = {"contrast_view": TURNED, "contrast_fraction": fraction, "reward": right}
+    options = {"contrast_view": f"{TURNED}(fraction={fraction})", "reward": right}
     trainer = trained(GRPO, "qwen2_5_vl", video_rows(), tmp_path, **options)
     processor, rows = trainer.processing_class, video_rows()
     clean, view = ([decoded(trainer, inputs_of(processor, rows[i], turns)) for i in (0, 1)] for turns in (False, True))
@@ -360,12 +364,13 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
     [
         ({"rollout_view": "mask_patch"}, "There is no view 'mask_patch'"),
         ({"contrast_view": "mask_patches(size=3)"}, "has no setting 'size'"),
-        ({"rollout_view_fraction": 0.25}, "`rollout_view_fraction` has no effect without `rollout_view`"),
-        ({"contrast_bonus": 0.5}, "`contrast_bonus` has no effect without `contrast_view`"),
-        ({"rollout_view": "blank", "rollout_view_fraction": 0.2}, "0.2. of `num_generations` .4. is no completion"),
-        ({"rollout_view": "blank", "rollout_view_fraction": 1.5}, "`rollout_view_fraction` must be above 0 and at"),
-        ({"rollout_view": "blank", "rollout_view_schedule": "linear"}, "'blank' has no strength"),
-        ({"rollout_view": "mask_patches", "rollout_view_schedule": "cosine"}, "There is no schedule 'cosine'"),
+        ({"rollout_view": "blank(bonus=0.5)"}, "has no setting 'bonus': the view 'blank' has .., and the option"),
+        ({"contrast_view": "blank(bonus=0.0)"}, "`bonus` of `contrast_view` must be above 0, got 0.0"),
+        ({"rollout_view": f"{__name__}.fractional"}, "has a setting 'fraction', as `rollout_view` does; rename that"),
+        ({"rollout_view": "blank(fraction=0.2)"}, "0.2. of `rollout_view` of `num_generations` .4. is no completion"),
+        ({"rollout_view": "blank(fraction=1.5)"}, "`fraction` of `rollout_view` must be above 0 and at most 1"),
+        ({"rollout_view": "blank(schedule='linear')"}, "'blank' has no strength"),
+        ({"rollout_view": "mask_patches(schedule='cosine')"}, "There is no schedule 'cosine'"),
         ({"contrast_view": "blank", "multi_objective_aggregation": "normalize_then_sum"}, "adds a bonus to the sum"),
     ],
 )

@@ -42,9 +42,16 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.batches import BatchShape, EpochBatches, StreamBatches, repeat_order, seeded_order
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
-from trl_multimodal_rft.data.prefetch import PrefetchPool
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.batches import (
+    BatchShape,
+    EpochBatches,
+    StreamBatches,
+    repeat_order,
+    seeded_order,
+)
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.prefetch import PrefetchPool
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rollout import stream

@@ -20,8 +20,8 @@ from transformers import Qwen2AudioForConditionalGeneration
 from trl import TrlParser
 
 from trl_multimodal_rft.cli import launch, main
-from trl_multimodal_rft.data.columns import Encoded
-from trl_multimodal_rft.data.features import undecoded
+from trl_multimodal_rft.data.reading.refs import Encoded
+from trl_multimodal_rft.data.rows.features import undecoded
 from trl_multimodal_rft.scripts import evaluate, filter, grpo, ppo, rloo, sft
 from trl_multimodal_rft.scripts.arguments import SFTScriptArguments, parse
 from trl_multimodal_rft.scripts.inputs import load_split, with_prompts

@@ -14,9 +14,9 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.data.columns import MediaError
-from trl_multimodal_rft.data.features import restore_rows
-from trl_multimodal_rft.data.rows import EndlessRows
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.features import restore_rows
+from trl_multimodal_rft.data.rows.row import EndlessRows
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 
 

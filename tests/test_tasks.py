@@ -27,7 +27,7 @@ from tasks import (
 from tool_demo import best_without_tool
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioForConditionalGeneration
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 
 

@@ -46,8 +46,9 @@ from trl_multimodal_rft import (
     MultimodalPPOTrainer,
     MultimodalRLOOTrainer,
 )
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
-from trl_multimodal_rft.data.rows import DatasetRows
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.rewards.checks import check_rewards, checked_reward

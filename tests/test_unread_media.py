@@ -30,9 +30,10 @@ from trl import TrlParser
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import MultimodalSFTTrainer
-from trl_multimodal_rft.data.columns import MediaError, file_kind, iter_refs, rows_to_messages
-from trl_multimodal_rft.data.features import restore_media
-from trl_multimodal_rft.data.unread import check_columns
+from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
+from trl_multimodal_rft.data.rows.columns import file_kind, rows_to_messages
+from trl_multimodal_rft.data.rows.features import restore_media
+from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.encoding.supervised import encode_supervised
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate

@@ -12,7 +12,7 @@ from helpers.tools import with_tools
 from helpers.trainer_utils import image_rows, make_trainer
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.rollout.tools import Zoom, load_tools
 from trl_multimodal_rft.scripts import evaluate
 from trl_multimodal_rft.scripts.arguments import parse

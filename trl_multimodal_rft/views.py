@@ -16,9 +16,9 @@ import PIL.Image
 import torch
 
 from .algorithms.papers import Paper, paper_of
-from .data.columns import MediaRef
+from .data.reading.refs import MediaRef
 from .families import MODALITIES
-from .spelling import check_settings, check_unused, load_dotted, split_settings
+from .spelling import check_settings, check_unused, load_dotted, spelled, split_settings
 
 
 _GREY = 128  # pixel value
@@ -80,6 +80,11 @@ class View:
     kinds: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
     others: Sequence[MediaRef] = ()  # media of another row, in turn
     seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on a medium's place in its prompt
+
+    @property
+    def spelling(self) -> str:
+        """The text that [`as_view`] reads."""
+        return spelled(self.type.name, self.settings)
 
     def applies_to(self, kind: str) -> bool:
         """Whether the view replaces media of a kind."""

@@ -112,7 +112,7 @@ def conversations(folder):
 
 def asynchronous(folder):
     """A group straddles two ranks. Some completions are sampled from a view."""
-    options = {"max_steps": 4, "rollout_view": "blank", "rollout_view_fraction": 0.25}
+    options = {"max_steps": 4, "rollout_view": "blank(fraction=0.25)"}
     return train(folder, "qwen2_5_vl", image_rows(), 3 * GROUP, MultimodalGRPOTrainer, sampler=Ahead, **options)[1]
 
 
@@ -162,10 +162,10 @@ LOSSES = {
 WHOLE = {**REUSED, "gradient_checkpointing": False}
 HYBRID = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "gradient_checkpointing": True}
 RLOO = {"beta": 0.1, "num_iterations": 2, "max_steps": 4, "trainer_class": MultimodalRLOOTrainer, "sampler": Injecting}
-PAPO = {"loss_view": "mask_patches(ratio=0.6)", "view_kl_coef": 0.5, "view_entropy_coefs": [0.1, 0.2]}
-VPPO = {"loss_view": "mask_patches(ratio=0.5)", "dependency_advantage_min": 0.5, "dependency_quantile": 0.4}
-MAPO = {"loss_view": "blank", "dependency_temperature": 0.02}
-VIEWS = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_bonus": 1.0}
+PAPO = {"loss_view": "mask_patches(ratio=0.6, kl_coef=0.5, entropy_coefs=[0.1, 0.2])"}
+VPPO = {"loss_view": "mask_patches(ratio=0.5, advantage_min=0.5, token_quantile=0.4)"}
+MAPO = {"loss_view": "blank(temperature=0.02)"}
+VIEWS = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank(bonus=1.0)"}
 VIEWS |= {"generation_kwargs": {"do_sample": False}, "trainer_class": RecordingTrainer}
 # Family, rows, number of groups, options
 PLAIN = {

@@ -159,7 +159,8 @@ def ppo_resumed(folder):
 def balanced_ppo(folder):
     """Policy and critic, with groups where they were sampled and exchanged."""
     options = {"rows": UNEVEN, "gradient_accumulation_steps": 2, "num_iterations": 1}
-    return balanced(folder, ppo, **{**PPO, **options}, view_entropy_coefs=[0.0, 0.0])
+    view = "mask_patches(ratio=0.6, kl_coef=0.5, entropy_coefs=[0.0, 0.0])"
+    return balanced(folder, ppo, **{**PPO, **options}, loss_view=view)
 
 
 def ppo_refused(folder):

@@ -25,7 +25,7 @@ def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
 
 def test_views_are_sampled_and_not_corrected(tmp_path):
     """The self-check compares the engine on the other completions."""
-    views = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank", "contrast_fraction": 0.25}
+    views = {"rollout_view": "mask_patches(patch_size=28)", "contrast_view": "blank(fraction=0.25)"}
     trainer = make(Recorded, "qwen2_5_vl", image_rows(), tmp_path, **views)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]

@@ -23,7 +23,7 @@ from helpers.trainer_utils import (
 )
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 
 

@@ -13,8 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import renderer_from_config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.data.columns import rows_to_messages
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 

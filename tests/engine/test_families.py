@@ -13,7 +13,7 @@ from helpers.families import FAMILIES
 from helpers.omni import save_released
 from helpers.trainer_utils import saved, text_rows, with_media
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm import MultimodalVLLMGeneration
 

@@ -14,7 +14,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.renderers import renderer_from_config
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 

@@ -26,7 +26,8 @@ from trl.scripts import vllm_serve
 from vllm.multimodal.inputs import PlaceholderRange
 
 from trl_multimodal_rft import MultimodalDistillationTrainer, MultimodalGRPOConfig
-from trl_multimodal_rft.data.columns import MediaError, rows_to_messages
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.generation.vllm_prompts import EnginePrompts, processors_unchecked
 from trl_multimodal_rft.generation.vllm_requests import at_once
@@ -89,7 +90,7 @@ def client(server):
     return ServerClient(server, 20.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank", "rollout_view_fraction": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"rollout_view": "blank(fraction=0.5)"}])
 def test_what_is_sampled_is_what_is_scored(server, omni, tmp_path, options):
     """
     After updates of all weights, for a sound, text alone, several media in one prompt, and an image; also where a half

@@ -9,7 +9,7 @@ from helpers.trainer_utils import audio_rows, image_rows, sound
 from talking import ENGINE, Talking, TalkingGRPO, make
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
-from trl_multimodal_rft.data.columns import MediaError
+from trl_multimodal_rft.data.reading.refs import MediaError
 
 
 TEXT = {"type": "text", "text": "Is there a cat?"}

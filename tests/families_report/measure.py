@@ -18,7 +18,7 @@ from helpers.families import ALL_FAMILIES
 from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention

@@ -21,7 +21,6 @@ from trl_multimodal_rft import (
 
 
 GRPO, PPO = MultimodalGRPOTrainer, MultimodalPPOTrainer
-BLANK = {"loss_view": "blank"}
 TEACHER = {"reward": None, "teacher_view": "blank"}
 RUNS = {
     "grpo": (GRPO, "qwen2_5_vl", {"beta": 0.04, "num_iterations": 2}),
@@ -43,8 +42,8 @@ RUNS = {
     "grpo, sampled again": (GRPO, "qwen2_5_vl", {"dynamic_sampling": True, "replay_buffer_size": 8}),
     "grpo, entropies": (GRPO, "qwen2_5_vl", {"top_entropy_quantile": 0.5, "entropy_source": "rollout"}),
     "grpo, logged": (GRPO, "qwen2_5_vl", {"log_completions": True, "media_contribution_steps": 1}),
-    "papo": (GRPO, "qwen2_5_vl", {**BLANK, "view_kl_coef": 0.01}),
-    "vppo": (GRPO, "qwen2_5_vl", {**BLANK, "dependency_quantile": 0.4}),
+    "papo": (GRPO, "qwen2_5_vl", {"loss_view": "blank(kl_coef=0.01)"}),
+    "vppo": (GRPO, "qwen2_5_vl", {"loss_view": "blank(token_quantile=0.4)"}),
     "rollouts of a view": (GRPO, "qwen2_5_vl", {"rollout_view": "blank"}),
     "rloo": (MultimodalRLOOTrainer, "qwen2_5_vl", {"beta": 0.04}),
     "ppo": (PPO, "qwen2_5_vl", {}),

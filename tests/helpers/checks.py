@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from helpers.trainer_utils import load
 from trl_multimodal_rft.checks.self_check import RunSettings, SelfCheck, run_self_check
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention

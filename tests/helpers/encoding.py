@@ -6,7 +6,7 @@ import functools
 import torch
 import transformers as hf
 
-from trl_multimodal_rft.data.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 
 from .chats import RATE

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaRef
-from trl_multimodal_rft.data.rules import DEFAULT_RULES
+from trl_multimodal_rft.data.reading import decoding
+from trl_multimodal_rft.data.reading.refs import MediaRef
+from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES
 
 from .chats import RATE, video
 
@@ -22,8 +22,8 @@ def ref(kind, source, rules=DEFAULT_RULES, **options):
 
 def load(medium):
     if medium.kind == "audio":
-        return loading.load_audio(medium, RATE)
-    return loading.load_image(medium) if medium.kind == "image" else loading.load_video(medium)
+        return decoding.load_audio(medium, RATE)
+    return decoding.load_image(medium) if medium.kind == "image" else decoding.load_video(medium)
 
 
 def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:
@@ -99,6 +99,6 @@ LISTS = {
 def decoder(request, monkeypatch):
     """Runs the test with torchcodec, and then with PyAV."""
     if request.param == "pyav":
-        monkeypatch.setattr(loading, "is_torchcodec_usable", lambda: False)
-    elif not loading.is_torchcodec_usable():
+        monkeypatch.setattr(decoding, "is_torchcodec_usable", lambda: False)
+    elif not decoding.is_torchcodec_usable():
         pytest.skip("torchcodec or the FFmpeg it needs can't be loaded")

@@ -24,9 +24,9 @@ import torch
 from PIL import Image, features
 
 from helpers.files import LISTS, image_file, sound_file, video_file
-from trl_multimodal_rft.data import loading
-from trl_multimodal_rft.data.columns import MediaError, MediaRef
-from trl_multimodal_rft.data.rules import MediaRules
+from trl_multimodal_rft.data.reading import decoding
+from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
+from trl_multimodal_rft.data.reading.rules import MediaRules
 
 
 RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)
@@ -141,18 +141,18 @@ def check_video(loaded):
 
 def loads(ref, chance):
     """Loads a medium in one of several ways. Returns whether it loaded."""
-    loading.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda: False])
+    decoding.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda: False])
     if ref.kind == "image":
-        return check_image(loading.load_image(ref))
+        return check_image(decoding.load_image(ref))
     if ref.kind == "audio":
         window, overlong = chance.choice([(None, "raise"), (0.5, "truncate"), (30.0, "raise")])
-        return check_sound(loading.load_audio(ref, 16000, window, overlong))
+        return check_sound(decoding.load_audio(ref, 16000, window, overlong))
     if chance.random() < 0.3:
-        return check_video(loading.load_with_qwen_vl_utils(ref, 14))
-    return check_video(loading.load_video(ref))
+        return check_video(decoding.load_with_qwen_vl_utils(ref, 14))
+    return check_video(decoding.load_video(ref))
 
 
-TORCHCODEC = loading.is_torchcodec_usable
+TORCHCODEC = decoding.is_torchcodec_usable
 heard = []  # paths that the interpreter opened or started
 
 

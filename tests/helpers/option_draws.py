@@ -11,7 +11,7 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.data.rules import OWN_NAMES
+from trl_multimodal_rft.data.reading.rules import OWN_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 
@@ -36,9 +36,6 @@ VALUES = {
     "beta": [0.0, 0.1],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
-    "dependency_advantage_min": [None, 0.5],
-    "dependency_quantile": [1.0, 0.5],
-    "dependency_temperature": [None, 0.1],
     "disable_dropout": [None, True, False],
     "entropy_coef": [0.0, 0.1],
     "epsilon": [0.2, 0.02],
@@ -65,10 +62,7 @@ VALUES = {
         *("group_norm", "rloo", "reinforce", "reinforce_baseline", "cpgd", "dr_grpo"),
         *("reinforce_baseline(norm_level='sequence')", "cpgd(weight='none')", "cpgd(weight='std')"),
     ],
-    "contrast_bonus": [0.3, 1.0],
-    "contrast_fraction": [0.5, 1.0],
-    "contrast_ratio": [0.8, 1.2],
-    "contrast_view": [None, "blank"],
+    "contrast_view": [None, "blank", "blank(fraction=1.0, reward_ratio=1.2, bonus=1.0)"],
     "cliprange_value": [0.2, 0.02, None],
     "dynamic_sampling_max_rounds": [4, 2],
     "dynamic_sampling_range": [None, [0.5, 2.5]],
@@ -85,7 +79,12 @@ VALUES = {
     "lam": [0.95, 0.5],
     "loss_add_tail": [True, False],
     "loss_top_k": [0, 5],
-    "loss_view": [None, "blank", "mask_patches(ratio=0.6)"],
+    "loss_view": [
+        *(None, "blank(kl_coef=0.5)", "mask_patches(ratio=0.6, kl_coef=0.5, kl_clip=0.1, entropy_coefs=[0.1, 0.2])"),
+        *("blank(entropy_coefs=[0.1, 0.2])", "blank(advantage_min=0.5, token_quantile=0.5, kl_coef=0.5)"),
+        *("mask_patches(ratio=0.6, token_quantile=0.5)", "mask_patches(ratio=0.6, advantage_min=0.5)"),
+        *("blank(temperature=0.1)", "mask_patches(ratio=0.6, temperature=0.1, kl_coef=0.5)"),
+    ],
     "learning_rates": [None, {"language_model": 0.02}],
     "loss_type": ["dapo", *(name for name in LOSSES if name != "dapo"), "cpgd(drift_coef=0.5, drift_clamp=0.5)"],
     "max_length": [None, 30],
@@ -97,9 +96,10 @@ VALUES = {
     "ptx_coef": [0.0, 0.5],
     "replay_buffer_size": [0, 4],
     "replay_max_age": [8, 1],
-    "rollout_view": [None, "mask_patches(patch_size=28)"],
-    "rollout_view_fraction": [0.5, 0.8],
-    "rollout_view_schedule": ["constant", "linear", "sigmoid(midpoint=0.5)"],
+    "rollout_view": [
+        *(None, "mask_patches(patch_size=28)", "mask_patches(patch_size=28, fraction=0.8, schedule='linear')"),
+        "mask_patches(patch_size=28, schedule='sigmoid(midpoint=0.5)')",
+    ],
     "self_teacher": ["current", "base", "ema"],
     "soft_overlong_cache": [None, 4],
     "student_view": [None, "mask_patches(ratio=0.6)"],
@@ -109,9 +109,6 @@ VALUES = {
     "value_lr_scheduler_type": [None, "cosine"],
     "value_warmup_steps": [None, 1],
     "vf_coef": [0.1, 1.0],
-    "view_entropy_coefs": [None, [0.1, 0.2]],
-    "view_kl_clip": [10.0, 0.1],
-    "view_kl_coef": [0.0, 0.5],
 }
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
@@ -152,8 +149,6 @@ NOT_DRAWN = {
 CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk"]
 CRITIC += ["value_learning_rate", "value_lr_scheduler_type", "value_warmup_steps"]
 KL = ["kl_estimator", "kl_in_reward", "kl_target", "kl_horizon", "sync_ref_model"]
-VIEW = ["dependency_advantage_min", "dependency_quantile", "dependency_temperature"]
-VIEW += ["view_entropy_coefs", "view_kl_coef"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
@@ -161,15 +156,9 @@ NEEDS = {
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
     **dict.fromkeys(["dynamic_sampling_max_rounds", "dynamic_sampling_range"], ("dynamic_sampling", [True])),
     "replay_max_age": ("replay_buffer_size", [4]),
-    **dict.fromkeys(["contrast_bonus", "contrast_fraction", "contrast_ratio"], ("contrast_view", ["blank"])),
-    **dict.fromkeys(
-        ["rollout_view_fraction", "rollout_view_schedule"], ("rollout_view", ["mask_patches(patch_size=28)"])
-    ),
     "per_device_ptx_batch_size": ("ptx_coef", [0.5]),
     "ref_model_mixup_alpha": ("sync_ref_model", [True]),
     "use_adaptive_entropy": ("entropy_coef", [0.1]),
-    **dict.fromkeys(VIEW, ("loss_view", ["blank", "mask_patches(ratio=0.6)"])),
-    "view_kl_clip": ("view_kl_coef", [0.5]),
     "loss_add_tail": ("loss_top_k", [5]),
     "self_teacher": ("teacher_view", ["blank"]),
     "teacher_update_rate": ("self_teacher", ["ema"]),

@@ -7,7 +7,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from ..data.columns import MediaError
+from ..data.reading.refs import MediaError
 from ..encoding.conversations import Conversation
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES

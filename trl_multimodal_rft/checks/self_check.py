@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from ..algorithms.completions import up_to_first_end
-from ..data.columns import iter_refs
+from ..data.reading.refs import iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.media import decode_media

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, get_args
 
-from ..data.rules import BUDGET_NAMES, OWN_NAMES, MediaRules
+from ..data.reading.rules import BUDGET_NAMES, OWN_NAMES, MediaRules
 from ..scripts.options import Key, read_config, shipped
 
 
@@ -124,7 +124,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     add("--trainer", choices=("grpo", "ppo", "sft"), default="grpo", help="RLOO takes the memory of GRPO")
     add("--shared_trunk", action="store_true", help="PPO's critic is a head on the policy")
     add("--beta", type=float, default=0.0, help="KL coefficient; above 0, a reference model is loaded")
-    add("--view_kl_coef", type=float, default=0.0, help="above 0, updates forward a view of each prompt, too")
+    add("--loss_view", help="view in the loss; with `kl_coef` in it, updates forward it for each prompt, too")
     add("--per_device_train_batch_size", type=int, default=8, help="completions per micro-batch on each GPU")
     add("--steps_per_generation", type=int, default=1, help="micro-batches sampled at once")
     add("--num_generations", type=int, default=8, help="completions per prompt")

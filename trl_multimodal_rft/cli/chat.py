@@ -21,9 +21,10 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import cached_file
 
-from ..data.columns import MediaRef, file_kind, rows_to_messages, without_credentials
-from ..data.loading import require_module
-from ..data.rules import BUDGET_NAMES
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import MediaRef, without_credentials
+from ..data.reading.rules import BUDGET_NAMES
+from ..data.rows.columns import file_kind, rows_to_messages
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES

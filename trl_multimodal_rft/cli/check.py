@@ -21,13 +21,14 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.initialization import no_init_weights
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, without_credentials
-from ..data.features import undecoded
-from ..data.named import load_rows
-from ..data.rows import DatasetRows, Row
-from ..data.rules import OWN_NAMES, MediaRules, rules_of
-from ..data.sizes import media_size
-from ..data.unread import check_columns, check_has_prompt, check_ignored
+from ..data.reading.refs import MediaError, iter_refs, without_credentials
+from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
+from ..data.reading.sizes import media_size
+from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.features import undecoded
+from ..data.rows.load import load_rows
+from ..data.rows.row import DatasetRows, Row
+from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES, family_of_processor

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..data.columns import MediaError
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
+from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
 from ..forward.attention import install_prefix_attention
 from ..forward.head import add_fused_head
@@ -27,6 +27,7 @@ from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..reporting.console import parts_lines
+from ..rollout.views import LossView, view_option
 from ..trainers.arguments import as_names
 from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> Measured:
     prompt, encoders = synthetic_prompt(base, args)
     group = 1 if args.trainer == "sft" else min(args.num_generations, args.per_device_train_batch_size)
     n_prompts = -(-args.per_device_train_batch_size // group)
-    n_views = 1 if args.view_kl_coef == 0 else 2
+    n_views = 2 if view_option(LossView, "loss_view", args.loss_view).is_trained else 1
     # At positions of their own, as prompts that start alike would share tokens
     unique = [
         replace(prompt, position_ids=prompt.position_ids + i, media_span=None) for i in range(n_views * n_prompts)

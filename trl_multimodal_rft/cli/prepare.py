@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datasets import Dataset, DatasetDict
 
 from .. import data
-from ..data.folders import check_empty, write_folder
-from ..data.rules import rules_of
+from ..data.reading.rules import rules_of
+from ..data.rows.folders import check_empty, write_folder
 from .arguments import LAYOUTS
 
 

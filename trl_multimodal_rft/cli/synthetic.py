@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.modeling_outputs import ModelOutput
 
-from ..data.columns import MediaRef
-from ..data.rules import MediaRules
+from ..data.reading.refs import MediaRef
+from ..data.reading.rules import MediaRules
 from ..encoding.budgets import budgeted_size
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt, encode_prompt

@@ -7,9 +7,10 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .benchmarks import load_audiomcq, load_avqa, load_mmau
-    from .folders import write_folder
-    from .layouts import (
+    from .reading.rules import MediaRules
+    from .rows.benchmarks import load_audiomcq, load_avqa, load_mmau
+    from .rows.folders import write_folder
+    from .rows.layouts import (
         load_charades_sta,
         load_conversations,
         load_deepeyes,
@@ -19,23 +20,22 @@ if TYPE_CHECKING:
         load_verl,
         load_video_r1,
     )
-    from .rules import MediaRules
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "load_audiomcq": "benchmarks",
-        "load_avqa": "benchmarks",
-        "load_charades_sta": "layouts",
-        "load_conversations": "layouts",
-        "load_deepeyes": "layouts",
-        "load_easyr1": "layouts",
-        "load_geo3k": "layouts",
-        "load_mm_eureka": "layouts",
-        "load_mmau": "benchmarks",
-        "load_verl": "layouts",
-        "load_video_r1": "layouts",
-        "MediaRules": "rules",
-        "write_folder": "folders",
+        "load_audiomcq": "rows.benchmarks",
+        "load_avqa": "rows.benchmarks",
+        "load_charades_sta": "rows.layouts",
+        "load_conversations": "rows.layouts",
+        "load_deepeyes": "rows.layouts",
+        "load_easyr1": "rows.layouts",
+        "load_geo3k": "rows.layouts",
+        "load_mm_eureka": "rows.layouts",
+        "load_mmau": "rows.benchmarks",
+        "load_verl": "rows.layouts",
+        "load_video_r1": "rows.layouts",
+        "MediaRules": "reading.rules",
+        "write_folder": "rows.folders",
     },
 )

@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
-from ..data.columns import MediaRef
-from ..data.loading import evenly_spaced, holds_frames
+from ..data.reading.decoding import evenly_spaced, holds_frames
+from ..data.reading.refs import MediaRef
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 
-from ..data.columns import MediaError
+from ..data.reading.refs import MediaError
 from .processors import Processor
 
 

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MediaError, iter_refs
+from ..data.reading.refs import MediaError, iter_refs
 from ..families import family_of
-from .checks import check_blocks
 from .join import continued_field, join_media
+from .messages import check_blocks
 from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 

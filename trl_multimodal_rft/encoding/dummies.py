@@ -5,7 +5,7 @@ import numpy as np
 import PIL.Image
 from transformers import PreTrainedModel, ProcessorMixin
 
-from ..data.columns import rows_to_messages
+from ..data.rows.columns import rows_to_messages
 from .prompts import EncodedPrompt, encode_prompt
 
 

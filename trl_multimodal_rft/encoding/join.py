@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ..data.columns import MediaRef
+from ..data.reading.refs import MediaRef
 from ..families import PATCH_ROWS, family_of, indexed_media, media_padding
 from .prompts import EncodedPrompt
 

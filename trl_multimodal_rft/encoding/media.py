@@ -18,8 +18,7 @@ from transformers import ProcessorMixin
 from transformers.image_utils import SizeDict
 from transformers.utils import logging
 
-from ..data.columns import QWEN_OPTIONS, MediaRef
-from ..data.loading import (
+from ..data.reading.decoding import (
     holds_frames,
     load_audio,
     load_image,
@@ -30,7 +29,9 @@ from ..data.loading import (
     require_module,
     sample_indices,
 )
-from ..data.soundtrack import load_sound_of_video
+from ..data.reading.refs import MediaRef
+from ..data.reading.soundtrack import load_sound_of_video
+from ..data.rows.columns import QWEN_OPTIONS
 from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
 from ..views import View
 from .budgets import at_most, budgeted_frames, budgeted_image, own_terms, size_factor, with_budgets

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import is_offline_mode
 
-from ..data.loading import install
+from ..data.reading.decoding import install
 from ..paths import nearest
 
 

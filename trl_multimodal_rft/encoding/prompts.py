@@ -18,15 +18,15 @@ from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MediaError, MediaRef, iter_refs
-from ..data.loading import encoded_source
-from ..data.sources import rooted
+from ..data.reading.decoding import encoded_source
+from ..data.reading.refs import MediaError, MediaRef, iter_refs
+from ..data.reading.sources import rooted
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
 from ..versions import is_torchcodec_usable
 from ..views import View
 from .budgets import with_budgets
-from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
+from .messages import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .processors import Processor
 
 

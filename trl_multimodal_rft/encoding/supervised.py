@@ -9,13 +9,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..data.columns import MediaError, check_decoded, iter_refs, rows_to_messages
-from ..data.rows import Row
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.refs import MediaError, iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import check_decoded, rows_to_messages
+from ..data.rows.row import Row
 from ..families import family_of, family_of_processor
-from .checks import write_chat
 from .control_tokens import checked_prompt
 from .join import continued_field
+from .messages import write_chat
 from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
@@ -77,7 +78,7 @@ def encode_sequence(
         row (`Mapping[str, Any]`):
             Row with `prompt` and `completion`, or with `messages`; and media columns. A text prompt and completion
             without media stay unchanged, except for the end of the completion, which is added. The chat template
-            renders all others. Errors name the `number` of a [`~data.rows.Row`].
+            renders all others. Errors name the `number` of a [`~data.rows.row.Row`].
         processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
             The model's processor.
         model ([`~transformers.PreTrainedModel`]):
@@ -94,7 +95,7 @@ def encode_sequence(
             Media columns that aren't for the messages.
         placeholders (`Collection[str]`, *optional*, defaults to `()`):
             The model's placeholder tokens.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
+        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         special_tokens_in_text (`str`, *optional*):
             `"allow"`, `"raise"` or `"strip"` control tokens in texts of messages. By default, they warn.

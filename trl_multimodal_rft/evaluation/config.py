@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass, field
 
-from ..data.rules import MediaRules, budgets_of
-from ..data.unread import check_ignored
+from ..data.reading.rules import MediaRules, budgets_of
+from ..data.rows.unread import check_ignored
 from ..families import MODALITIES
 from ..trainers.arguments import help_from_docstring
 from ..views import as_view

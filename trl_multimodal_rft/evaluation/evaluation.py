@@ -16,11 +16,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 from trl import is_conversational
 
-from ..data.columns import MEDIA_COLUMNS, MediaError, MediaRef, as_text, iter_refs, strip_media
-from ..data.features import restore_rows
-from ..data.rows import DatasetRows, Row
-from ..data.rules import budgets_of
-from ..data.unread import check_columns, check_has_prompt, columns_known
+from ..data.reading.refs import MediaError, MediaRef, iter_refs
+from ..data.reading.rules import budgets_of
+from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
+from ..data.rows.features import restore_rows
+from ..data.rows.row import DatasetRows, Row
+from ..data.rows.unread import check_columns, check_has_prompt, columns_known
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches

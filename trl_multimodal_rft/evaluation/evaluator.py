@@ -17,7 +17,7 @@ from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import get_callable_name
 
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
@@ -83,7 +83,7 @@ def evaluate(
             Arguments for `apply_chat_template`.
         audio_overlong (`str`, *optional*, defaults to `"raise"`):
             What happens to audio longer than the model's window: `"raise"` or `"truncate"`.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
+        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
         tools (`list[Callable]`, *optional*):
             Tools that the model may call, as for [`MultimodalGRPOTrainer`].

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import ProcessorMixin
 
-from ..data.columns import MediaError
+from ..data.reading.refs import MediaError
 from ..encoding.prompts import DecodedPrompt, EncodedPrompt
 from ..families import family_of_processor
 from .vllm_versions import engine_obstacle

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import requests
 from accelerate.logging import get_logger
 
-from ..data.columns import without_credentials
-from ..data.http import Answer, NoAnswer, TooLarge, ask, started
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, started
+from ..data.reading.refs import without_credentials
 
 
 logger = get_logger(__name__)

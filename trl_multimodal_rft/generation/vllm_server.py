@@ -20,8 +20,8 @@ from accelerate.utils import gather_object
 from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
-from ..data.columns import MediaError
-from ..data.http import Answer
+from ..data.reading.http import Answer
+from ..data.reading.refs import MediaError
 from .vllm_requests import (
     ServerSample,
     WarnOnce,

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
 from ..encoding.model_folders import check_model_folder, holds_model, naming_what_is_missing
 from ..encoding.processors import load_processor
 from ..families import family_of

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ..data.columns import MediaError, MediaRef, iter_refs
-from ..data.encode import spread_frames
-from ..data.loading import load_image, read_audio
+from ..data.reading.decoding import load_image, read_audio
+from ..data.reading.files import spread_frames
+from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped

@@ -11,7 +11,7 @@ import pandas as pd
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
 from ..families import MODALITIES
 from .events import EventPart
 

@@ -25,9 +25,10 @@ from transformers.utils import is_rich_available
 from trl import GRPOConfig, RLOOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
-from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, as_text, iter_refs
-from ..data.encode import EncodedMedium, encode_medium, spread_frames
-from ..data.loading import load_image, read_audio, require_module
+from ..data.reading.decoding import load_image, read_audio, require_module
+from ..data.reading.files import EncodedMedium, encode_medium, spread_frames
+from ..data.reading.refs import MediaError, iter_refs
+from ..data.rows.columns import FROM_TOOL, MEDIA_COLUMNS, as_text
 from .events import EventPart
 from .hub import PRIVATE
 

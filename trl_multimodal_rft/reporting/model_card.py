@@ -30,9 +30,9 @@ from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale, contrast_bonus
 from ..checks.self_check import SelfCheck
-from ..data.columns import without_credentials
-from ..data.difficulty import DifficultySampler
-from ..data.rules import BUDGET_NAMES
+from ..data.reading.refs import without_credentials
+from ..data.reading.rules import BUDGET_NAMES
+from ..data.rows.difficulty import DifficultySampler
 from ..families import MODALITIES
 from ..models.wrapped import unwrapped
 from ..rollout.views import sigmoid

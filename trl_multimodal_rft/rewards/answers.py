@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..data.choices import listed_letters, read_letter
+from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
 from .checks import Argument, Completion, Reference, RowError, given_column
 

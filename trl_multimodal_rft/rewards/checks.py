@@ -16,8 +16,8 @@ import torch
 from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from ..data.columns import as_text, strip_media
-from ..data.rules import MediaRules
+from ..data.reading.rules import MediaRules
+from ..data.rows.columns import as_text, strip_media
 
 
 T = TypeVar("T")

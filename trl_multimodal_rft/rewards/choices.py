@@ -4,7 +4,7 @@
 import re
 from collections.abc import Sequence
 
-from ..data.choices import listed_letters, read_letter
+from ..data.rows.letters import listed_letters, read_letter
 from .answers import completion_text, extract_answer, normal_form, normalize_answer, references_of
 from .checks import Argument, Completion, Reference, RowError
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import requests
 
-from ..data.columns import MediaRef, as_text, has_media, iter_refs, rows_to_messages, strip_media
-from ..data.http import Answer, TooLarge
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.http import Answer, TooLarge
+from ..data.reading.refs import MediaRef, iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import as_text, has_media, rows_to_messages, strip_media
 from .answers import completion_text, extract_answer, references_of
 from .checks import Argument
 from .model import rows_of_batch

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.columns import MEDIA_COLUMNS, MediaRef, has_media, iter_refs, rows_to_messages, strip_media
-from ..data.features import as_encoded
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.refs import MediaRef, iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, strip_media
+from ..data.rows.features import as_encoded
 from ..encoding.join import join_media, same_prompt
 from ..encoding.media import decode_media, replace_refs
 from ..encoding.processors import check_processor

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 
 import requests
 
-from ..data.columns import MediaRef, as_text, iter_refs, rows_to_messages, strip_media, without_credentials
-from ..data.encode import png, wav
-from ..data.http import Answer, NoAnswer, TooLarge, ask
-from ..data.loading import load_audio, load_image, load_video
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.decoding import load_audio, load_image, load_video
+from ..data.reading.files import png, wav
+from ..data.reading.http import Answer, NoAnswer, TooLarge, ask
+from ..data.reading.refs import MediaRef, iter_refs, without_credentials
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
 from .checks import Argument, is_finite
 from .model import rows_of_batch

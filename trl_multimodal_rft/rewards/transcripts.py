@@ -4,7 +4,7 @@
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from ..data.loading import require_module
+from ..data.reading.decoding import require_module
 from .answers import compared, extract_answer, normal_form, references_of
 from .checks import Argument, Completion, Reference, RowError
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data.columns import iter_refs
+from ..data.reading.refs import iter_refs
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media

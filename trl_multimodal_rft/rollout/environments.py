@@ -9,8 +9,8 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
 
-from ..data.columns import blocks_to_refs
-from ..data.rules import DEFAULT_RULES, MediaRules
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import blocks_to_refs
 
 
 # Methods of environments that aren't tools
@@ -29,7 +29,7 @@ class Environments:
             Tools of all completions.
         factory (`Callable` or `dict[str, Callable]`, *optional*):
             Makes environments. Of several, the column `environment` of a row names one.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
+        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Restrictions on the media that environments return.
 
     Raises:

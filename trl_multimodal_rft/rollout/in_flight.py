@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 
-from ..data.http import started
+from ..data.reading.http import started
 from ..generation.vllm_requests import ServerSample, WarnOnce, until_answered
 from ..generation.vllm_server import ServerRequest
 from .reward import EarlyCalls, EarlyRewards

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..data.columns import TEACHER, TEACHER_COLUMNS, iter_refs, rows_to_messages
-from ..data.rows import Row
-from ..data.rules import DEFAULT_RULES, MediaRules
-from ..data.unread import check_has_prompt
+from ..data.reading.refs import iter_refs
+from ..data.reading.rules import DEFAULT_RULES, MediaRules
+from ..data.rows.columns import TEACHER, TEACHER_COLUMNS, rows_to_messages
+from ..data.rows.row import Row
+from ..data.rows.unread import check_has_prompt
 from ..encoding.control_tokens import checked_prompt
 from ..encoding.media import check_hears_videos
 from ..encoding.prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens

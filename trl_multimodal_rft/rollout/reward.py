@@ -12,9 +12,9 @@ from accelerate.logging import get_logger
 from torch import nn
 from trl.trainer.utils import is_async_callable, nanstd
 
-from ..data.columns import iter_refs
-from ..data.features import restore_media
-from ..data.rules import MediaRules
+from ..data.reading.refs import iter_refs
+from ..data.reading.rules import MediaRules
+from ..data.rows.features import restore_media
 from ..rewards.calls import call_rewards, reward_arguments
 from ..rewards.checks import checked_reward
 from ..rewards.model import read_as_text

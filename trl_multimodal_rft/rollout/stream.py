@@ -21,12 +21,12 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
-from ..data.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
-from ..data.columns import MediaError
-from ..data.difficulty import DifficultySampler, difficulty_sampler
-from ..data.features import restore_rows, undecoded
-from ..data.prefetch import PrefetchPool
-from ..data.rows import DatasetRows, EndlessRows, Row
+from ..data.reading.refs import MediaError
+from ..data.rows.batches import BatchShape, EpochBatches, RowBatch, StreamBatches
+from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
+from ..data.rows.features import restore_rows, undecoded
+from ..data.rows.prefetch import PrefetchPool
+from ..data.rows.row import DatasetRows, EndlessRows, Row
 from ..encoding.prompts import EncodedPrompt
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import PIL.Image
 
-from ..data.columns import MediaRef, iter_refs
-from ..data.loading import load_image
+from ..data.reading.decoding import load_image
+from ..data.reading.refs import MediaRef, iter_refs
 from ..spelling import check_settings, load_dotted, split_settings
 
 

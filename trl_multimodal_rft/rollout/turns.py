@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import is_conversational
 from trl.chat_template_utils import parse_response
 
-from ..data.columns import FROM_TOOL, MediaError, blocks_to_refs, find_media, iter_refs
-from ..data.rules import MediaRules
+from ..data.reading.refs import MediaError, iter_refs
+from ..data.reading.rules import MediaRules
+from ..data.rows.columns import FROM_TOOL, blocks_to_refs, find_media
 from ..encoding.control_tokens import checked_texts
 from ..encoding.conversations import conversation, encode_prefix, encode_turn, normalize_tool_calls
 from ..encoding.prompts import EncodedPrompt, placeholder_tokens

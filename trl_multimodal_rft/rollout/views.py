@@ -2,22 +2,106 @@
 """Prompts of a rollout under a view of their media, for which completions, and how strong."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar
 
-from ..data.columns import MediaRef, iter_refs
+from ..data.reading.refs import MediaRef, iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
-from ..spelling import check_settings, split_settings
-from ..views import View
+from ..spelling import check_settings, check_value, did_you_mean, split_settings
+from ..views import View, as_view
 from .collect import template_tools
 from .environments import Environments
 from .prompts import PromptEncoder
 from .rollout import Rollout
+
+
+@dataclass(frozen=True)
+class RolloutView:
+    """A view that a share of each group is sampled from, by the option `rollout_view`."""
+
+    view: View | None = None
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # of a group: its last completions, rounded down
+    schedule: str = "constant"  # of the view's strength, see `SCHEDULES`
+
+
+@dataclass(frozen=True)
+class ContrastView:
+    """A view that further completions are sampled from, by the option `contrast_view`."""
+
+    view: View | None = None
+    fraction: Annotated[float, "(0, 1]"] = 0.5  # further completions of a group, as a share of it, rounded down
+    reward_ratio: Annotated[float, "[0, inf)"] = 0.8  # of the group's mean reward to theirs, at least, for the bonus
+    bonus: Annotated[float, "(0, inf)"] = 0.3  # of the group's right completions
+
+
+@dataclass(frozen=True)
+class LossView:
+    """A view in the loss, by the option `loss_view`."""
+
+    view: View | None = None
+    kl_coef: Annotated[float, "[0, inf)"] = 0.0  # of the divergence between the policies with and without the view
+    kl_clip: Annotated[float, "(0, inf]"] = 10.0  # divergence of a token in nats from which on it isn't raised further
+    # Of the entropies of the policy and of the policy under the view, which are lowered
+    entropy_coefs: list[float] | None = None
+    advantage_min: Annotated[float, "[0, 1]"] | None = None  # weight of the advantage that depends least on the media
+    token_quantile: Annotated[float, "(0, 1]"] = 1.0  # share of the tokens that are trained on, by their dependency
+    temperature: Annotated[float, "(0, inf)"] | None = None  # of the weights of tokens by differences of entropies
+
+    @property
+    def has_term(self) -> bool:
+        """Whether it adds terms to the loss."""
+        return self.kl_coef != 0 or self.entropy_coefs is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether terms in the loss have a gradient under the view."""
+        return self.kl_coef != 0 or (self.entropy_coefs or (0, 0))[1] != 0
+
+    @property
+    def measures_divergence(self) -> bool:
+        """Whether distributions under the policy that sampled are compared with those under the view."""
+        return self.advantage_min is not None or self.token_quantile < 1
+
+    @property
+    def measures_dependency(self) -> bool:
+        """Whether the dependency on media is measured, by a divergence or by entropies."""
+        return self.measures_divergence or self.temperature is not None
+
+
+T = TypeVar("T", RolloutView, ContrastView, LossView)
+
+
+def view_option(cls: type[T], option: str, value: str | None) -> T:
+    """
+    Reads an option that names a view, whose settings (`"mask_patches(ratio=0.6, kl_coef=0.01)"`) are those of the view
+    and the fields of a class. Raises `ValueError` if neither has a setting, or both, or a value is out of range.
+    """
+    if value is None:
+        return cls()
+    name, settings = split_settings(value)
+    hints = {each.name: (each.type, each.default) for each in fields(cls) if each.name != "view"}
+    chosen, own = as_view(name), {}
+    known = inspect.signature(chosen.type.function).parameters
+    if both := sorted(hints.keys() & known):
+        raise ValueError(f"The view {name!r} has a setting {both[0]!r}, as `{option}` does; rename that of the view.")
+    for key, given in (settings or {}).items():
+        if key in hints:
+            annotation, default = hints[key]
+            check_value(f"`{key}` of `{option}`", given, annotation, f"the default is {default!r}")
+            own[key] = given
+        elif key not in known:
+            raise ValueError(
+                f"`{option}={value!r}` has no setting {key!r}: the view {name!r} has {[*known][2:]}, and the option "
+                f"{[*hints]}.{did_you_mean(key, [*known, *hints])}"
+            )
+    rest = {key: given for key, given in (settings or {}).items() if key not in own}
+    return cls(replace(chosen, settings=rest), **own)
 
 
 def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: Environments) -> list[EncodedPrompt]:

@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl import ModelConfig, get_quantization_config
 
 from ..data import load_avqa, load_geo3k, load_mmau
-from ..data.rules import MediaRules
+from ..data.reading.rules import MediaRules
 from ..evaluation import EvaluationConfig, EvaluationResult, evaluate
 from ..evaluation.result import summary
 from ..models.pretrained import load_trained

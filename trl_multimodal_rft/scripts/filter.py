@@ -11,9 +11,9 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from trl import ModelConfig
 
-from ..data.difficulty import PASS_RATE
-from ..data.folders import check_empty, write_folder
-from ..data.rules import MediaRules
+from ..data.reading.rules import MediaRules
+from ..data.rows.difficulty import PASS_RATE
+from ..data.rows.folders import check_empty, write_folder
 from ..evaluation import EvaluationConfig, EvaluationResult
 from .arguments import RFTScriptArguments
 from .evaluate import EvaluationArguments, evaluate_by_name

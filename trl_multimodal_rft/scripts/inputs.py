@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 from trl.scripts.utils import DatasetConfig
 
-from ..data.loading import require_module
-from ..data.named import load_arguments, load_rows, reading
+from ..data.reading.decoding import require_module
+from ..data.rows.load import load_arguments, load_rows, reading
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from ..trainers.distillation_config import MultimodalDistillationConfig

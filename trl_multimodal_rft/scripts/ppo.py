@@ -5,7 +5,7 @@ from typing import Any
 
 from trl import ModelConfig
 
-from ..data.named import load_rows
+from ..data.rows.load import load_rows
 from ..trainers.ppo_config import MultimodalPPOConfig
 from ..trainers.ppo_trainer import MultimodalPPOTrainer
 from .arguments import PPOScriptArguments

@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainerCallback
 
-from ..data.loading import install
+from ..data.reading.decoding import install
 from ..spelling import did_you_mean
 
 
@@ -29,12 +29,12 @@ _IN_INTERVALS = {
         "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef value_warmup_steps "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
-    "[0, inf)": "beta contrast_ratio learning_rate num_train_epochs ptx_coef view_kl_coef",
+    "[0, inf)": "beta learning_rate num_train_epochs ptx_coef",
     "(0, inf]": (
         "cliprange_value delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
-        "sapo_temperature_pos view_kl_clip vllm_importance_sampling_clip_max"
+        "sapo_temperature_pos vllm_importance_sampling_clip_max"
     ),
-    "(0, inf)": ("contrast_bonus dependency_temperature repetition_penalty temperature value_learning_rate vf_coef"),
+    "(0, inf)": ("repetition_penalty temperature value_learning_rate vf_coef"),
     "[1, inf]": (
         "dynamic_sampling_max_rounds generation_batch_size gradient_accumulation_steps max_completion_length "
         "max_logged_media max_tokens_per_microbatch num_generations_eval num_iterations num_ppo_epochs "
@@ -43,12 +43,9 @@ _IN_INTERVALS = {
     ),
     "[2, inf]": "max_length",
     "[-1, inf]": "top_k",
-    "[0, 1]": "dependency_advantage_min gamma lam min_p ref_model_mixup_alpha",
+    "[0, 1]": "gamma lam min_p ref_model_mixup_alpha",
     "[0, 1)": "adam_beta1 adam_beta2",
-    "(0, 1]": (
-        "contrast_fraction dependency_quantile rollout_view_fraction top_entropy_quantile top_p "
-        "vllm_gpu_memory_utilization"
-    ),
+    "(0, 1]": ("top_entropy_quantile top_p vllm_gpu_memory_utilization"),
     "(0, 1)": "ema_decay",
 }
 RANGES = {name: interval for interval, names in _IN_INTERVALS.items() for name in names.split()}
@@ -58,7 +55,6 @@ _LOGGING = ("tensorboard", "trackio", "wandb")
 
 # What to do instead, where it isn't the default
 _REMEDIES = {
-    "dependency_quantile": "1 trains on all tokens",
     "ema_decay": "`None` keeps no average",
     "kl_target": "`None` keeps the coefficient",
     "max_length": "`None` takes rows as they are",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data.rows import Row
+from ..data.rows.row import Row
 from ..encoding.prompts import EncodedPrompt
 from ..generation.vllm import MultimodalVLLMGeneration
 from ..generation.vllm_prompts import EnginePrompts

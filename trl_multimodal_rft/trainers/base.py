@@ -22,9 +22,9 @@ from trl.trainer.utils import is_async_callable, use_adapter
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import PendingMetrics
 from ..checks.checks import Checks
-from ..data.batches import BatchShape, repeat_order
-from ..data.columns import MEDIA_COLUMNS
-from ..data.features import restore_media
+from ..data.rows.batches import BatchShape, repeat_order
+from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.features import restore_media
 from ..encoding.prompts import all_placeholder_ids
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..data.fingerprint import fingerprint
+from ..data.rows.fingerprint import fingerprint
 from ..forward.features import learned_ways, restore_ways
 from ..models.critic import Critic, ValueHead, policy_alone
 from ..models.parts import freeze, rates_of_parts

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import DistillationConfig
 
+from ..rollout.views import ContrastView, RolloutView
 from ..views import as_view
 from .arguments import check_batches, check_values, help_from_docstring
 from .multimodal_config import SamplingArguments, check_choice
@@ -86,6 +87,7 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     num_generations_eval = num_iterations = 1
     sync_ref_model = vllm_importance_sampling_correction = balance_ranks = False
     rollout_view = contrast_view = None
+    rollout_view_settings, contrast_view_settings = RolloutView(), ContrastView()
 
     def __post_init__(self):
         check_values(self)

@@ -13,7 +13,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import scored_mean
-from ..data.columns import TEACHER_COLUMNS
+from ..data.rows.columns import TEACHER_COLUMNS
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code

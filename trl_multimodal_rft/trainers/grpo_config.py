@@ -10,8 +10,8 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
+from ..rollout.views import LossView, view_option
 from ..spelling import split_settings
-from ..views import as_view
 from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
 
@@ -22,10 +22,6 @@ _K2_IN_LOSS = [name for name, own in ESTIMATORS.items() if own.kl_in_loss == "k2
 
 # Bound of the ratio in dual-clip PPO, as in its paper
 _DUAL_CLIP_DELTA = 3.0
-
-# What the scores of a view in the loss are used for
-_VIEW_TERMS = ("view_kl_coef", "view_entropy_coefs")
-_DEPENDENCY = ("dependency_advantage_min", "dependency_quantile", "dependency_temperature")
 
 
 @help_from_docstring
@@ -96,25 +92,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
         loss_view (`str`, *optional*):
             What the policy sees or hears in a second forward of the same completions, a name of [`~views.VIEWS`] with
-            settings or a dotted path of your own, such as `"mask_patches(ratio=0.6)"`.
-        view_kl_coef (`float`, *optional*, defaults to `0.0`):
-            Coefficient of the divergence (k3) between the policy and the policy under the view, which is raised, with
-            gradients of both, see [PAPO](https://huggingface.co/papers/2507.06448).
-        view_kl_clip (`float`, *optional*, defaults to `10.0`):
-            Divergence of a token, in nats, from which on it isn't raised further.
-        view_entropy_coefs (`list[float]`, *optional*):
-            Coefficients of the entropies of the policy and of the policy under the view, which are lowered: PAPO's
-            Double Entropy Loss, which estimates them by minus the log-probabilities of the sampled tokens.
-        dependency_advantage_min (`float`, *optional*):
-            Weight of the advantage of the completion that depends least on its media, by the divergence of its tokens'
-            distributions under the view. Weights are linear in it, with a mean of 1 over the generation batch, see
-            [VPPO](https://huggingface.co/papers/2510.09285).
-        dependency_quantile (`float`, *optional*, defaults to `1.0`):
-            Share of the tokens of each completion that are trained on, those that depend most on the media, as in
-            VPPO.
-        dependency_temperature (`float`, *optional*):
-            Temperature of the weights of tokens by the difference of the entropies of the reference under the view and
-            of the policy, see [MAPO](https://huggingface.co/papers/2605.27741), without its loss on attention.
+            settings or a dotted path of your own, such as `"mask_patches(ratio=0.6, kl_coef=0.01)"`. Further settings
+            say what it is for. `kl_coef` is the coefficient of the divergence (k3) between the policy and the policy
+            under the view, which is raised, with gradients of both, see
+            [PAPO](https://huggingface.co/papers/2507.06448), and `kl_clip` (10) the divergence of a token, in nats,
+            from which on it isn't. `entropy_coefs` are the coefficients of the entropies of the policy and of the
+            policy under the view, which are lowered: PAPO's Double Entropy Loss, which estimates them by minus the
+            log-probabilities of the sampled tokens. `advantage_min` is the weight of the advantage of the completion
+            that depends least on its media, by the divergence of its tokens' distributions under the view; weights are
+            linear in it, with a mean of 1 over the generation batch, see
+            [VPPO](https://huggingface.co/papers/2510.09285). `token_quantile` is the share of the tokens of each
+            completion that are trained on, those that depend most on the media, as in VPPO. `temperature` is that of
+            the weights of tokens by the difference of the entropies of the reference under the view and of the policy,
+            see [MAPO](https://huggingface.co/papers/2605.27741), without its loss on attention.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -149,12 +139,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
     entropy_renormalize: bool = False
     loss_view: str | None = None
-    view_kl_coef: float = 0.0
-    view_kl_clip: float = 10.0
-    view_entropy_coefs: list[float] | None = None
-    dependency_advantage_min: float | None = None
-    dependency_quantile: float = 1.0
-    dependency_temperature: float | None = None
 
     _has_critic = False
 
@@ -345,39 +329,40 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
 
     def _check_view(self) -> None:
-        names = [*_VIEW_TERMS, *_DEPENDENCY]
-        used = [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
-        if self.loss_view is None:
-            if used:
-                raise ValueError(
-                    f"`{used[0]}` has no effect without a view; set `loss_view`, such as 'mask_patches(ratio=0.6)'."
-                )
+        view = self.loss_view_settings
+        if view.view is None:
             return
-        as_view(self.loss_view)
-        if not used:
-            raise ValueError(f"`loss_view` has no effect by itself; set one of {', '.join(f'`{n}`' for n in names)}.")
-        if self.view_entropy_coefs is not None and len(self.view_entropy_coefs) != 2:
+        if not view.has_term and not view.measures_dependency:
             raise ValueError(
-                "`view_entropy_coefs` are two, of the policy and of the policy under the view, got "
-                f"{self.view_entropy_coefs}."
+                f"`loss_view={self.loss_view!r}` has no effect by itself; set one of `kl_coef`, `entropy_coefs`, "
+                "`advantage_min`, `token_quantile` and `temperature` in it, such as 'blank(kl_coef=0.01)'."
             )
-        if self.dependency_temperature is not None:
+        if view.entropy_coefs is not None and len(view.entropy_coefs) != 2:
+            raise ValueError(
+                "`entropy_coefs` of `loss_view` are two, of the policy and of the policy under the view, got "
+                f"{view.entropy_coefs}."
+            )
+        if view.temperature is not None:
             if self.beta == 0:
                 raise ValueError(
-                    "`dependency_temperature` compares the policy with its reference under the view, which `beta=0` "
-                    "doesn't have; set `beta`."
+                    "`temperature` of `loss_view` compares the policy with its reference under the view, which "
+                    "`beta=0` doesn't have; set `beta`."
                 )
-            others = [name for name in used if name in _DEPENDENCY and name != "dependency_temperature"]
-            if others:
+            if view.measures_divergence:
                 raise ValueError(
-                    f"`dependency_temperature` measures the dependency on media by entropies, `{others[0]}` by a "
-                    "divergence; use one of them."
+                    "`temperature` of `loss_view` measures the dependency on media by entropies, `advantage_min` and "
+                    "`token_quantile` by a divergence; use one of them."
                 )
-        if self.top_entropy_quantile < 1 and (self.dependency_quantile < 1 or self.dependency_temperature is not None):
+        if self.top_entropy_quantile < 1 and (view.token_quantile < 1 or view.temperature is not None):
             raise ValueError(
                 "`top_entropy_quantile` and the dependency on media both weigh tokens; set `top_entropy_quantile=1`, "
-                "or remove `dependency_quantile` and `dependency_temperature`."
+                "or remove `token_quantile` and `temperature` from `loss_view`."
             )
+
+    @property
+    def loss_view_settings(self) -> LossView:
+        """The view in the loss with its settings."""
+        return view_option(LossView, "loss_view", self.loss_view)
 
     @property
     def _weighs_completions(self) -> bool:
@@ -386,21 +371,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     @property
     def compares_groups(self) -> bool:
         return self.estimator.needs == "group"
-
-    @property
-    def has_view_term(self) -> bool:
-        """Whether a view adds terms to the loss."""
-        return self.view_kl_coef != 0 or self.view_entropy_coefs is not None
-
-    @property
-    def measures_divergence(self) -> bool:
-        """Whether distributions under the policy that sampled are compared with those under the view."""
-        return self.dependency_advantage_min is not None or self.dependency_quantile < 1
-
-    @property
-    def measures_dependency(self) -> bool:
-        """Whether the dependency on media is measured, by a divergence or by entropies."""
-        return self.measures_divergence or self.dependency_temperature is not None
 
     @property
     def _corrects(self) -> bool:

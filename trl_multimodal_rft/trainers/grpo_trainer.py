@@ -182,7 +182,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._token_filter: Any = TokenFilter(args, gather, self.accelerator.process_index)
         makes_prompts = rollout_func is not None or environment_factory is not None
         self._groups = group_exchange(args, self.accelerator, train_dataset, makes_prompts)
-        self._head_rule = dependency_head(self._unwrapped(self.model)) if args.measures_divergence else None
+        self._head_rule = (
+            dependency_head(self._unwrapped(self.model)) if args.loss_view_settings.measures_divergence else None
+        )
         self._extra_scoring_time = 0.0  # seconds since the last optimizer step
         self._n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
         reward_index(args.dynamic_sampling_reward, self.reward_func_names)  # which checks the name
@@ -225,7 +227,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _score_old(self, rollout: Rollout) -> None:
         """Scores under the policy that sampled, where advantages need them before the update, or later ones do."""
-        args, later = self.args, self._groups is not None or self.args.measures_dependency
+        args, later = self.args, self._groups is not None or self.args.loss_view_settings.measures_dependency
         if (later and self.model.training) or callable(args.advantage_estimator) or args.kl_in_reward:
             self._score_with_entropies([rollout])
 
@@ -235,7 +237,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
         score = functools.partial(self._score_rollout, self.model)
         for part in parts:
-            measures = args.measures_dependency and part.view_prompts and part.dependency is None
+            measures = args.loss_view_settings.measures_dependency and part.view_prompts and part.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
                     old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
@@ -391,7 +393,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             aux_coef=self.router_aux_loss_coef,
         )
         if self.model.training:
-            if args.has_view_term:
+            if args.loss_view_settings.has_term:
                 output = with_view_term(output, scores, inputs, args, self._normalizer(inputs))
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
@@ -404,7 +406,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _uses_every_score(self) -> bool:
         args = self.args
         compete = self._token_filter.is_on and args.entropy_scope != "sequence"
-        terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args.has_view_term
+        terms = (
+            args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args.loss_view_settings.has_term
+        )
         return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
@@ -464,12 +468,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     # Checkpoints
 
     def _batches(self) -> dict[str, Any]:
-        args = self.args
+        args, view = self.args, self.args.loss_view_settings
         return {
             **super()._batches(),
             "advantage_estimator": args.to_dict()["advantage_estimator"],
             "entropies": args.entropy_source if args.top_entropy_quantile < 1 else None,
-            **({} if args.loss_view is None else {"view": [args.loss_view, args.dependency_temperature is not None]}),
+            **({} if view.view is None else {"view": [view.view.spelling, view.temperature is not None]}),
         }
 
     def _rollout_state(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from ..rollout.ranks import local_rows
 from ..rollout.rollout import Rollout
 from ..rollout.score import score_dependency
 from ..rollout.views import view_prompts
-from ..views import as_view
 from .run import Run
 
 
@@ -30,16 +29,16 @@ def dependency_head(model: PreTrainedModel) -> HeadRule:
     rule = head_rule(model)
     if rule is None:
         raise ValueError(
-            "`dependency_advantage_min` and `dependency_quantile` compare distributions over the vocabulary from "
-            "hidden states, but what this model does around its LM head is unknown. Use `view_kl_coef` or "
-            "`dependency_temperature`, which don't."
+            "`advantage_min` and `token_quantile` of `loss_view` compare distributions over the vocabulary from "
+            "hidden states, but what this model does around its LM head is unknown. Use `kl_coef` or `temperature`, "
+            "which don't."
         )
     return rule
 
 
 def add_view(run: Run, rollout: Rollout) -> None:
     """Adds the prompts of a rollout under the view in the loss."""
-    view = as_view(run.args.loss_view).seeded(run.args.seed, rollout.step)
+    view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
     rollout.view_prompts = view_prompts(rollout, view, run.prompts, run.toolbox)
     pairs = [*zip(rollout.prompts, rollout.view_prompts, strict=True)]
     rollout.viewed = torch.tensor([own is not other for own, other in pairs], device=run.accelerator.device)
@@ -68,7 +67,7 @@ def measure_dependency(
         model: Any = run.model()
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
             old, rollout.dependency = score_dependency(run.policy, model, rule, rollout, size)
-    if args.view_kl_coef == 0 and (args.view_entropy_coefs or (0, 0))[1] == 0:  # updates don't forward the view
+    if not args.loss_view_settings.is_trained:  # updates don't forward the view
         rollout.view_prompts = []
     metrics = {"view/dependency": scored_mean(rollout.dependency.abs(), rollout.loss_mask * viewed)}
     log_metrics(metrics, run.accelerator.gather, run.metrics.now)
@@ -77,20 +76,20 @@ def measure_dependency(
 
 def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     """Weighs the advantages of completions, and their tokens. Those without media that the view replaces weigh 1."""
-    args, dependency, mask = run.args, rollout.dependency, rollout.loss_mask
-    if args.dependency_advantage_min is not None:
+    view, dependency, mask = run.args.loss_view_settings, rollout.dependency, rollout.loss_mask
+    if view.advantage_min is not None:
         means = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         counts = rollout.viewed & mask.any(1)
         everyone = run.accelerator.gather(torch.stack([means, counts.to(means.dtype)], dim=1))
-        weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, args.dependency_advantage_min)
+        weights = advantage_weights(everyone[:, 0], everyone[:, 1] > 0, view.advantage_min)
         run.metrics.add({"view/weight_max": weights.max().item()})
         local = local_rows(run.accelerator, weights, len(rollout))
         rollout.advantages = rollout.advantages * (local if rollout.advantages.dim() == 1 else local[:, None])
     weights = None
-    if args.dependency_temperature is not None:
-        weights = relevance_weights(dependency, mask, args.dependency_temperature)
-    elif args.dependency_quantile < 1:
-        weights = high_entropy_mask(dependency, mask, args.dependency_quantile, scope="sequence")
+    if view.temperature is not None:
+        weights = relevance_weights(dependency, mask, view.temperature)
+    elif view.token_quantile < 1:
+        weights = high_entropy_mask(dependency, mask, view.token_quantile, scope="sequence")
     if weights is not None:
         rollout.token_weights = torch.where(rollout.viewed[:, None], weights, 1.0)
 
@@ -99,15 +98,15 @@ def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
     """The loss of a micro-batch with the terms of the view, averaged like the policy loss."""
-    mask, kind = inputs.loss_mask, args.loss
+    mask, kind, settings = inputs.loss_mask, args.loss, args.loss_view_settings
     view = scores if scores.view is None else scores.view  # whose coefficients are then 0
     losses, kl = view_term(
         scores.logps,
         view.logps,
         mask,
-        kl_coef=args.view_kl_coef,
-        kl_clip=args.view_kl_clip,
-        entropy_coefs=args.view_entropy_coefs or (0.0, 0.0),
+        kl_coef=settings.kl_coef,
+        kl_clip=settings.kl_clip,
+        entropy_coefs=settings.entropy_coefs or (0.0, 0.0),
     )
     metrics = dict(output.metrics)
     if scores.view is not None:

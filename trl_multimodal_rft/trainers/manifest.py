@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..data.fingerprint import differences
+from ..data.rows.fingerprint import differences
 
 
 _MANIFEST = "manifest.json"

@@ -9,10 +9,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from ..data.rules import OWN_NAMES, MediaRules, rules_of
-from ..data.unread import check_ignored
-from ..rollout.views import as_schedule
-from ..views import as_view
+from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
+from ..data.rows.unread import check_ignored
+from ..rollout.views import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
     KnownKeywords,
     as_names,
@@ -81,7 +80,7 @@ class MediaArguments(KnownKeywords):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.
         media_rules (`dict[str, Any]` or `str`, *optional*):
-            From where media may come, and how large they may be, by names of fields of [`~data.rules.MediaRules`];
+            From where media may come, and how large they may be, by fields of [`~data.reading.rules.MediaRules`];
             JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
             leaves out keeps its default.
         media_dir (`str`, *optional*):
@@ -357,7 +356,7 @@ class MultimodalArguments(SamplingArguments):
             Number of optimizer steps after which a kept group is dropped.
         difficulty_sampling (`bool`, *optional*, defaults to `False`):
             Whether to draw rows more often the closer the share of their right completions, measured in the run
-            itself, is to a half, see [`~data.difficulty.DifficultySampler`] and
+            itself, is to a half, see [`~data.rows.difficulty.DifficultySampler`] and
             [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006). A column `pass_rate` of the dataset, such as
             `trl-multimodal-rft filter` writes, gives the shares before the first measurement.
 
@@ -386,24 +385,18 @@ class MultimodalArguments(SamplingArguments):
             `"diffusion_noise(step=500)"`, see [NoisyRollout](https://huggingface.co/papers/2504.13055). Everything is
             scored, rewarded and trained on with the media as they are. Prompts without media that it applies to are
             sampled as they are. What vLLM gave these completions is given the view, so no importance ratio corrects
-            them.
-        rollout_view_fraction (`float`, *optional*, defaults to `0.5`):
-            Share of a group that is sampled from the view: its last completions, rounded down.
-        rollout_view_schedule (`str`, *optional*, defaults to `"constant"`):
-            Strength of the view over the run: `"constant"`, `"linear"` down to 0, or the decay of NoisyRollout,
-            `"sigmoid(midpoint=0.66, steepness=30)"`, whose midpoint is a share of the run.
+            them. Further settings are `fraction` (0.5), the share of a group that is sampled from the view, its last
+            completions, rounded down, and `schedule`, the strength of the view over the run: `'constant'`, `'linear'`
+            down to 0, or the decay of NoisyRollout, `'sigmoid(midpoint=0.66, steepness=30)'`, whose midpoint is a
+            share of the run.
         contrast_view (`str`, *optional*):
             View of the media from which further completions are sampled in training, such as `"shuffle_frames"`, see
             T-GRPO in [Video-R1](https://huggingface.co/papers/2503.21776). They are rewarded by the first reward
-            function and not trained on. Prompts without media that it applies to have none.
-        contrast_fraction (`float`, *optional*, defaults to `0.5`):
-            How many of them a group has, as a share of its size, rounded down.
-        contrast_ratio (`float`, *optional*, defaults to `0.8`):
-            How many times the mean reward of the further completions a group's own must be at least, both by the first
-            reward function, for its right completions to get the bonus.
-        contrast_bonus (`float`, *optional*, defaults to `0.3`):
-            What is added to the reward of these completions. Those that the first reward function gives more than 0.1
-            are right.
+            function and not trained on. Prompts without media that it applies to have none. Further settings are
+            `fraction` (0.5), how many of them a group has, as a share of its size, rounded down; `reward_ratio` (0.8),
+            how many times their mean reward a group's own must be at least, both by the first reward function, for its
+            right completions to get the bonus; and `bonus` (0.3), what is added to the reward of these completions.
+            Those that the first reward function gives more than 0.1 are right.
 
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
@@ -421,12 +414,7 @@ class MultimodalArguments(SamplingArguments):
     vllm_importance_sampling_mode: str | None = None
     balance_ranks: bool = False
     rollout_view: str | None = None
-    rollout_view_fraction: float = 0.5
-    rollout_view_schedule: str = "constant"
     contrast_view: str | None = None
-    contrast_fraction: float = 0.5
-    contrast_ratio: float = 0.8
-    contrast_bonus: float = 0.3
 
     def __post_init__(self):
         super().__post_init__()
@@ -438,6 +426,16 @@ class MultimodalArguments(SamplingArguments):
         if self.vllm_importance_sampling_mode is None:
             stale = "sequence_truncate" if self._weighs_completions else "token_truncate"
             self.vllm_importance_sampling_mode = stale if self.max_staleness > 0 else "sequence_mask"
+
+    @property
+    def rollout_view_settings(self) -> RolloutView:
+        """The view of a share of each group with its settings."""
+        return view_option(RolloutView, "rollout_view", self.rollout_view)
+
+    @property
+    def contrast_view_settings(self) -> ContrastView:
+        """The view of further completions with its settings."""
+        return view_option(ContrastView, "contrast_view", self.contrast_view)
 
     @property
     def compares_groups(self) -> bool:
@@ -467,25 +465,17 @@ def check_range(config, name: str) -> None:
 
 
 def check_views(config) -> None:
-    """Checks the arguments of views in sampling."""
-    for view, fraction, others in (
-        ("rollout_view", "rollout_view_fraction", ("rollout_view_schedule",)),
-        ("contrast_view", "contrast_fraction", ("contrast_ratio", "contrast_bonus")),
-    ):
-        given, share = getattr(config, view), getattr(config, fraction)
-        for name in (fraction, *others):
-            if given is None and getattr(config, name) != config.__dataclass_fields__[name].default:
-                raise ValueError(f"`{name}` has no effect without `{view}`; set that or remove it.")
-        if given is not None:
-            as_view(given)
-            if int(share * config.num_generations) == 0:
-                raise ValueError(
-                    f"`{fraction}` ({share}) of `num_generations` ({config.num_generations}) is no completion; raise "
-                    "one of them."
-                )
-    as_schedule(config.rollout_view_schedule)(0.0)
-    if config.rollout_view_schedule != "constant":
-        as_view(config.rollout_view).at(1.0)
+    """Checks the views in sampling."""
+    rollouts, others = config.rollout_view_settings, config.contrast_view_settings
+    for option, settings in (("rollout_view", rollouts), ("contrast_view", others)):
+        if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
+            raise ValueError(
+                f"`fraction` ({settings.fraction}) of `{option}` of `num_generations` ({config.num_generations}) is "
+                "no completion; raise one of them."
+            )
+    as_schedule(rollouts.schedule)(0.0)
+    if rollouts.schedule != "constant":
+        rollouts.view.at(1.0)
 
 
 def check_sampling(config) -> None:

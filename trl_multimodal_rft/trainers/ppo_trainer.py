@@ -29,8 +29,8 @@ from ..algorithms.critic import explained_variance, ptx_loss, value_loss
 from ..algorithms.losses import LossInputs, LossOutput, ratio_metrics
 from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
-from ..data.fingerprint import fingerprint
-from ..data.rows import EndlessRows
+from ..data.rows.fingerprint import fingerprint
+from ..data.rows.row import EndlessRows
 from ..encoding.supervised import encode_supervised
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
-from ..data.columns import strip_media
+from ..data.rows.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
 from ..reporting.console import console_of
 from ..reporting.hints import EqualRewardsHint

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerState
 
 from ..checks.checks import Checks
-from ..data.rules import MediaRules
+from ..data.reading.rules import MediaRules
 from ..policy import PolicyForward
 from ..rewards.checks import missing_instructions
 from ..rollout.collect import collect

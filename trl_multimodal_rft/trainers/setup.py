@@ -29,11 +29,12 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ..data.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, iter_refs, rows_to_messages
-from ..data.counts import most_media
-from ..data.features import undecoded
-from ..data.rows import Row
-from ..data.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
+from ..data.reading.refs import iter_refs
+from ..data.rows.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, rows_to_messages
+from ..data.rows.counts import most_media
+from ..data.rows.features import undecoded
+from ..data.rows.row import Row
+from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
@@ -49,6 +50,7 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
+from ..rollout.views import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .configs import SamplingConfig
 from .run import Run
@@ -475,7 +477,8 @@ def first_fallbacks(
 
 def _reference_outputs(args: SamplingConfig) -> tuple[str, ...]:
     """What the head of a reference computes: entropies, too, where they are compared with the policy's."""
-    compared = getattr(args, "dependency_temperature", None) is not None
+    view = getattr(args, "loss_view_settings", LossView())
+    compared = view.temperature is not None
     return ("log_probs", "entropy") if compared else ("log_probs",)
 
 

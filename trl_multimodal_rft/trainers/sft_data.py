@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 
-from ..data.columns import MEDIA_COLUMNS, MediaError
-from ..data.rows import Row
-from ..data.unread import columns_known, other_layout, prepared
+from ..data.reading.refs import MediaError
+from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.row import Row
+from ..data.rows.unread import columns_known, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import (

@@ -23,10 +23,10 @@ from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..checks.checks import Checks
-from ..data.batches import BatchShape, seeded_order
-from ..data.columns import MEDIA_COLUMNS, rows_to_messages
-from ..data.features import undecoded
-from ..data.rows import Row
+from ..data.rows.batches import BatchShape, seeded_order
+from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
+from ..data.rows.features import undecoded
+from ..data.rows.row import Row
 from ..encoding.processors import check_processor, load_processor
 from ..encoding.supervised import SupervisedSequence
 from ..families import family_of

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from ..data.columns import TEACHER, TEACHER_COLUMNS
-from ..data.rows import Row
+from ..data.rows.columns import TEACHER, TEACHER_COLUMNS
+from ..data.rows.row import Row
 from ..encoding.processors import load_processor
 from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES

@@ -15,7 +15,7 @@ from ..rollout.rollout import Rollout
 from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
 from ..rollout.views import as_schedule, last_of_groups, view_prompts
-from ..views import View, as_view
+from ..views import View
 from .run import Run
 
 
@@ -34,16 +34,15 @@ class Views(NamedTuple):
 
 def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     """The prompts of a rollout under the views of training, if it is one, as they are at an optimizer step."""
-    args, strength = run.args, None
+    rollouts, others, strength = run.args.rollout_view_settings, run.args.contrast_view_settings, None
     seen: dict[int, EncodedPrompt] = {}
     contrast: dict[int, EncodedPrompt] = {}
-    if run.is_training and args.rollout_view is not None:
-        strength = as_schedule(args.rollout_view_schedule)(step / run.state().max_steps)
-        view = as_view(args.rollout_view)
-        view = view if strength == 1 else view.at(strength)
-        seen = _seen(run, rollout, view, args.rollout_view_fraction, step)
-    if run.is_training and args.contrast_view is not None:
-        contrast = _seen(run, rollout, as_view(args.contrast_view), args.contrast_fraction, step)
+    if run.is_training and rollouts.view is not None:
+        strength = as_schedule(rollouts.schedule)(step / run.state().max_steps)
+        view = rollouts.view if strength == 1 else rollouts.view.at(strength)
+        seen = _seen(run, rollout, view, rollouts.fraction, step)
+    if run.is_training and others.view is not None:
+        contrast = _seen(run, rollout, others.view, others.fraction, step)
     return Views(seen, contrast, strength)
 
 
@@ -92,8 +91,8 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
     The bonus of all ranks' completions, `(N,)`, by what the first reward function gives the contrast; `None` without
     one. All ranks must call this.
     """
-    args, device = run.args, run.accelerator.device
-    if not run.is_training or args.contrast_view is None:
+    others, device = run.args.contrast_view_settings, run.accelerator.device
+    if not run.is_training or others.view is None:
         return None
     found = torch.full((len(rollout),), torch.nan, device=device)
     if any_rank(run.accelerator, rollout.contrast is not None):
@@ -103,7 +102,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         found[places] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
     rewards = rollout.rewards_per_func[:, 0]
-    bonus = contrast_bonus(rewards, found, size, ratio=args.contrast_ratio, bonus=args.contrast_bonus)
+    bonus = contrast_bonus(rewards, found, size, ratio=others.reward_ratio, bonus=others.bonus)
     if (has := _in_same_groups(~found.isnan(), size)).any():
         run.metrics.add(
             {

@@ -5,7 +5,7 @@ import inspect
 
 import torch
 
-from ...data.columns import MediaError
+from ...data.reading.refs import MediaError
 from ...families import AUDIO_FEATURES, AUDIO_MASKS, family_of
 from .actor import Actor
 from .bare_inputs import has_too_few_placeholders

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from ...data.loading import require_module
+from ...data.reading.decoding import require_module
 from ...models.pretrained import trained_part
 from ...models.towers import freeze_as_built
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ...data.columns import MediaError
+from ...data.reading.refs import MediaError
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
 from ...families import AUDIO_MASKS, MODALITIES, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ...forward.inputs import to_model

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from transformers import GenerationConfig
 
 from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
-from ...data.rules import DEFAULT_RULES, MediaRules
-from ...data.unread import check_ignored
+from ...data.reading.rules import DEFAULT_RULES, MediaRules
+from ...data.rows.unread import check_ignored
 from ...spelling import split_settings
 from ...trainers.multimodal_config import check_choice, check_range
 from ...trainers.ppo_config import MultimodalPPOConfig
@@ -41,7 +41,7 @@ class ExperienceConfig:
             Whether to show a progress bar.
         accelerator ([`~accelerate.Accelerator`], *optional*):
             Statistics are those of all its ranks. Policies and critics score in its mixed precision.
-        media_rules ([`~data.rules.MediaRules`], *optional*):
+        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
             Allowed sources and sizes of media.
 
     Raises:

@@ -16,8 +16,8 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ...algorithms.completions import mask_completions
 from ...algorithms.kl import FixedKLController, approx_kl
-from ...data.features import restore_media
-from ...data.unread import check_columns
+from ...data.rows.features import restore_media
+from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids

@@ -22,8 +22,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ... import models
 from ...algorithms.critic import explained_variance
-from ...data.features import undecoded
-from ...data.rows import EndlessRows
+from ...data.rows.features import undecoded
+from ...data.rows.row import EndlessRows
 from ...encoding.prompts import EncodedPrompt
 from ...models.wrapped import is_unsharded
 from ...rollout import groups

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_callable_name
 
-from ...data.rules import DEFAULT_RULES, MediaRules
+from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments
 from ...rewards.checks import reward_tensor

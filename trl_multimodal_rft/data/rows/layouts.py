@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, concatenate_datasets
 
-from ..families import MODALITIES
+from ...families import MODALITIES
+from ..reading.refs import shortened
 from .benchmarks import PROBLEM_TEMPLATE
-from .choices import without_letters
-from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages, shortened
-from .named import json_file, load_rows, read_json, required
+from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
+from .letters import without_letters
+from .load import json_file, load_rows, read_json, required
 from .nested import is_media_feature
-from .rows import Row
+from .row import Row
 
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from .columns import MediaRef
 from .containers import check_container
-from .loading import decoding, holds_frames, load_audio, open_source, require_module
+from .decoding import decoding, holds_frames, load_audio, open_source, require_module
+from .refs import MediaRef
 
 
 def load_sound_of_video(

@@ -13,7 +13,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from ..paths import local_path
+from ...paths import local_path
 
 
 def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:

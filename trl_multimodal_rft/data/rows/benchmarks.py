@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from datasets import Audio, Dataset, Features, List, Value, concatenate_datasets
 
-from .choices import without_letters
-from .columns import shortened
-from .named import json_file, load_rows, read_json, required
+from ..reading.refs import shortened
+from .letters import without_letters
+from .load import json_file, load_rows, read_json, required
 
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from urllib.request import url2pathname
 import fsspec
 import requests
 
-from .columns import MediaError, MediaRef, shown_url
 from .http import NoAnswer, TooLarge, ask, host_of, within
+from .refs import MediaError, MediaRef, shown_url
 
 
 # Protocols that connect to any host in a URL, rather than to a configured store

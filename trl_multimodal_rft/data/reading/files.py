@@ -14,8 +14,8 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
-from .columns import MediaRef
-from .loading import decoding, encoded_source, load_image, load_video, read_audio, require_module
+from .decoding import decoding, encoded_source, load_image, load_video, read_audio, require_module
+from .refs import MediaRef
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
 

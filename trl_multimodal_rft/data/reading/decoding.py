@@ -19,10 +19,10 @@ from PIL import ImageOps
 from transformers import image_utils
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from ..versions import is_torchcodec_usable
-from .columns import MediaError, MediaRef
+from ...versions import is_torchcodec_usable
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_chained, is_indexed
 from .images import check_exif, check_object, check_pixels, load_pixels, open_image
+from .refs import MediaError, MediaRef
 from .sources import fetch_file, open_file
 
 

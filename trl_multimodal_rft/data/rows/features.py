@@ -12,12 +12,12 @@ import pyarrow as pa
 from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
 from datasets.features.features import FeatureType
 
-from ..versions import is_torchcodec_usable
-from .columns import Encoded, MediaRef
-from .loading import check_file, decoding, encoded_source, install
+from ...versions import is_torchcodec_usable
+from ..reading.decoding import check_file, decoding, encoded_source, install
+from ..reading.refs import Encoded, MediaRef
+from ..reading.rules import DEFAULT_RULES, MediaRules
+from ..reading.sources import fetch_file, open_file
 from .nested import feature_leaves, is_media_feature, map_features, map_items
-from .rules import DEFAULT_RULES, MediaRules
-from .sources import fetch_file, open_file
 
 
 D = TypeVar("D")
@@ -52,7 +52,7 @@ def undecoded(dataset: D) -> "D | StoredRows": ...
 
 
 def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
-    """A dataset whose rows hold the media of features that decode as [`~data.columns.Encoded`]."""
+    """A dataset whose rows hold the media of features that decode as [`~data.reading.refs.Encoded`]."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
         if features is None or not any(map(_holds_media, features.values())):
@@ -84,7 +84,7 @@ class StoredRows:
 
 
 def restore_media(value: D) -> D:
-    """Undoes [`~data.columns.rows_to_messages`] for functions that read prompts."""
+    """Undoes [`~data.rows.columns.rows_to_messages`] for functions that read prompts."""
     if isinstance(value, MediaRef):
         return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):

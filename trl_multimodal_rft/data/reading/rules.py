@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..spelling import did_you_mean
+from ...spelling import did_you_mean
 
 
 # Files, web servers, the Hub, object stores, and archives within them

@@ -9,9 +9,9 @@ import numpy as np
 import PIL.Image
 import torch
 
-from .columns import MediaRef
+from .decoding import decoding, encoded_source, holds_frames, open_source, open_video, read_pieces
 from .images import open_image
-from .loading import decoding, encoded_source, holds_frames, open_source, open_video, read_pieces
+from .refs import MediaRef
 
 
 def media_size(ref: MediaRef) -> dict[str, float]:

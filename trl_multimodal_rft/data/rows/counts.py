@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..families import MODALITIES
+from ...families import MODALITIES
 from .columns import MEDIA_COLUMNS, block_kind
 from .nested import Rows, feature_leaves
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from .columns import MediaRef
+from .refs import MediaRef
 
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from datasets import Audio, Dataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
-from ..families import MODALITIES
-from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
+from ...families import MODALITIES
+from ..reading.refs import Encoded, MediaError, shown_url
+from .columns import MEDIA_COLUMNS, _absent, _holds_several, block_kind, find_media
 from .nested import Rows, feature_leaves
 
 

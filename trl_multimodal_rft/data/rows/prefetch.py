@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from transformers.utils import logging
 
-from .columns import MediaError
+from ..reading.refs import MediaError
 
 
 logger = logging.get_logger(__name__)

@@ -11,8 +11,8 @@ import PIL.Image
 from PIL import ImageFile
 from PIL.GifImagePlugin import GifImageFile
 
-from .columns import MediaRef
 from .containers import check_png
+from .refs import MediaRef
 from .sources import Bounded
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind
+from ..data.reading.refs import MediaError, MediaRef
+from ..data.rows.columns import KNOWN_TYPES, THOUGHT_TYPES, block_kind
 from ..families import family_of_processor
 from .processors import Processor
 

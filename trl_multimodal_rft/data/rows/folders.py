@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from datasets.features.features import FeatureType
 
-from .columns import MediaRef
+from ..reading.refs import MediaRef
+from ..reading.rules import DEFAULT_RULES, MediaRules
+from ..reading.sources import fetch_file, open_file
 from .nested import feature_leaves, is_media_feature, map_features
-from .rules import DEFAULT_RULES, MediaRules
-from .sources import fetch_file, open_file
 
 
 # Most bytes and rows of a row group, and bytes after which another file begins
@@ -37,12 +37,12 @@ def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rule
             Rows, or splits of them. Rows without a split become `"train"`.
         folder (`str` or `os.PathLike`):
             Folder that is empty or doesn't exist.
-        rules ([`~data.rules.MediaRules`], *optional*):
+        rules ([`~data.reading.rules.MediaRules`], *optional*):
             From where media may come, and how large they may be.
 
     Raises:
         `ValueError`: If the folder isn't empty, or if a split has no rows or a transform.
-        [`~data.columns.MediaError`]: If a medium can't be read. The message names the row and the column.
+        [`~data.reading.refs.MediaError`]: If a medium can't be read. The message names the row and the column.
 
     Example:
     ```python

@@ -13,7 +13,7 @@ import torch
 from datasets import IterableDataset
 
 from .difficulty import DifficultySampler
-from .rows import Row
+from .row import Row
 
 
 class RowBatch(Sequence):

@@ -1,0 +1,173 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""References to media in rows, whose errors name the row, the column and the file, without credentials."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .rules import DEFAULT_RULES, MediaRules
+
+
+if TYPE_CHECKING:
+    from datasets import Audio, Image, Video
+
+# Longer words in a message are data, and are shortened
+_LONGEST_WORD = 300
+
+# A URL in a text, which may contain quotes
+_URL = re.compile(
+    r"(?<![\w.+:/-])(?:(?:[A-Za-z][\w.+-]*:)?//|data:(?!;base64,')(?=[\w/.+-]*[;,]))"
+    r"(?:[^\s'\"<>]|['\"<>](?=[\w%&=+/@:-]))*"
+)
+# A user and a password, such as in `http:/user:password@host`
+_LOGIN = re.compile(r"(?<![^/'\"\s])[^\s'\"/:@]+:[^\s'\"/@]*@(?=[\w\[])")
+
+
+def without_credentials(text: str) -> str:
+    """Removes user information and queries, which may hold signatures, from the URLs in a text."""
+    text = _URL.sub(lambda found: shown_url(found[0]), text)
+    return re.sub(r"\?[^\s'\"<>?=]*=[^\s'\"<>]*", "?***", _LOGIN.sub("***@", text))
+
+
+def shown_url(url: str) -> str:
+    """Removes user information, query and fragment from a URL, however they are encoded, and what `data:` holds."""
+    if url[:5].lower() == "data:":
+        return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
+    if "://" not in url and not url.startswith("//"):
+        return _LOGIN.sub("***@", url)
+    place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    links = []
+    for link in re.split(r"::(?=[\w.+-]+://)", place):
+        scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
+        parts = re.split("@|%40", link)
+        authority = re.split(r"[/\\]", link)[0]
+        # A password may contain characters that end the authority; a colon precedes it, or a port
+        if len(parts) > 1 and (":" in authority or len(re.split("@|%40", authority)) > 1):
+            link = f"***@{parts[-1]}"
+        elif not re.fullmatch(r"(?:\[[^\]]*\]|(?:[^:]|::)*)(?::\d*)?", authority) or (
+            ":" in authority and "@" in rest
+        ):
+            link = "***"
+        links.append(f"{scheme}{separator}{link}" if separator else scheme)
+    return _LOGIN.sub("***@", "::".join(links)) + (f"{mark}***" if mark else "")
+
+
+def shortened(value: Any) -> str:
+    """The start and end of a value in at most 80 characters, for messages."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
+
+
+class MediaError(ValueError):
+    """A medium that can't be placed or decoded. The message names the row, the column and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A medium as a dataset stores it, with the feature that decodes it. It is never copied."""
+
+    value: dict[str, Any]  # with "bytes", "path", or both
+    feature: "Audio | Image | Video"
+
+    @property
+    def kind(self) -> str:
+        """`"image"`, `"audio"` or `"video"`."""
+        return type(self.feature).__name__.lower()
+
+    def __deepcopy__(self, memo: dict) -> "Encoded":
+        return self
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class MediaRef:
+    """
+    Opaque reference to one medium of a dataset row, for chat messages.
+
+    TRL deep-copies prompts and gathers them from all ranks. A reference is never copied, and is pickled as the short
+    text `"<audio>"`, so that the medium isn't moved. Two references are equal only if they are the same object.
+
+    Args:
+        kind (`str`):
+            `"image"`, `"audio"` or `"video"`.
+        source (`Any`):
+            Raw value from the row, see [`load_image`], [`load_audio`] and [`load_video`].
+        options (`dict[str, Any]`):
+            Options in the message block, such as `max_pixels`, `fps`, `video_start` or `sampling_rate`.
+        column (`str`):
+            Where the medium comes from, such as `"audio"`, `"images[1]"` or `"prompt[0].content[2]"`.
+        row (`int`):
+            Number of the row in its dataset, or in a list of rows.
+        rules ([`~data.reading.rules.MediaRules`], *optional*):
+            Allowed sources and sizes.
+    """
+
+    kind: str
+    source: Any
+    options: dict[str, Any]
+    column: str
+    row: int
+    rules: MediaRules = DEFAULT_RULES
+
+    @property
+    def stored(self) -> Any:
+        """The raw value, also of a feature that decodes it."""
+        return self.source.value if isinstance(self.source, Encoded) else self.source
+
+    def error(self, message: str) -> MediaError:
+        """
+        Returns an error that names the row and the column.
+
+        Args:
+            message (`str`):
+                The problem and the remedy.
+
+        Returns:
+            [`MediaError`]: The error to raise.
+        """
+        return MediaError(f"row {self.row}, column '{self.column}'{self._file()}: {self.shown(message)}")
+
+    def shown(self, text: str) -> str:
+        """
+        Removes credentials from a text, such as an error about this medium.
+
+        Args:
+            text (`str`):
+                The text.
+
+        Returns:
+            `str`: The text to show.
+        """
+        for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
+            if isinstance(source, str):  # the whole value is the URL
+                text = text.replace(source, shown_url(source))
+        return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
+
+    def _file(self) -> str:
+        """The name of a file whose bytes the row holds."""
+        value = self.stored
+        if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
+            return ""
+        return f" ({self.shown(str(value['path']))})"
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+    def __copy__(self) -> "MediaRef":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "MediaRef":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return str, (repr(self),)
+
+
+def iter_refs(value: MediaRef | Sequence | Mapping | None) -> Iterator[MediaRef]:
+    if isinstance(value, MediaRef):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from iter_refs(item)
+    elif isinstance(value, dict):
+        yield from iter_refs(list(value.values()))
