@@ -15,6 +15,8 @@ import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+from helpers.forked import ADDRESS
+
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "trl_multimodal_rft"
@@ -79,8 +81,10 @@ def named(text: str) -> tuple[list[str], list[str]]:
 
 
 def run(command: list[str], tree: Path) -> str:
-    """Runs a command in the copy, and returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
+    """Runs a command in the copy, apart from a test run of this repository, and returns what it prints."""
+    outer = {name for name in os.environ if name.startswith("PYTEST_")} | {ADDRESS}
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    environment |= {"PYTHONPATH": str(tree), "COLUMNS": "200"}
     ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}{ended.stderr[-3000:]}")
