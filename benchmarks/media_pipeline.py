@@ -45,7 +45,7 @@ class Emulated(MultimodalGRPOTrainer):
         self._wait = wait
         self.sampler = Sampling(self.sampler, self._wait_and_draw)
         if known is not None:
-            self._stream._encode = lambda row, *_: known[row.number]
+            self._stream._encode = lambda row, *_: known[row.row_index]
 
     def _wait_and_draw(self, model, prompts, *, step, **options):
         time.sleep(self._wait)
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> dict:
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in blocks])
         reader = trainer(rows, folder, args, wait=0.0, media_prefetch=0)
         start = time.perf_counter()
-        known = {row.number: reader.prompts.encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
+        known = {row.row_index: reader.prompts.encode_row(row) for row in DatasetRows(rows).__getitems__([*range(n)])}
         reading = (time.perf_counter() - start) / n * args.prompts
         wait = args.wait * reading
         for _ in range(args.repeats):

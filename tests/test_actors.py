@@ -294,13 +294,6 @@ def test_actions_that_are_prompt(name):
         assert_close(logps[1], bare_logps(model, alone)[0])
 
 
-def test_no_mask_is_all_ones():
-    actor, batch = make_both("qwen2_audio", 1)
-    assert torch.equal(actor(batch.sequences, N, **batch.media), batch.score(actor))
-    sequences, mask, _ = actor.generate(batch.prompt_ids, **batch.media, max_new_tokens=3)
-    assert torch.equal(sequences, batch.generate(actor, max_new_tokens=3)[0]) and mask.all()
-
-
 def test_number_of_actions():
     actor, batch = make_both("qwen2_audio")
     for n in (0, 1):
@@ -560,15 +553,6 @@ def test_the_mask_by_default(name, seconds):
         assert_close(logps, batch.score(actor, audio_attention_mask=ones))
     else:
         assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
-
-
-@pytest.mark.parametrize("name", ["qwen2_audio", "phi4_multimodal"])
-def test_names_of_the_family_do_as_well(name):
-    batch, actor = one_clip(name, 0.3, 0.9), make(name)
-    assert {"feature_attention_mask", "audio_attention_mask"} & set(batch.prompts[0].media)
-    logps = actor(batch.sequences, N, **batch.prompts[0].media)
-    assert_close(logps, batch.score(actor))
-    assert_close(logps, torch.stack(bare_logps(bare(name)[0], batch)))
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])

@@ -43,7 +43,7 @@ def completions_of(checked, length=6):
 
 
 def engine_check(checked, dtype=torch.float32):
-    found = SelfCheck(0.0, 0.0, None, {}, 0.0, None, (), None, 0.0, 7e-4, Fallbacks())
+    found = SelfCheck(features=0.0, padded=0.0, rows=0.0, training=0.0, tolerance=7e-4, fallbacks=Fallbacks())
     return EngineCheck(checked.policy, found, dtype, BIAS)
 
 

@@ -30,7 +30,7 @@ def counted(dataset: Dataset) -> dict[str, int]:
     """Returns the maximum number of media of each kind in the rows, without decoding."""
     undecoded = dataset.with_format("arrow")[:].to_pylist()
     prompts = [rows_to_messages([row])[0]["prompt"] for row in undecoded]
-    kinds = [[ref.kind for ref in iter_refs(prompt)] for prompt in prompts]
+    kinds = [[ref.modality for ref in iter_refs(prompt)] for prompt in prompts]
     return {kind: max(each.count(kind) for each in kinds) for kind in MODALITIES}
 
 

@@ -125,14 +125,14 @@ def test_pass_rates_follow_what_is_measured():
     sampler.measure(torch.tensor([0, 0]), torch.tensor([3.0, -1.0]))  # rewards beyond 0 and 1 count as those
     sampler.measure(torch.tensor([2]), torch.tensor([0.25]))
     assert sampler.rates.tolist() == pytest.approx([0.5, 0.525, 0.25, 0.2])
-    assert sampler.known() == (1.0, pytest.approx(1.475 / 4))
-    assert DifficultySampler(4, 2).known() == (0.0, 0.0)
+    assert sampler.coverage() == (1.0, pytest.approx(1.475 / 4))
+    assert DifficultySampler(4, 2).coverage() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_rows_depend_on_what_was_measured_before_they_are_drawn(ahead):
     def draws(place_of_measurement):
-        sampler, found = DifficultySampler(40, 4, ahead=ahead), []
+        sampler, found = DifficultySampler(40, 4, n_prefetched=ahead), []
         for place in range(8):
             found.append(sampler.rows(place))
             if place == place_of_measurement:
@@ -148,14 +148,14 @@ def test_rows_depend_on_what_was_measured_before_they_are_drawn(ahead):
 
 
 def test_state_continues_the_draws():
-    straight, found = DifficultySampler(8, 3, seed=1, ahead=2), []
+    straight, found = DifficultySampler(8, 3, seed=1, n_prefetched=2), []
     for place in range(9):
         found.append(straight.rows(place))
         straight.measure(torch.tensor(found[-1]), torch.tensor([0.0, 1.0, 0.0]))
         if place == 4:
             file = io.BytesIO()
             torch.save(straight.state_dict(), file)
-            resumed = DifficultySampler(8, 3, seed=1, ahead=2)
+            resumed = DifficultySampler(8, 3, seed=1, n_prefetched=2)
             file.seek(0)
             resumed.load_state_dict(torch.load(file, weights_only=True))
     for place in range(5, 9):

@@ -290,7 +290,7 @@ def test_nested_features(form, folders):
     rows = undecoded(given).__getitems__([0, 1]) if form == "table" else list(undecoded(given))
     first = rows[0]
     for medium in (first["prompt"][0]["content"][0]["image"], first["extra"]["views"][0], first["frames"][0][0]):
-        assert isinstance(medium, Encoded) and medium.kind == "image" and medium.value["path"].endswith("0.png")
+        assert isinstance(medium, Encoded) and medium.modality == "image" and medium.value["path"].endswith("0.png")
     assert first["grey"].mode == "L" and first["raw"]["path"].endswith("0.png")  # as their features define
     for restored, expected in zip(restore_rows(rows), dataset, strict=True):
         assert restored == expected

@@ -11,8 +11,8 @@ from PIL import Image as PILImage
 
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.reading.rules import MediaRules
+from trl_multimodal_rft.data.rows import folders
 from trl_multimodal_rft.data.rows.folders import write_folder
-from trl_multimodal_rft.data.rows.row import folders
 
 
 @pytest.fixture

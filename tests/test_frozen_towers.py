@@ -373,7 +373,7 @@ def test_rows_become_messages_once(rows, monkeypatch):
     to_messages = rollout_prompts.rows_to_messages
 
     def counting(rows, *args):
-        placed.update(row.number for row in rows)
+        placed.update(row.row_index for row in rows)
         return to_messages(rows, *args)
 
     monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)

@@ -122,7 +122,7 @@ def test_inline_media_keep_their_place(block, source, options):
     assert content[2] == text("?")
     assert content[1].keys() == {"type", kind}
     ref = content[1][kind]
-    assert (content[1]["type"], ref.kind, ref.source, ref.options) == (kind, kind, source, options)
+    assert (content[1]["type"], ref.modality, ref.source, ref.options) == (kind, kind, source, options)
     assert ref.column == "prompt[0].content[1]"
 
 
@@ -347,7 +347,7 @@ def test_a_wrong_number_of_media_never_passes(contents, kind, number):
             rows_to_messages([row])
     else:
         inline = sum(block == {"type": kind, kind: f"inline {kind}"} for content in contents for block in content)
-        assert sum(ref.kind == kind for ref in iter_refs(rows_to_messages([row]))) == number + inline
+        assert sum(ref.modality == kind for ref in iter_refs(rows_to_messages([row]))) == number + inline
 
 
 def test_texts_of_messages():

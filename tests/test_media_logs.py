@@ -40,7 +40,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_image, load_video
-from trl_multimodal_rft.data.reading.files import encode_medium
+from trl_multimodal_rft.data.reading.files import media_file
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.reporting import media_logs
@@ -254,20 +254,20 @@ def test_a_file_stays_as_it_is(name, files):
     feature = {"image": Image(), "audio": Audio(), "video": Video()}[kind]
     sources.append(Dataset.from_dict({kind: [str(path)]}).cast_column(kind, feature)[0][kind])
     for source in sources[: -1 if kind == "image" else None]:  # PIL images have no file
-        logged = encode_medium(ref(kind, source), 1e9)
-        assert (logged.kind, logged.data, logged.suffix) == (kind, data, suffix)
+        logged = media_file(ref(kind, source), 1e9)
+        assert (logged.modality, logged.data, logged.suffix) == (kind, data, suffix)
 
 
 def test_other_files_are_encoded(files):
-    logged = encode_medium(ref("image", str(files / "image.tiff")), 1e9)
+    logged = media_file(ref("image", str(files / "image.tiff")), 1e9)
     assert logged.suffix == "png" and np.array_equal(PIL.Image.open(io.BytesIO(logged.data)), PICTURE)
-    logged = encode_medium(ref("audio", str(files / "audio.aiff")), 1e9)
+    logged = media_file(ref("audio", str(files / "audio.aiff")), 1e9)
     assert logged.suffix == "wav"
     heard, rate = soundfile.read(io.BytesIO(logged.data))
     expected, _ = soundfile.read(files / "audio.aiff")
     assert rate == RATE and np.abs(heard - expected).max() == 0
     for name in ("video.avi", "video.mkv"):
-        logged = encode_medium(ref("video", str(files / name)), 1e9)
+        logged = media_file(ref("video", str(files / name)), 1e9)
         assert logged.suffix == "mp4"
         shown, metadata = load_video(logged.ref())
         assert shown.shape == CLIP.shape and metadata["fps"] == 2
@@ -285,18 +285,18 @@ def test_sounds_keep_their_rate(rate):
         ({"array": stereo, "sampling_rate": rate}, (integers / 2).round()),
         ({"array": np.float32([3, -3]), "sampling_rate": rate}, [2**15 - 1, -(2**15)]),
     ):
-        heard, found = soundfile.read(io.BytesIO(encode_medium(ref("audio", source), 1e9).data), dtype="int16")
+        heard, found = soundfile.read(io.BytesIO(media_file(ref("audio", source), 1e9).data), dtype="int16")
         assert found == rate and np.array_equal(heard, expected)
 
 
 def test_frames_of_odd_size_are_padded_and_long_videos_thinned():
     clip = np.full((3, 57, 85, 3), 200, dtype=np.uint8)
-    shown, metadata = load_video(encode_medium(ref("video", clip, fps=5), 1e9).ref())
+    shown, metadata = load_video(media_file(ref("video", clip, fps=5), 1e9).ref())
     assert shown.shape == (3, 58, 86, 3) and metadata["fps"] == 5
     assert np.abs(shown.astype(int) - 200).max() <= 3
     clip = np.repeat(np.arange(200, dtype=np.uint8)[:, None, None, None], 16, 1).repeat(16, 2).repeat(3, 3)
     data = video_file(clip, "avi", "mpeg4", rate=2)
-    shown, metadata = load_video(encode_medium(ref("video", data), 1e9).ref())
+    shown, metadata = load_video(media_file(ref("video", data), 1e9).ref())
     assert len(shown) == 64
     assert metadata["duration"] == pytest.approx(100, rel=0.02)  # seconds
     expected = np.linspace(0, 199, 64)
@@ -306,7 +306,7 @@ def test_frames_of_odd_size_are_padded_and_long_videos_thinned():
 def test_a_span_is_cut_out(files):
     """The span has frames 2 to 4 of 6, at two per second."""
     source = ref("video", str(files / "video.mp4"), video_start=1.0, video_end=2.0)
-    logged = encode_medium(source, 1e9)
+    logged = media_file(source, 1e9)
     assert logged.data != (files / "video.mp4").read_bytes()
     shown, metadata = load_video(logged.ref())
     whole, _ = load_video(ref("video", str(files / "video.mp4")))
@@ -317,11 +317,11 @@ def test_a_span_is_cut_out(files):
 
 def test_what_is_too_large_or_broken_is_an_error(files):
     size = (files / "audio.flac").stat().st_size
-    assert encode_medium(ref("audio", str(files / "audio.flac")), size).suffix == "flac"
+    assert media_file(ref("audio", str(files / "audio.flac")), size).suffix == "flac"
     with pytest.raises(MediaError, match="row 5, column 'audio': .* raise `max_logged_megabytes`"):
-        encode_medium(ref("audio", str(files / "audio.flac")), size - 1)
+        media_file(ref("audio", str(files / "audio.flac")), size - 1)
     with pytest.raises(MediaError, match="row 5, column 'image': .*; repair it or remove the row"):
-        encode_medium(ref("image", b"no image"), 1e9)
+        media_file(ref("image", b"no image"), 1e9)
 
 
 def test_parquet_without_rows_that_hold_media(tmp_path):
@@ -520,7 +520,7 @@ def test_large_media_are_left_out(tmp_path, caplog):
 
 def test_the_bound_is_that_of_a_prompt(tmp_path):
     """Two of its images fit, all three don't."""
-    size = max(len(encode_medium(ref("image", row["images"][0]), 1e9).data) for row in images_rows(8))
+    size = max(len(media_file(ref("image", row["images"][0]), 1e9).data) for row in images_rows(8))
     assert size < 20_000
     train("images", tmp_path, max_logged_megabytes=2.5 * size / 1e6, max_steps=4, shuffle_dataset=False)
     for step in range(1, 5):
@@ -560,7 +560,7 @@ def decodes(monkeypatch):
         return counted
 
     monkeypatch.setattr(encoding, "load_image", counting("train", load_image))
-    monkeypatch.setattr(media_logs, "encode_medium", counting("log", encode_medium))
+    monkeypatch.setattr(media_logs, "media_file", counting("log", media_file))
     return counts
 
 

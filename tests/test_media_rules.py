@@ -19,7 +19,7 @@ from test_media_sources import site  # noqa: F401
 from trl import TrlParser
 
 from trl_multimodal_rft.data.reading.decoding import load_image, load_video
-from trl_multimodal_rft.data.reading.files import encode_medium
+from trl_multimodal_rft.data.reading.files import media_file
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
 from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
@@ -262,5 +262,5 @@ def test_protocols_and_hosts_of_the_user(folder, site):  # noqa: F811
 def test_logged_media_keep_the_rules_of_the_run(folder):
     """The logs may show what the policy may see, also media larger than the default limit."""
     rules = MediaRules(max_image_pixels=10**9)
-    medium = encode_medium(MediaRef("image", folder / "own" / "i.png", {}, "image", 0, rules), 1e6)
+    medium = media_file(MediaRef("image", folder / "own" / "i.png", {}, "image", 0, rules), 1e6)
     assert pickle.loads(pickle.dumps(medium)).ref().rules == rules

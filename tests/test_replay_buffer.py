@@ -691,22 +691,6 @@ def test_first_fit_decreasing():
     assert [tuple(batch.sequences.shape) for batch in padded] == [(1, 14), (1, 8), (2, 6), (3, 4)]
 
 
-@properties
-@given(st.lists(st.integers(2, 12), min_size=1, max_size=12), st.integers(4, 30), st.booleans(), st.booleans())
-def test_batches_within_a_budget(lengths, max_tokens, packed, shuffle):
-    buffer, again = (filled(ragged(lengths), seed=3) for _ in range(2))
-    options = {"packing_samples": packed, "max_tokens": max_tokens, "shuffle": shuffle}
-    batches = list(buffer.batches(**options))
-    assert same(batches, list(again.batches(**options)))
-    assert sorted(int(row[-1]) // 100 for batch in batches for row in batch.sequences) == list(range(len(lengths)))
-    for batch in batches:
-        tokens = sum(len(row) for row in batch.sequences)
-        assert tokens <= max_tokens or len(batch.sequences) == 1
-    if packed:  # no two experiences fit into one
-        sizes = [sum(len(row) for row in batch.sequences) for batch in batches]
-        assert all(a + b > max_tokens for i, a in enumerate(sizes) for b in sizes[:i])
-
-
 def test_shuffled_budget_batches_differ_from_epoch_to_epoch():
     buffer = filled(ragged([4] * 8))
     epochs = [[names_in(batch) for batch in buffer.batches(max_tokens=8)] for _ in range(3)]

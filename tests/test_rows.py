@@ -254,7 +254,7 @@ def test_ranks_get_what_accelerate_gives_them(shape, n_rows):
                 assert [batch.keys for batch in batches] == expected and len(batches) == len(expected)
             if not shuffle and n_rows >= n_prompts:
                 streamed = StreamBatches(stream_of_rows, own, None)
-                assert [[row.number for row in batch.keys] for batch in streamed] == expected
+                assert [[row.row_index for row in batch.keys] for batch in streamed] == expected
 
 
 def test_ranks_read_their_own_shards_of_a_stream():
@@ -269,7 +269,7 @@ def test_ranks_read_their_own_shards_of_a_stream():
         assert all(batches[i] is batches[i - i % 3] for i in range(len(batches)))
         found = [row for keys in batches[::3] for row in keys[::2]]
         assert all(keys[0] is keys[1] and keys[2] is keys[3] for keys in batches)
-        assert [row.number for row in found] == list(range(rank, 2 * len(found), 2))
+        assert [row.row_index for row in found] == list(range(rank, 2 * len(found), 2))
         seen += [row["x"] for row in found]
     assert sorted(seen) == [10 * shard + i for shard in range(3) for i in range(6)]
     straddling = BatchShape(3, 2, n_ranks=2)
@@ -283,7 +283,7 @@ def test_no_row_is_read_ahead_that_the_run_does_not_use():
     used = []
     for epoch in range(2):
         batches.set_epoch(epoch)
-        used += [batch.place for batch in batches]
+        used += [batch.batch_index for batch in batches]
     for accumulation in (1, 2, 3, 4, 30):
         per_epoch = -(-15 // accumulation)
         for max_steps in range(1, 2 * per_epoch):
@@ -400,7 +400,7 @@ def test_batches_are_read_when_they_are_accessed(tmp_path):
     read.clear()  # the constructor inspects the columns
     first, second, *_ = list(loader)
     assert first is second and len(first) == 16 and "labels" not in first and read == []
-    assert [each.number for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
+    assert [each.row_index for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
     assert first[0] is first[3] and first[3] is not first[4]
 
 

@@ -31,7 +31,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 
 from trl_multimodal_rft import MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError, iter_refs
-from trl_multimodal_rft.data.rows.columns import file_kind, rows_to_messages
+from trl_multimodal_rft.data.rows.columns import file_modality, rows_to_messages
 from trl_multimodal_rft.data.rows.features import restore_media
 from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.encoding.prompts import encode_prompt
@@ -220,8 +220,10 @@ def test_stream_of_text_that_looks_like_files(known, folder, tmp_path):
 
 def test_kinds_of_files():
     texts = "a.WAV", "/x y/z.mp4", "b.gif#top", "data:audio/wav;base64,A" + "A" * 9999
-    assert list(map(file_kind, texts)) == ["audio", "video", "image", "audio"]
-    assert not any(map(file_kind, ("", "wav", ".png ", "an a.png", "a.pngs", "line\n/a.png", "data:text/plain,a.png")))
+    assert list(map(file_modality, texts)) == ["audio", "video", "image", "audio"]
+    assert not any(
+        map(file_modality, ("", "wav", ".png ", "an a.png", "a.pngs", "line\n/a.png", "data:text/plain,a.png"))
+    )
 
 
 def test_column_beside_media_that_are_read_warns_once(folder, tmp_path, caplog):

@@ -34,7 +34,7 @@ class ViewType:
     name: str
     paper: Paper | None
     function: Callable[..., np.ndarray]
-    kinds: tuple[str, ...] = MODALITIES  # media that it applies to
+    modalities: tuple[str, ...] = MODALITIES  # media that it applies to
     strength: str | None = None  # the setting that a schedule scales
     needs_other: bool = False  # whether it shows a medium of another row
 
@@ -43,7 +43,7 @@ VIEWS: dict[str, ViewType] = {}
 
 
 def view(
-    name: str, kinds: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
+    name: str, modalities: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
 ) -> Callable:
     """
     Decorator that registers a function as a view.
@@ -51,7 +51,7 @@ def view(
     Args:
         name (`str`):
             Name of the view in configs.
-        kinds (`tuple[str, ...]`, *optional*):
+        modalities (`tuple[str, ...]`, *optional*):
             Modalities that it applies to, by default all.
         strength (`str`, *optional*):
             Which setting a schedule scales.
@@ -65,7 +65,7 @@ def view(
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         check_unused([name], VIEWS, "view")
-        VIEWS[name] = ViewType(name, paper_of(function), function, kinds, strength, needs_other)
+        VIEWS[name] = ViewType(name, paper_of(function), function, modalities, strength, needs_other)
         return function
 
     return register
@@ -77,22 +77,22 @@ class View:
 
     type: ViewType
     settings: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
+    modalities: tuple[str, ...] = MODALITIES  # media that are replaced, of those that the view applies to
     others: Sequence[MediaRef] = ()  # media of another row, in turn
-    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on a medium's place in its prompt
+    seed: tuple[int, ...] = (0,)  # random numbers depend on it, and on the index of media in their prompt
 
     @property
     def spelling(self) -> str:
         """The text that [`as_view`] reads."""
         return spelled(self.type.name, self.settings)
 
-    def applies_to(self, kind: str) -> bool:
-        """Whether the view replaces media of a kind."""
-        return kind in self.kinds and kind in self.type.kinds
+    def applies_to(self, modality: str) -> bool:
+        """Returns whether the view replaces media of a modality."""
+        return modality in self.modalities and modality in self.type.modalities
 
-    def only(self, kind: str) -> "View":
-        """The view of media of one kind."""
-        return replace(self, kinds=(kind,))
+    def only(self, modality: str) -> "View":
+        """The view of media of one modality."""
+        return replace(self, modalities=(modality,))
 
     def seeded(self, *numbers: int) -> "View":
         """The view with random numbers that depend on these."""
@@ -110,56 +110,56 @@ class View:
         full = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
         return replace(self, settings={**self.settings, name: type(full)(full * factor)})
 
-    def __call__(self, medium: M, place: int, other: M | None = None) -> M:
+    def __call__(self, media: M, index: int, other: M | None = None) -> M:
         """
         The view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`), in the
         same form. Raises `ValueError` if the view changes its shape.
         """
-        given, rng = _as_array(medium), np.random.default_rng([*self.seed, place])
+        source, rng = _as_array(media), np.random.default_rng([*self.seed, index])
         settings = {**self.settings, "other": _as_array(other)} if other is not None else self.settings
-        changed = np.asarray(self.type.function(given, rng, **settings))
-        if changed.shape != given.shape:
+        changed = np.asarray(self.type.function(source, rng, **settings))
+        if changed.shape != source.shape:
             raise ValueError(
-                f"The view {self.type.name!r} made {changed.shape} of {given.shape}; keep the shape of the medium, "
+                f"The view {self.type.name!r} made {changed.shape} of {source.shape}; keep the shape of the medium, "
                 "and so the tokens of its prompt."
             )
-        changed = np.ascontiguousarray(changed, given.dtype)  # torch takes no array in reverse
-        if isinstance(medium, PIL.Image.Image):
+        changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array in reverse
+        if isinstance(media, PIL.Image.Image):
             return cast(M, PIL.Image.fromarray(changed[0]))
-        is_tensor = isinstance(medium, torch.Tensor)
+        is_tensor = isinstance(media, torch.Tensor)
         return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if is_tensor else changed)
 
 
-def as_view(given: "str | Callable | View") -> View:
+def as_view(source: "str | Callable | View") -> View:
     """
     Looks up a view.
 
     Args:
-        given (`str` or `Callable` or [`View`]):
+        source (`str` or `Callable` or [`View`]):
             Its name, with settings behind it (`"mask_patches(ratio=0.5)"`), a dotted path to a function
             (`"my_views.flip"`), or the function, of a medium and a random generator as for [`view`].
 
     Returns:
-        [`View`]: The view, which maps a decoded medium and its place in the prompt to another medium of the same size.
+        [`View`]: The view, which maps decoded media and their index in the prompt to other media of the same size.
 
     Raises:
         `ValueError`: If there is no such view, or it has no such setting.
     """
-    if isinstance(given, View):
-        return given
-    if not isinstance(given, str):
-        return View(ViewType(getattr(given, "__name__", type(given).__name__), None, given))
-    name, settings = split_settings(given)
+    if isinstance(source, View):
+        return source
+    if not isinstance(source, str):
+        return View(ViewType(getattr(source, "__name__", type(source).__name__), None, source))
+    name, settings = split_settings(source)
     known = VIEWS.get(name) or ViewType(name, None, load_dotted(name, "view", [*VIEWS], "my_views.flip"))
     check_settings(known.function, name, settings or {})
     return View(known, settings or {})
 
 
-def _as_array(medium: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
+def _as_array(media: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
     """Pixels `(T, H, W, 3)`, or samples `(S,)`."""
-    if isinstance(medium, PIL.Image.Image):
-        return np.array(medium.convert("RGB"))[None]
-    return medium.permute(0, 2, 3, 1).numpy() if isinstance(medium, torch.Tensor) else medium
+    if isinstance(media, PIL.Image.Image):
+        return np.array(media.convert("RGB"))[None]
+    return media.permute(0, 2, 3, 1).numpy() if isinstance(media, torch.Tensor) else media
 
 
 def _resized(frames: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -169,36 +169,36 @@ def _resized(frames: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 @view("blank")
-def blank(medium: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def blank(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Grey pixels, or silence."""
-    return np.full_like(medium, 0 if medium.ndim == 1 else _GREY)
+    return np.full_like(media, 0 if media.ndim == 1 else _GREY)
 
 
 @view("other_row", needs_other=True)
-def other_row(medium: np.ndarray, rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
+def other_row(media: np.ndarray, rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
     """A medium of another row, fitted to the duration and size of this one; without one, `blank`."""
     if other is None:
-        return blank(medium, rng)
-    if medium.ndim == 1:
-        return np.resize(other, medium.shape)
-    places = np.arange(len(medium)) * len(other) // len(medium)
-    return _resized(other[places], *medium.shape[1:3])
+        return blank(media, rng)
+    if media.ndim == 1:
+        return np.resize(other, media.shape)
+    indices = np.arange(len(media)) * len(other) // len(media)
+    return _resized(other[indices], *media.shape[1:3])
 
 
-@view("mask_patches", kinds=("image", "video"), strength="ratio")
-def mask_patches(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, patch_size: int = 14) -> np.ndarray:
+@view("mask_patches", modalities=("image", "video"), strength="ratio")
+def mask_patches(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, patch_size: int = 14) -> np.ndarray:
     """
     Black patches in place of a share of all, the same ones in each frame, as in
     [PAPO](https://huggingface.co/papers/2507.06448).
     """
-    height, width = medium.shape[1:3]
+    height, width = media.shape[1:3]
     masked = rng.random((-(-height // patch_size), -(-width // patch_size))) < ratio
     masked = masked.repeat(patch_size, 0).repeat(patch_size, 1)[:height, :width]
-    return np.where(masked[None, :, :, None], 0, medium)
+    return np.where(masked[None, :, :, None], 0, media)
 
 
-@view("diffusion_noise", kinds=("image", "video"), strength="step")
-def diffusion_noise(medium: np.ndarray, rng: np.random.Generator, step: int = 500) -> np.ndarray:
+@view("diffusion_noise", modalities=("image", "video"), strength="step")
+def diffusion_noise(media: np.ndarray, rng: np.random.Generator, step: int = 500) -> np.ndarray:
     r"""
     Gaussian noise of a diffusion process after some of its 1,000 steps, as in
     [NoisyRollout](https://huggingface.co/papers/2504.13055).
@@ -207,41 +207,41 @@ def diffusion_noise(medium: np.ndarray, rng: np.random.Generator, step: int = 50
     """
     logits = np.linspace(-6, 6, _DIFFUSION_STEPS)
     kept = np.cumprod(1 - (1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-logits))))[step]
-    noisy = np.sqrt(kept) * medium / 255 + np.sqrt(1 - kept) * rng.standard_normal(medium.shape)
+    noisy = np.sqrt(kept) * media / 255 + np.sqrt(1 - kept) * rng.standard_normal(media.shape)
     return noisy.clip(0, 1) * 255
 
 
-@view("crop", kinds=("image", "video"))
-def crop(medium: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np.ndarray:
+@view("crop", modalities=("image", "video"))
+def crop(media: np.ndarray, rng: np.random.Generator, scale: float = 0.5) -> np.ndarray:
     """A random window with this share of height and width, enlarged to the size of the whole."""
-    height, width = medium.shape[1:3]
+    height, width = media.shape[1:3]
     size = [max(1, round(scale * full)) for full in (height, width)]
     top, left = (rng.integers(full - part + 1) for full, part in zip((height, width), size, strict=True))
-    return _resized(medium[:, top : top + size[0], left : left + size[1]], height, width)
+    return _resized(media[:, top : top + size[0], left : left + size[1]], height, width)
 
 
-@view("shuffle_frames", kinds=("video",))
-def shuffle_frames(medium: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+@view("shuffle_frames", modalities=("video",))
+def shuffle_frames(media: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Frames in a random order, as in the T-GRPO of [Video-R1](https://huggingface.co/papers/2503.21776)."""
-    return rng.permutation(medium)
+    return rng.permutation(media)
 
 
-@view("drop_frames", kinds=("video",), strength="ratio")
-def drop_frames(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
+@view("drop_frames", modalities=("video",), strength="ratio")
+def drop_frames(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.5) -> np.ndarray:
     """The frame before, in place of each dropped one; the first stays."""
-    kept = rng.random(len(medium)) >= ratio
-    places = np.where(kept, np.arange(len(medium)), 0)
-    return medium[np.maximum.accumulate(places)]
+    kept = rng.random(len(media)) >= ratio
+    indices = np.where(kept, np.arange(len(media)), 0)
+    return media[np.maximum.accumulate(indices)]
 
 
-@view("noise", kinds=("audio",), strength="level")
-def noise(medium: np.ndarray, rng: np.random.Generator, level: float = 1.0) -> np.ndarray:
+@view("noise", modalities=("audio",), strength="level")
+def noise(media: np.ndarray, rng: np.random.Generator, level: float = 1.0) -> np.ndarray:
     """White noise on top of a sound, `level` times as loud by root mean square."""
-    return medium + level * np.sqrt(np.mean(np.square(medium))) * rng.standard_normal(medium.shape)
+    return media + level * np.sqrt(np.mean(np.square(media))) * rng.standard_normal(media.shape)
 
 
-@view("mask_audio", kinds=("audio",), strength="ratio")
-def mask_audio(medium: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, segments: int = 20) -> np.ndarray:
+@view("mask_audio", modalities=("audio",), strength="ratio")
+def mask_audio(media: np.ndarray, rng: np.random.Generator, ratio: float = 0.6, segments: int = 20) -> np.ndarray:
     """Silence in place of a share of a sound's segments of equal length."""
     masked = rng.random(segments) < ratio
-    return np.where(masked[np.arange(len(medium)) * segments // len(medium)], 0, medium)
+    return np.where(masked[np.arange(len(media)) * segments // len(media)], 0, media)

@@ -52,7 +52,7 @@ class Talking:
             function = {"name": "show", "arguments": {"number": number}}
             message["tool_calls"] = [{"type": "function", "function": function}]
 
-    def _tool_loop(self, tools, **options):
+    def tool_loop(self, tools, **options):
         let_call = self._let_call
 
         class Calling(ToolLoop):
@@ -66,7 +66,7 @@ class Talking:
                 for trajectory, index in zip(trajectories, indices, strict=True):
                     let_call(index, len(trajectory.turns), trajectory.messages[-1])
 
-        return Calling(**vars(super()._tool_loop(tools, **options)))
+        return Calling(**vars(super().tool_loop(tools, **options)))
 
     def _generate_and_score_completions(self, inputs):
         rows = [each.row for each in inputs]

@@ -21,9 +21,9 @@ def ref(kind, source, rules=DEFAULT_RULES, **options):
 
 
 def load(medium):
-    if medium.kind == "audio":
+    if medium.modality == "audio":
         return decoding.load_audio(medium, RATE)
-    return decoding.load_image(medium) if medium.kind == "image" else decoding.load_video(medium)
+    return decoding.load_image(medium) if medium.modality == "image" else decoding.load_video(medium)
 
 
 def sound_file(samples, rate=RATE, name="WAV", **options) -> bytes:

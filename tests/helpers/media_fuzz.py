@@ -142,9 +142,9 @@ def check_video(loaded):
 def loads(ref, chance):
     """Loads a medium in one of several ways. Returns whether it loaded."""
     decoding.is_torchcodec_usable = chance.choice([TORCHCODEC, lambda: False])
-    if ref.kind == "image":
+    if ref.modality == "image":
         return check_image(decoding.load_image(ref))
-    if ref.kind == "audio":
+    if ref.modality == "audio":
         window, overlong = chance.choice([(None, "raise"), (0.5, "truncate"), (30.0, "raise")])
         return check_sound(decoding.load_audio(ref, 16000, window, overlong))
     if chance.random() < 0.3:

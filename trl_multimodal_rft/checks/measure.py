@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from accelerate.logging import get_logger
@@ -28,10 +28,18 @@ logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
-def is_out_of_memory(error: Any) -> bool:
+def outputs_of(prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
+    """A prompt as a processor returns it."""
+    fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
+    return {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised for, says nothing about exactness."""
     while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(error):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, Exception) and should_reduce_batch_size(error):
             return True
         # Of allocations outside PyTorch's allocator
         if isinstance(error, RuntimeError) and re.search("(?i)out of memory|STATUS_ALLOC_FAILED", str(error)):
@@ -93,10 +101,12 @@ class Measure:
         expected = prompt_position_ids(self.model, prompt.input_ids, prompt.media, prompt.token_fields)
         return not torch.equal(expected, prompt.position_ids)
 
-    def model_inputs(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def model_inputs(self, outputs: dict[str, torch.Tensor], prompt: EncodedPrompt) -> dict[str, torch.Tensor]:
         """Inputs of the model from a processor's outputs for one prompt."""
         inputs = to_model(outputs, self.model, self.device)
-        return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        hears = hears_videos(self.model, prompt.input_ids)
+        return {**inputs, "use_audio_in_video": torch.tensor(True)} if hears else inputs
 
     def model_logps(self, inputs: dict[str, torch.Tensor], prompt: EncodedPrompt, ids: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of completions `(B, N)` by the model's own forward, one by one."""
@@ -104,37 +114,30 @@ class Measure:
             positions = prompt.position_ids.to(self.device)
             following = positions[..., -1:] + 1 + torch.arange(ids.size(1), device=self.device)
             inputs = {**inputs, "position_ids": torch.cat([positions, following], dim=-1)}
-        elif hears_videos(self.model, prompt.input_ids):
-            inputs = {**inputs, "use_audio_in_video": torch.tensor(True)}
         return torch.cat([self._model_logps(inputs, row) for row in ids[:, None]])
 
     def _model_logps(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Those of one completion `(1, N)`."""
         n_new = ids.size(1)
-        whole: dict[str, Any] = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
+        whole = {**inputs, "input_ids": torch.cat([inputs["input_ids"], ids], dim=1)}
         for name, value in (("attention_mask", 1), *((name, 0) for name in TOKEN_FIELDS if name in inputs)):
             whole[name] = nn.functional.pad(whole[name], (0, n_new), value=value)
         for name in family_of(self.model).token_masks:
             if name in inputs:
                 whole[name] = continued_field(self.model, name, whole[name], n_new)
-        if takes_logits_to_keep(self.model):
-            whole["logits_to_keep"] = n_new + 1
+        return self.logps_of(self._logits(whole, n_new + 1)[:, -n_new - 1 : -1], ids)
+
+    def _logits(self, inputs: dict[str, torch.Tensor], last: int) -> torch.Tensor:
+        """Logits of at least the `last` tokens."""
+        kept = {"logits_to_keep": last} if takes_logits_to_keep(self.model) else {}
         with self.accelerator.autocast(), original_attention(self.model):
-            logits = self.prepared(**whole, use_cache=False).logits
-        return self.logps_of(logits[:, -n_new - 1 : -1], ids)
+            return self.prepared(**inputs, **kept, use_cache=False).logits
 
     def row_logps(self, row: EncodedPrompt, last: int) -> torch.Tensor:
         """Log-probabilities `(1, P - 1)` of a row's tokens after the first; those before the `last` may be 0."""
-        fields = {"input_ids": row.input_ids, **row.token_fields}
-        outputs = {**row.media, **{name: value[None] for name, value in fields.items()}}
-        whole: dict[str, Any] = {**self.model_inputs(outputs)}
-        if hears_videos(self.model, row.input_ids):
-            whole["use_audio_in_video"] = torch.tensor(True)
-        if takes_logits_to_keep(self.model):
-            whole["logits_to_keep"] = min(last + 1, len(row))
-        with self.accelerator.autocast(), original_attention(self.model):
-            logits = self.prepared(**whole, use_cache=False).logits[:, :-1]
-        logps = self.logps_of(logits, whole["input_ids"][:, -logits.size(1) :])
+        inputs = self.model_inputs(outputs_of(row), row)
+        logits = self._logits(inputs, min(last + 1, len(row)))[:, :-1]
+        logps = self.logps_of(logits, inputs["input_ids"][:, -logits.size(1) :])
         return nn.functional.pad(logps, (len(row) - 1 - logps.size(1), 0))
 
     def logps_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ times their noise. A single one may be an outlier, such as a token near the bord
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -84,15 +83,15 @@ def _rounded_otherwise(model: PreTrainedModel, dtype: torch.dtype, seed: int) ->
     """Moves token embeddings and inputs of encoders by up to half a step of a dtype, up or down at random."""
     half, generators = torch.finfo(dtype).eps / 2, {}
 
-    def moved(value: Any) -> Any:
+    def moved(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
+            return value  # of other arguments
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(seed)
         shares = torch.rand(value.shape, generator=generators[value.device], device=value.device)
         return (value * (1 + half * (2 * shares - 1))).to(value.dtype)
 
-    def move_inputs(module, args, kwargs):
+    def move_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
 
     handles = [model.get_input_embeddings().register_forward_hook(lambda module, args, output: moved(output))]

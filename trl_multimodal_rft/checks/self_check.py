@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -22,7 +22,7 @@ from ..data.reading.refs import iter_refs
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.media import decode_media
-from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, hears_videos, outputs_of_files, processor_outputs
+from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, outputs_of_files, processor_outputs
 from ..forward.attention import original_attention
 from ..forward.layout import group_by_prompt
 from ..generation.transformers import as_generation_config
@@ -30,12 +30,14 @@ from ..models.modes import measuring
 from ..models.parts import same_adapters
 from ..models.wrapped import is_unsharded
 from ..policy import Fallbacks, PolicyForward
-from .measure import Measure, is_out_of_memory
+from .measure import Measure, is_out_of_memory, outputs_of
 from .rounding import NOISE_FACTOR, STRICT
 from .targets import choose, traits_of, with_other_media
 
 
 logger = get_logger(__name__)
+
+Messages = str | list[dict[str, Any]]  # of a prompt
 
 _NEW_TOKENS = 4
 
@@ -46,7 +48,7 @@ _MOVES = 1e-2
 _HIDES = 1.0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SelfCheck:
     """
     Largest absolute differences of log-probabilities over all ranks, in nats.
@@ -56,17 +58,19 @@ class SelfCheck:
     a prompt, the truth is the logits of `generate`.
     """
 
-    features: float | None  # media tensors against those of the processor as loaded, relative to the largest value
+    features: float | None = None  # media tensors against the loaded processor's, relative to the largest value
     padded: float  # padded rows against the truth
-    packed: float | None  # packed rows against the truth; `None` without packing
-    media: dict[str, float]  # by modality, the effect of another medium; NaN if the batch holds no other
-    rows: float | None  # prompts in one forward, as far as they share one, against each alone
+    packed: float | None = None  # packed rows against the truth; `None` without packing
+    # By modality, the effect of another medium; NaN if the batch holds no other
+    media: dict[str, float] = field(default_factory=dict)
+    rows: float | None = None  # prompts in one forward, as far as they share one, against each alone
     # Log-probabilities of sampling against the truth; `None` if sampling returns none, NaN if it fails on the check's
     # prompts, as a user's `generate` may
-    sampled: float | None
-    changes: tuple[str, ...]  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
-    changed: float | None  # how far these move log-probabilities of sampled tokens; `None` if sampling returns none
-    training: float | None  # training mode against evaluation mode
+    sampled: float | None = None
+    changes: tuple[str, ...] = ()  # intended changes of the sampled distribution: suppressed tokens, options (`top_p`)
+    # How far these move log-probabilities of sampled tokens; `None` if sampling returns none
+    changed: float | None = None
+    training: float | None = None  # training mode against evaluation mode
     tolerance: float  # least limit of a difference, from the dtype of the computation
     fallbacks: Fallbacks  # under which the numbers hold
     engine_positions: bool = False  # whether the truth has the positions of an engine that samples
@@ -85,7 +89,7 @@ class SelfCheck:
         return "\n".join([f"self-check: largest differences of log-probs (tolerance {self.tolerance:.0e})", *lines])
 
     def _facts(self) -> list[tuple[str, str, str]]:
-        """Names, figures and notes."""
+        """Returns names, figures and notes."""
         fallbacks = self.fallbacks
         notes = ["with the model's logits"] * fallbacks.logits_from_model
         notes += ["at the engine's positions"] * self.engine_positions
@@ -140,7 +144,7 @@ def run_self_check(
     policy: PolicyForward,
     model: nn.Module,
     prompts: list[EncodedPrompt],
-    messages: Sequence[Any],
+    messages: Sequence[Messages],
     settings: RunSettings,
     media: dict[str, float],
 ) -> SelfCheck:
@@ -190,9 +194,19 @@ class _Case:
     """A prompt of any rank, checked on all of them."""
 
     prompt: EncodedPrompt
-    plain: Any  # outputs of the processor, for prompts that are compared with it, else `None`
+    # Outputs of the processor as loaded, for prompts that are compared with it
+    plain: dict[str, torch.Tensor] | None = None
     error: str | None = None
     no_memory: bool = False
+
+
+class _Completions(NamedTuple):
+    """Short completions of a prompt, and the truth about them, of which `noise` is that of `logps`."""
+
+    ids: torch.Tensor  # (2, N)
+    mask: torch.Tensor
+    logps: torch.Tensor
+    noise: Callable[[], torch.Tensor | None]
 
 
 class _Check(Measure):
@@ -204,31 +218,28 @@ class _Check(Measure):
         self.media = dict(media)
         self.placeholders = all_placeholder_ids(self.model, policy.processor)
         self.changed: float | None = None
-        self.scored: tuple[EncodedPrompt, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.cannot_sample = False
-        self.truth_noise: Callable[[], torch.Tensor | None] = lambda: None
         self.rounding: float | None = None
 
-    def run(self, messages: Sequence[Any], prompts: list[EncodedPrompt]) -> SelfCheck:
+    def run(self, messages: Sequence[Messages], prompts: list[EncodedPrompt]) -> SelfCheck:
         self.n_rows = len(prompts)
         targets, donors, partners = self._cases(messages, prompts)
-        ids = mask = None
         worst: dict[str, list[float]] = {"features": [], "padded": [], "packed": [], "sampled": []}
         for target in targets:
             if target.prompt.media:
                 worst["features"].append(self._features(target))
-            ids, mask, sampled, truth = self._sample_and_recompute(target)
+            completions, sampled = self._sample_and_recompute(target)
             if sampled is not None and self.settings.samples_rollouts:
                 worst["sampled"].append(sampled)
-            self._keep_noise()
-            padded, scores = self._padded(target.prompt, ids, mask, truth)
+            self._keep_noise(completions)
+            padded, scores = self._padded(target.prompt, completions)
             worst["padded"].append(padded)
-            self.scored = target.prompt, ids, mask, scores
+            self.scored = target.prompt, completions, scores
             if self.fallbacks.packing:
-                worst["packed"].append(self._packed(target.prompt, ids, mask, truth))
+                worst["packed"].append(self._packed(target.prompt, completions))
             for kind in sorted(target.prompt.modalities - self.media.keys()):
-                self._swap(kind, target.prompt, donors.get(kind), ids, mask, scores)
-        rows = self._independent_rows(targets[0].prompt, partners, ids, mask)
+                self._swap(kind, target.prompt, donors.get(kind), completions, scores)
+        rows = self._independent_rows(targets[0].prompt, partners, *self.scored[1][:2])
         # The shortest, with media if any
         self.shortest = min(
             [*(each.prompt for each in targets), *partners], key=lambda each: (not each.media, len(each))
@@ -251,9 +262,9 @@ class _Check(Measure):
             rounding=self.rounding,
         )
 
-    def _keep_noise(self) -> None:
+    def _keep_noise(self, completions: _Completions) -> None:
         """Keeps the largest noise, and warns where it is so large that errors could hide behind it."""
-        noise = self.truth_noise()
+        noise = completions.noise()
         if noise is None:
             return
         self.rounding = max(self.rounding or 0.0, self.worst(noise.max().item()))
@@ -279,8 +290,7 @@ class _Check(Measure):
 
     def training_mode(self) -> float:
         """How far log-probabilities of the last completions are from those in evaluation mode."""
-        assert self.scored is not None
-        prompt, ids, mask, scores = self.scored
+        prompt, (ids, mask, *_), scores = self.scored
         other = self.attempt("scoring in training mode", lambda: self.score([prompt], ids, mask, packed=False))
         return self.difference(other, scores, mask)
 
@@ -296,8 +306,7 @@ class _Check(Measure):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not is_unsharded(self.accelerator) or not trained:
             return
-        assert self.scored is not None
-        _, ids, mask, _ = self.scored
+        _, (ids, mask, *_), _ = self.scored
 
         def run(packed: bool) -> bool:
             rows = (each[: 2 if packed else 1] for each in (ids, mask))
@@ -325,7 +334,9 @@ class _Check(Measure):
 
     # Cases
 
-    def _cases(self, messages, prompts) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
+    def _cases(
+        self, messages: Sequence[Messages], prompts: list[EncodedPrompt]
+    ) -> tuple[list[_Case], dict[str, EncodedPrompt], list[EncodedPrompt]]:
         """Prompts to measure, prompts to take other media from by modality, and partners, the same on all ranks."""
         local = [(prompt, messages[rows[0]]) for prompt, rows in group_by_prompt(prompts).items()]
         process = self.accelerator.process_index
@@ -336,7 +347,7 @@ class _Check(Measure):
         for each in dict.fromkeys([*targets, *donors.values(), *partners]):
             case = None
             if each.process == process:
-                case = self._case(*local[each.index]) if each in targets else _Case(local[each.index][0], None)
+                case = self._case(*local[each.index]) if each in targets else _Case(local[each.index][0])
             cases[each] = broadcast_object_list([case], from_process=each.process)[0]
             if cases[each].no_memory:
                 raise MemoryError(f"the self-check can't process a row again ({cases[each].error})")
@@ -350,12 +361,10 @@ class _Check(Measure):
     def processor(self):
         return self.settings.load_processor()
 
-    def _case(self, prompt: EncodedPrompt, messages) -> _Case:
+    def _case(self, prompt: EncodedPrompt, messages: Messages) -> _Case:
         """A prompt, and the outputs of the processor as loaded for its messages."""
         if not prompt.media:
-            # Only the run's template knows the tools of a prompt
-            fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
-            return _Case(prompt, {name: value[None] for name, value in fields.items()})
+            return _Case(prompt, outputs_of(prompt))  # only the run's template knows the tools of a prompt
         overlong, template = self.settings.audio_overlong, self.settings.template_kwargs
         try:
             refs = list(iter_refs(messages))
@@ -364,7 +373,7 @@ class _Check(Measure):
         except Exception as error:
             return _Case(prompt, None, f"{type(error).__name__}: {error}", is_out_of_memory(error))
         try:
-            read = outputs_of_files(messages, self.processor, overlong, template)
+            read = outputs_of_files(messages, self.processor, overlong, template)  # pyrefly: ignore[bad-argument-type]
         except Exception as error:  # it may support fewer formats
             logger.warning(
                 f"self-check: {self.model_type}: {type(self.processor).__name__} can't read a row's videos, so that "
@@ -380,9 +389,7 @@ class _Check(Measure):
     def _features(self, target: _Case) -> float:
         if target.plain is None:
             raise self.inexact(f"its processor, as `AutoProcessor.from_pretrained` loads it, fails ({target.error})")
-        prompt, plain = target.prompt, target.plain
-        fields = {"input_ids": prompt.input_ids, **prompt.token_fields}
-        ours = {**prompt.media, **{name: value[None] for name, value in fields.items()}}
+        prompt, plain, ours = target.prompt, target.plain, outputs_of(target.prompt)
         worst = 0.0 if _shapes(ours) == _shapes(plain) else math.inf
         for name, value in plain.items() if worst == 0 else ():
             if value.numel():
@@ -400,16 +407,13 @@ class _Check(Measure):
 
     # Sampling
 
-    def _sample_and_recompute(self, target: _Case):
-        """
-        Two short completions of a prompt `(2, N)`, their mask, the distance of the log-probabilities that they were
-        sampled with from the truth, and the truth.
-        """
+    def _sample_and_recompute(self, target: _Case) -> tuple[_Completions, float | None]:
+        """Completions of a prompt, and how far the log-probabilities that sampling returned are from the truth."""
         ids, mask, sampled = self._sample(target.prompt)
-        truth = self._truth(target, ids, mask, sampled)
+        completions = self._truth(target, ids, mask, sampled)
         if sampled is None:
-            return ids, mask, None, truth
-        difference, is_exact = self.compare(sampled, truth, mask, self.truth_noise)
+            return completions, None
+        difference, is_exact = self.compare(sampled, completions.logps, mask, completions.noise)
         if not is_exact and self.fallbacks.shared_prefill:
             self.warn(f"sampling from a shared prefill differs by {difference:.0e}", "one prefill per completion")
             self.fallbacks.shared_prefill = False
@@ -418,7 +422,7 @@ class _Check(Measure):
             raise self.inexact(
                 f"it samples with log-probabilities that differ by {difference:.0e} from those of its own forward"
             )
-        return ids, mask, difference, truth
+        return completions, difference
 
     def _sample(self, prompt: EncodedPrompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Two completions of a prompt, their mask, and their log-probabilities from sampling, if known."""
@@ -456,7 +460,14 @@ class _Check(Measure):
             self._compare_distributions(logits, scores, ids, mask, config)
         return ids, mask, _logps(logits, ids)
 
-    def _compare_distributions(self, logits, scores, ids, mask, config: GenerationConfig) -> None:
+    def _compare_distributions(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        config: GenerationConfig,
+    ) -> None:
         """Checks that suppressed tokens alone change the logits, unless the run's options do."""
         suppressed = torch.tensor(config.suppress_tokens or [], dtype=torch.long, device=logits.device)
         drawn = _logps(scores, ids)
@@ -480,26 +491,25 @@ class _Check(Measure):
 
     # The truth
 
-    def _truth(self, target: _Case, ids, mask, sampled) -> torch.Tensor:
-        inputs = self.model_inputs(target.plain)
-        if hears_videos(self.model, target.prompt.input_ids):
-            inputs["use_audio_in_video"] = torch.tensor(True)
+    def _truth(
+        self, target: _Case, ids: torch.Tensor, mask: torch.Tensor, sampled: torch.Tensor | None
+    ) -> _Completions:
+        assert target.plain is not None
+        inputs = self.model_inputs(target.plain, target.prompt)
         own = functools.partial(self.model_logps, inputs, target.prompt, ids)
+        generate = functools.partial(self._generate, inputs, ids)
         logps = self.attempt("the model's forward", own)
-        score: Callable[[], Any] = own if logps is not None else functools.partial(self._generate, inputs, ids)
-        self.truth_noise = functools.cache(lambda: self.noise(score, mask))
+        score = generate if logps is None else own
+        noise = functools.cache(lambda: self.noise(score, mask))  # pyrefly: ignore[bad-argument-type]
         if self.at_engine_positions(target.prompt):
             if logps is None:
                 raise self.inexact(f"its own forward fails at the engine's positions ({self.failure})")
-            return logps
-        if logps is not None and sampled is not None and self.compare(logps, sampled, mask, self.truth_noise)[1]:
-            return logps
-        generated = self.attempt("`generate`", lambda: self._generate(inputs, ids), quiet=sampled is None)
-        if generated is not None:
-            return generated
-        if logps is None:
-            raise self.inexact(f"neither its forward nor its `generate` can be measured ({self.failure})")
-        return logps
+        elif logps is None or sampled is None or not self.compare(logps, sampled, mask, noise)[1]:
+            generated = self.attempt("`generate`", generate, quiet=sampled is None)
+            logps = logps if generated is None else generated
+            if logps is None:
+                raise self.inexact(f"neither its forward nor its `generate` can be measured ({self.failure})")
+        return _Completions(ids, mask, logps, noise)
 
     def _generate(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor | None:
         """Log-probabilities of completions `(B, N)` by `generate`, one by one; `None` if it returns no logits."""
@@ -512,7 +522,7 @@ class _Check(Measure):
         with self.settings.generating() as model, same_adapters(model), original_attention(self.model), as_config:
             for row in ids[:, None]:
                 forced = LogitsProcessorList([_Force(row)])
-                output: Any = model.generate(**inputs, generation_config=config, logits_processor=forced)
+                output = model.generate(**inputs, generation_config=config, logits_processor=forced)
                 if not isinstance(output, ModelOutput) or output.get("logits") is None:
                     return None
                 results.append(self.logps_of(torch.stack(output["logits"], dim=1)[:1], row))
@@ -520,10 +530,17 @@ class _Check(Measure):
 
     # Comparisons with the truth
 
-    def _padded(self, prompt: EncodedPrompt, ids, mask, truth) -> tuple[float, torch.Tensor]:
-        """Distance of padded rows from the truth, and their log-probabilities."""
-        scores = self.attempt("scoring padded rows", lambda: self.score([prompt], ids, mask, packed=False))
-        difference, is_exact = self.compare(scores, truth, mask, self.truth_noise)
+    def _scored(
+        self, prompt: EncodedPrompt, completions: _Completions, packed: bool
+    ) -> tuple[torch.Tensor | None, float, bool]:
+        """Scores, their distance from the truth, and whether rounding explains it."""
+        ids, mask, truth, noise = completions
+        what = f"scoring {'packed' if packed else 'padded'} rows"
+        scores = self.attempt(what, lambda: self.score([prompt], ids, mask, packed=packed))
+        return scores, *self.compare(scores, truth, mask, noise)
+
+    def _padded(self, prompt: EncodedPrompt, completions: _Completions) -> tuple[float, torch.Tensor]:
+        scores, difference, is_exact = self._scored(prompt, completions, packed=False)
         if scores is not None and is_exact:
             return difference, scores
         if self.fallbacks.logits_from_model:
@@ -532,18 +549,25 @@ class _Check(Measure):
         found = "fails" if scores is None else f"gives log-probabilities that differ by {difference:.0e}"
         self.warn(f"TRL's fused head {found}", "the model's own logits, which need more memory")
         self.fallbacks.logits_from_model = True
-        return self._padded(prompt, ids, mask, truth)
+        return self._padded(prompt, completions)
 
-    def _packed(self, prompt: EncodedPrompt, ids, mask, truth) -> float:
-        scores = self.attempt("scoring packed rows", lambda: self.score([prompt], ids, mask, packed=True))
-        difference, is_exact = self.compare(scores, truth, mask, self.truth_noise)
+    def _packed(self, prompt: EncodedPrompt, completions: _Completions) -> float:
+        _, difference, is_exact = self._scored(prompt, completions, packed=True)
         if not is_exact:
             self.warn(f"log-probabilities of packed rows differ by {difference:.0e}", "padded rows")
             self.fallbacks.packing = False
         return difference
 
-    def _swap(self, kind: str, prompt: EncodedPrompt, donor: EncodedPrompt | None, ids, mask, scores) -> None:
-        """Measures the effect of another medium of a kind."""
+    def _swap(
+        self,
+        kind: str,
+        prompt: EncodedPrompt,
+        donor: EncodedPrompt | None,
+        completions: _Completions,
+        scores: torch.Tensor,
+    ) -> None:
+        """Measures the effect of another medium of a modality."""
+        ids, mask, *_ = completions
         swapped = with_other_media(prompt, kind, donor)
         if all(torch.equal(prompt.media[name], swapped.media[name]) for name in prompt.media):
             self.media[kind] = math.nan
@@ -557,7 +581,9 @@ class _Check(Measure):
                 "that the model is the one the processor belongs to, and that its weights are loaded."
             )
 
-    def _independent_rows(self, first: EncodedPrompt, partners: list[EncodedPrompt], ids, mask) -> float:
+    def _independent_rows(
+        self, first: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
+    ) -> float:
         """Distance of prompts in one forward from each alone, with the first fallbacks under which they agree."""
         prompts = [first, *partners, first]
         alone = [
@@ -572,16 +598,26 @@ class _Check(Measure):
             parts = [each for score in scores if (each := self.noise(score, mask)) is not None]
             return torch.cat([*parts, parts[0]]) if len(parts) == len(scores) else None
 
+        def together(packed: bool, isolate: Literal["media", "prompt"] | None) -> tuple[float, bool]:
+            n = len(ids) if packed else 1
+            scores = self.attempt(
+                "scoring several prompts at once",
+                lambda: self.score(prompts, ids[:n], mask[:n], packed=packed, isolate=isolate),
+            )
+            rows = torch.arange(len(separate), device=self.device).view(len(prompts), -1)[:, :n].flatten()
+
+            def noise_of_rows() -> torch.Tensor | None:
+                return None if (found := noise()) is None else found[rows]
+
+            return self.compare(scores, separate[rows], mask[:n].repeat(len(prompts), 1), noise_of_rows)
+
         difference = math.inf
         splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
         splits = splits[splits.index(self.fallbacks.isolate) :]
         packings = [True, False] if self.fallbacks.packing else [False]
         for packed, isolate in itertools.product(packings, splits):
             # Batches that gain nothing from packing are padded, and so are prompts to sample from
-            measured = [
-                self._rows_together(prompts, ids, mask, rows_packed, isolate, separate, noise)
-                for rows_packed in {packed, False}
-            ]
+            measured = [together(rows_packed, isolate) for rows_packed in {packed, False}]
             difference = max(each for each, _ in measured)
             if all(is_exact for _, is_exact in measured):
                 if isolate != self.fallbacks.isolate:
@@ -591,20 +627,6 @@ class _Check(Measure):
                 self.fallbacks.isolate, self.fallbacks.packing = isolate, packed
                 return difference
         raise self.inexact(f"batching prompts changes log-probabilities by {difference:.0e}, even one per forward")
-
-    def _rows_together(self, prompts, ids, mask, packed: bool, isolate, separate, noise) -> tuple[float, bool]:
-        n = len(ids) if packed else 1
-        rows = [each[:n] for each in (ids, mask)]
-        scores = self.attempt(
-            "scoring several prompts at once", lambda: self.score(prompts, *rows, packed=packed, isolate=isolate)
-        )
-
-        places = torch.arange(len(separate), device=self.device).view(len(prompts), -1)[:, :n].flatten()
-
-        def noise_of_rows() -> torch.Tensor | None:
-            return None if (found := noise()) is None else found[places]
-
-        return self.compare(scores, separate[places], rows[1].repeat(len(prompts), 1), noise_of_rows)
 
 
 def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: list[int]) -> float:
@@ -616,8 +638,7 @@ def _after_tool_media(measure: Measure, prompt: Conversation, completion_ids: li
         join_media(prompt.parts),
         torch.cat([prompt.position_ids, later.position_ids], dim=-1),
     )
-    tokens = {"input_ids": whole.input_ids, **whole.token_fields}
-    inputs = measure.model_inputs({**{name: value[None] for name, value in tokens.items()}, **whole.media})
+    inputs = measure.model_inputs(outputs_of(whole), whole)
     ids = torch.tensor([completion_ids], device=measure.device)
     mask = torch.ones_like(ids)
     own = functools.partial(measure.model_logps, inputs, whole, ids[:, n:])

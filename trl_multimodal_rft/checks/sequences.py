@@ -81,19 +81,7 @@ def check_sequences(
             packed, fallbacks.packing = compared(packed=True)
             if not fallbacks.packing:
                 measure.warn(f"log-probabilities of packed rows differ by {packed:.0e}", "padded rows")
-    return SelfCheck(
-        features=None,
-        padded=padded,
-        packed=packed,
-        media={},
-        rows=None,
-        sampled=None,
-        changes=(),
-        changed=None,
-        training=None,
-        tolerance=measure.tolerance,
-        fallbacks=fallbacks,
-    )
+    return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
 
 
 def _chosen(measure: Measure, sequences: Sequence[SupervisedSequence]) -> list[SupervisedSequence]:

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaRef, without_credentials
 from ..data.reading.rules import BUDGET_NAMES
-from ..data.rows.columns import file_kind, rows_to_messages
+from ..data.rows.columns import file_modality, rows_to_messages
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES
@@ -81,7 +81,7 @@ def example_of(name: str) -> tuple[str, str, dict[str, str]]:
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     blocks = messages[-1]["content"] if messages and isinstance(messages[-1]["content"], list) else []
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
-    found = {file_kind(path.name): str(path) for path in reversed(files)}  # of each kind the first
+    found = {file_modality(path.name): str(path) for path in reversed(files)}  # of each kind the first
     media = {str(block["type"]): found[block["type"]] for block in blocks if block["type"] in found}
     return texts.get("system", ""), texts.get("user", ""), media
 

@@ -119,17 +119,17 @@ class RowChecker(torch.utils.data.Dataset):
             prompt = [{"role": "user", "content": prompt}]  # as in a batch with media
         refs = list(iter_refs(prompt))
         for ref in refs:
-            checked.media[ref.kind] = checked.media.get(ref.kind, 0) + 1
+            checked.media[ref.modality] = checked.media.get(ref.modality, 0) + 1
             with suppress(MediaError):  # which encoding says
                 for name, size in media_size(ref).items():
-                    checked.sizes.setdefault(f"{name} {_OF[ref.kind]}", []).append(size)
+                    checked.sizes.setdefault(f"{name} {_OF[ref.modality]}", []).append(size)
         try:
-            encoded = self.encoder.encode(prompt, row.number)
+            encoded = self.encoder.encode(prompt, row.row_index)
         except ValueError as error:
             if "audio" not in checked.media:
                 raise
             try:  # valid once it is cut: too long
-                encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.number)
+                encoded = replace(self.encoder, audio_overlong="truncate").encode(prompt, row.row_index)
             except ValueError:
                 raise error from None
             checked.is_cut = True

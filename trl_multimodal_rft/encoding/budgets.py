@@ -26,7 +26,7 @@ _FEWEST_SOFT_TOKENS = 70
 def with_budgets(ref: MediaRef) -> MediaRef:
     """A reference whose options are those of its block, and the budgets of its run where the block sets none."""
     own, rules = ref.options, ref.rules
-    if ref.kind == "audio":
+    if ref.modality == "audio":
         return ref
     # A limit of the block can move the other limit, which is the run's
     given: dict[str, Any] = {}
@@ -34,7 +34,7 @@ def with_budgets(ref: MediaRef) -> MediaRef:
         given["min_pixels"] = min(rules.min_pixels, own.get("max_pixels", math.inf))
     if rules.max_pixels is not None:
         given["max_pixels"] = max(rules.max_pixels, own.get("min_pixels", 0))
-    if ref.kind == "video" and "nframes" not in own and not holds_frames(ref):
+    if ref.modality == "video" and "nframes" not in own and not holds_frames(ref):
         if rules.video_fps is not None:
             given["fps"] = rules.video_fps
         if rules.max_frames is not None:
@@ -89,7 +89,7 @@ def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> l
     return indices if len(indices) <= most else [indices[i] for i in evenly_spaced(len(indices), most)]
 
 
-def own_terms(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
+def size_arguments(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
     """
     Arguments of an image processor that enlarges images to its own canvas, in its terms: its number of tiles, its
     longest edge or its number of tokens. Other processors need only smaller images.

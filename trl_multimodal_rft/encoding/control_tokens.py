@@ -29,7 +29,7 @@ def checked_text(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
     mode: Literal["allow", "warn", "raise", "strip"],
-    place: str,
+    label: str,
     tokens: Collection[str],
 ) -> str:
     """Checks a text before it becomes part of a message; `"strip"` removes its control tokens."""
@@ -37,16 +37,20 @@ def checked_text(
         text.encode()
     except UnicodeEncodeError as error:
         raise MediaError(
-            f"{place}: the text has the lone surrogate {text[error.start]!a} at character {error.start}, which no "
+            f"{label}: the text has the lone surrogate {text[error.start]!a} at character {error.start}, which no "
             "tokenizer can encode; decode the text with `errors='replace'`, or remove the row"
         ) from error
     if mode == "allow":
         return text
     to_strip: set[str] = set()
-    while found := _tokens_in(text, tokenizer, tokens):
+    while candidates := sorted(token for token in tokens if token in text):
+        ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
+        found = [token for token in candidates if tokenizer.convert_tokens_to_ids(token) in ids]
+        if not found:
+            break
         if mode == "raise":
             raise MediaError(
-                f"{place}: the text holds the control token {found[0]!r}, which the model would take for one of the "
+                f"{label}: the text holds the control token {found[0]!r}, which the model would take for one of the "
                 "chat template; remove it, or set `special_tokens_in_text` to 'strip', or to 'allow' if intended"
             )
         if mode == "warn":
@@ -76,18 +80,11 @@ def _without(text: str, tokens: Collection[str]) -> str:
     return "".join(kept)
 
 
-def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection[str]) -> list[str]:
-    """The control tokens that the tokenizer finds in a text, in alphabetical order."""
-    found = sorted(token for token in tokens if token in text)
-    ids = set(tokenizer(text, add_special_tokens=False)["input_ids"]) if found else set()
-    return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
-
-
-def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], place: str) -> T:
+def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], label: str) -> T:
     """[`checked_text`] of all texts in messages or content."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     tokens = control_tokens(tokenizer)
-    return _map_texts(value, lambda text: checked_text(text, tokenizer, mode, place, tokens))
+    return _map_texts(value, lambda text: checked_text(text, tokenizer, mode, label, tokens))
 
 
 def checked_prompt(

@@ -69,7 +69,7 @@ def encode_turn(
     text = _rendered(before, processor, template_kwargs, False)
     longer = _rendered([*before, *messages], processor, template_kwargs, True)
     # Many templates write a line break after the end of a turn, which the model doesn't
-    cut = max((place + len(end) for end in ends if (place := text.rfind(end)) >= 0), default=len(text))
+    cut = max((span + len(end) for end in ends if (span := text.rfind(end)) >= 0), default=len(text))
     if longer[:cut] != text[:cut]:
         raise ValueError(
             "The chat template renders the messages before a tool's result differently once the result follows, so "
@@ -131,8 +131,8 @@ def encode_prefix(
         fields[name] = continued_field(model, name, value[None], n)[0]
         for start, turn in turns:
             if turn.media:
-                place = slice(len(prompt) + start, len(prompt) + start + len(turn))
-                fields[name][place] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
+                span = slice(len(prompt) + start, len(prompt) + start + len(turn))
+                fields[name][span] = turn.token_fields.get(name, torch.zeros_like(turn.input_ids))
     shown = [turn for _, turn in turns if turn.media]
     if not shown:
         positions = torch.cat([prompt.position_ids, prompt.positions_after(n)], dim=-1)
@@ -164,9 +164,9 @@ def _placed(prompt: EncodedPrompt, turns: Sequence[tuple[int, EncodedPrompt]]) -
     if any(part.modalities and not part.decoded for _, part in parts):
         return ()
     return tuple(
-        (slice(start + place.start, start + place.stop), decoded)
+        (slice(start + span.start, start + span.stop), decoded)
         for start, part in parts
-        for place, decoded in part.decoded
+        for span, decoded in part.decoded
     )
 
 

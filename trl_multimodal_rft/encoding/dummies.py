@@ -23,10 +23,10 @@ class DummyPrompt(EncodedPrompt):
     """A dummy input, which keeps every rank's encoders in the collectives and has no tokens in the loss."""
 
 
-def dummy_prompt(kind: str | None, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
+def dummy_prompt(modality: str | None, processor: ProcessorMixin, model: PreTrainedModel) -> DummyPrompt:
     """
     A prompt with one small medium, or with none. Without a completion, it doesn't affect the other prompts of a batch,
-    and the encoder of its kind gets a gradient of exactly 0.
+    and the encoder of its modality gets a gradient of exactly 0.
     """
-    (row,) = rows_to_messages([{"prompt": "-", **({} if kind is None else {kind: _MEDIA[kind]()})}])
+    (row,) = rows_to_messages([{"prompt": "-", **({} if modality is None else {modality: _MEDIA[modality]()})}])
     return DummyPrompt(**vars(encode_prompt(row["prompt"], processor, model)))

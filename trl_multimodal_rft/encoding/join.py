@@ -17,7 +17,7 @@ from .prompts import EncodedPrompt
 
 
 def same_prompt(a: Any, b: Any) -> bool:
-    """Whether two prompts have the same messages and media. Media are compared by value, decoders by type."""
+    """Returns whether two prompts have the same messages and media. Media are compared by value, decoders by type."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

@@ -34,7 +34,7 @@ from ..data.reading.soundtrack import load_sound_of_video
 from ..data.rows.columns import QWEN_OPTIONS
 from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
 from ..views import View
-from .budgets import at_most, budgeted_frames, budgeted_image, own_terms, size_factor, with_budgets
+from .budgets import at_most, budgeted_frames, budgeted_image, size_arguments, size_factor, with_budgets
 from .processors import Processor
 
 
@@ -78,38 +78,42 @@ def decode_media(
     budgeted = [with_budgets(ref) for ref in refs]
     # A call of the processor resizes all images or none
     resized = {
-        ref.kind
+        ref.modality
         for ref in budgeted
         if family.has_qwen_vl_utils
-        and ref.kind != "audio"
+        and ref.modality != "audio"
         and (ref.options or isinstance(ref.source, (str, os.PathLike, dict)))
     }
-    others: dict[str, Any] = {kind: itertools.repeat(None) for kind in MODALITIES}
-    for kind, own in itertools.groupby(sorted(view.others if view else (), key=_kind), key=_kind):
-        others[kind] = itertools.cycle([_decode(with_budgets(ref), processor, "truncate", resized)[0] for ref in own])
+    others: dict[str, Any] = {modality: itertools.repeat(None) for modality in MODALITIES}
+    of_other_row = [with_budgets(ref) for ref in (view.others if view else ())]
+    for modality in dict.fromkeys(ref.modality for ref in of_other_row):
+        same = [ref for ref in of_other_row if ref.modality == modality]
+        others[modality] = itertools.cycle([_decode(ref, processor, "truncate", resized)[0] for ref in same])
     sounds: list[np.ndarray | None] = []
-    for place, (given, ref) in enumerate(zip(refs, budgeted, strict=True)):
-        unused = [] if ref.kind in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
+    for i, (original, ref) in enumerate(zip(refs, budgeted, strict=True)):
+        unused = [] if ref.modality in resized else sorted(ref.options.keys() & QWEN_OPTIONS - _BUDGETS)
         if unused:
             logger.warning_once(
                 f"{type(processor).__name__} ignores {', '.join(unused)} of blocks; set them in the configuration of "
                 "its processor."
             )
         medium, metadata = _decode(ref, processor, audio_overlong, resized)
-        if view is not None and view.applies_to(ref.kind):
-            medium = view(medium, place, next(others[ref.kind]))
-        if ref.kind == "audio" and family.takes_base64_audio:
-            medium = _base64_wav(medium, _audio_limits(ref, processor)[0])
-        decoded[id(given)] = medium
+        if view is not None and view.applies_to(ref.modality):
+            medium = view(medium, i, next(others[ref.modality]))
+        if ref.modality == "audio" and family.takes_base64_audio:
+            buffer, (rate, _) = io.BytesIO(), _audio_limits(ref, processor)
+            require_module("soundfile", "audio").write(buffer, medium, rate, format="WAV", subtype="FLOAT")
+            medium = base64.b64encode(buffer.getvalue()).decode()
+        decoded[id(original)] = medium
         if metadata is not None:
             video_metadata.append(metadata)
-        if ref.kind == "video" and ref.rules.use_audio_in_video:
+        if ref.modality == "video" and ref.rules.use_audio_in_video:
             check_hears_videos(processor)
             sound = load_sound_of_video(ref, *_audio_limits(ref, processor), audio_overlong)
             if sound is not None and view is not None and view.applies_to("audio"):
-                sound = view(sound, place, next(others["audio"]))
+                sound = view(sound, i, next(others["audio"]))
             sounds.append(sound)
-    videos = [ref for ref in budgeted if ref.kind == "video"]
+    videos = [ref for ref in budgeted if ref.modality == "video"]
     if video_metadata:
         kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [video_metadata]}
     if family.hears_videos and (rate := _common_rate(videos, video_metadata)) is not None:
@@ -122,18 +126,14 @@ def decode_media(
                     "don't allow; add a silent sound track, or remove the row"
                 )
         kwargs[SOUNDS] = sounds
-    for kind in resized:
-        kwargs.setdefault(f"{kind}s_kwargs", {})["do_resize"] = False
-    for kind in {ref.kind for ref in budgeted} - {"audio", *resized}:
-        most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.kind == kind)
-        terms = own_terms(getattr(processor, f"{kind}_processor", None), most)
+    for modality in resized:
+        kwargs.setdefault(f"{modality}s_kwargs", {})["do_resize"] = False
+    for modality in {ref.modality for ref in budgeted} - {"audio", *resized}:
+        most = max(ref.options.get("max_pixels", math.inf) for ref in budgeted if ref.modality == modality)
+        terms = size_arguments(getattr(processor, f"{modality}_processor", None), most)
         if terms:
-            kwargs.setdefault(f"{kind}s_kwargs", {}).update(terms)
+            kwargs.setdefault(f"{modality}s_kwargs", {}).update(terms)
     return decoded, kwargs
-
-
-def _kind(ref: MediaRef) -> str:
-    return ref.kind
 
 
 def check_hears_videos(processor: Processor) -> None:
@@ -163,9 +163,9 @@ def _decode(
     ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
     """A medium and the metadata of a video. Kinds in `resized` are resized here, others by the processor."""
-    if ref.kind == "audio":
+    if ref.modality == "audio":
         return load_audio(ref, *_audio_limits(ref, processor), audio_overlong), None
-    if ref.kind == "image":
+    if ref.modality == "image":
         if isinstance(processor, ProcessorMixin) and not hasattr(processor, "image_processor"):
             raise ref.error(f"{type(processor).__name__} takes no images; use a model that does, or drop the column")
         if "image" not in resized:
@@ -252,12 +252,6 @@ def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], coun
     }
 
 
-def _base64_wav(waveform: np.ndarray, rate: int) -> str:
-    buffer = io.BytesIO()
-    require_module("soundfile", "audio").write(buffer, waveform, rate, format="WAV", subtype="FLOAT")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
     """The processor's sampling rate in Hz, and the longest audio that its encoder sees whole, in seconds."""
     extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
@@ -295,13 +289,13 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
     """Puts decoded media into messages."""
 
     def block(part: dict[str, Any]) -> dict[str, Any]:
-        kind, value = part["type"], part.get(part["type"])
+        modality, value = part["type"], part.get(part["type"])
         if not isinstance(value, MediaRef):
             return part
         medium = decoded[id(value)]
         if isinstance(medium, Path):
-            return {"type": kind, "path": str(medium)}
-        return {"type": kind, "base64" if isinstance(medium, str) else kind: medium}
+            return {"type": modality, "path": str(medium)}
+        return {"type": modality, "base64" if isinstance(medium, str) else modality: medium}
 
     return [
         {**message, "content": list(map(block, message["content"]))}

@@ -6,37 +6,37 @@ from typing import Any
 import torch
 
 from ..data.reading.refs import MediaError, MediaRef
-from ..data.rows.columns import KNOWN_TYPES, THOUGHT_TYPES, block_kind
+from ..data.rows.columns import KNOWN_TYPES, THOUGHT_TYPES, block_modality
 from ..families import family_of_processor
 from .processors import Processor
 
 
-def write_chat(messages: list[dict[str, Any]], processor: Processor, place: str, **template_kwargs: Any) -> str:
+def write_chat(messages: list[dict[str, Any]], processor: Processor, label: str, **template_kwargs: Any) -> str:
     """Renders the chat template."""
     try:
         return str(processor.apply_chat_template(messages, tokenize=False, **template_kwargs))
     except Exception as error:  # templates raise any type
-        raise template_error(error, processor, template_kwargs, place) from error
+        raise template_error(error, processor, template_kwargs, label) from error
 
 
 def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
-    """Whether the processor can render messages."""
+    """Returns whether the processor can render messages."""
     given = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
     # Mistral's tokenizers have no template, but rules
     return bool(given) or family_of_processor(processor).takes_base64_audio
 
 
-def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
+def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], label: str) -> MediaError:
     """The error for a chat template that raised or is missing."""
     name = type(processor).__name__
     if not has_template(processor, template_kwargs):
         problem = f"{name} has no chat template that could write messages; set `processing_class.chat_template`"
     else:
         problem = f"the chat template of {name} rejected the messages ({error}); change them to what it takes"
-    return MediaError(f"{place}: {problem}")
+    return MediaError(f"{label}: {problem}")
 
 
-def check_each(
+def check_media(
     refs: list[MediaRef], decoded: dict[int, Any], processor: Processor, processor_kwargs: dict[str, Any]
 ) -> None:
     """Raises for the image or the video that the processor rejects in isolation, too."""
@@ -44,10 +44,10 @@ def check_each(
     for ref in refs:
         medium, size = decoded[id(ref)], ""
         try:
-            if ref.kind == "image":
+            if ref.modality == "image":
                 size = "an image of {} x {} pixels".format(*medium.size)
                 processor.image_processor(images=[medium], **processor_kwargs.get("images_kwargs", {}))
-            elif ref.kind == "video":
+            elif ref.modality == "video":
                 size = f"a video of shape {tuple(medium.shape)}"
                 options = processor_kwargs["videos_kwargs"]
                 metadata = [[options["video_metadata"][0][videos]]]
@@ -85,7 +85,7 @@ def check_blocks(
         if not isinstance(content, list):
             continue
         for b, block in enumerate(content):
-            if block["type"] in ("text", *THOUGHT_TYPES) or block_kind(block["type"]) is not None:
+            if block["type"] in ("text", *THOUGHT_TYPES) or block_modality(block["type"]) is not None:
                 continue
             unknown = [*content[:b], {"type": "-"}, *content[b + 1 :]]
             others = [*messages[:m], {**message, "content": unknown}, *messages[m + 1 :]]
@@ -116,11 +116,11 @@ def check_placeholders(
     present = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token
-        ids = placeholders[ref.kind] | (placeholders["image"] if ref.kind == "video" else set())
+        ids = placeholders[ref.modality] | (placeholders["image"] if ref.modality == "video" else set())
         if not media or not ids & present:
             raise ref.error(
-                f"the chat template wrote no placeholder for this {ref.kind}, so the model would not get it; use the "
-                "template of the model's processor"
+                f"the chat template wrote no placeholder for this {ref.modality}, so the model would not get it; use "
+                "the template of the model's processor"
             )
     stray = set().union(*placeholders.values()) & present
     if stray and not refs:

@@ -43,27 +43,27 @@ def check_model_folder(name: str, subfolder: str = "") -> None:
 
 
 def holds_model(folder: str) -> bool:
-    """Whether a path is a folder with a model, not with an adapter alone."""
+    """Returns whether a path is a folder with a model, not with an adapter alone."""
     files = os.listdir(folder) if os.path.isdir(folder) else []
     weights = (each for each in files if each.endswith(_WEIGHTS) and not each.startswith("adapter_"))
     return "config.json" in files and any(weights)
 
 
 @contextmanager
-def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
+def loading_errors(name: str, part: str = "model") -> Iterator[None]:
     """Makes errors about missing files name these and the folder."""
     try:
         yield
     except ImportError as error:  # of transformers, which doesn't name the extra
         for package, extra in _EXTRAS.items():
             if package in str(error).lower():
-                raise ImportError(f"The {what} {name!r} needs {package}: `{install(extra)}`") from error
+                raise ImportError(f"The {part} {name!r} needs {package}: `{install(extra)}`") from error
         raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         if os.path.isdir(name):
             found = [each for each in _PROCESSOR_FILES if os.path.isfile(os.path.join(name, each))]
-            if what != "processor" or found:
+            if part != "processor" or found:
                 raise
             raise OSError(
                 f"The processor of {name!r} can't be loaded: the folder has none of {', '.join(_PROCESSOR_FILES)}. "
@@ -73,14 +73,14 @@ def naming_what_is_missing(name: str, what: str = "model") -> Iterator[None]:
         if isinstance(error, OSError) and repr(name) not in reason[: len(name) + 20]:
             offline = " `HF_HUB_OFFLINE` is set." if is_offline_mode() else ""
             raise OSError(
-                f"The {what} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On "
+                f"The {part} {name!r} can't be loaded. There is no such folder in {os.getcwd()!r}.{_near(name)} On "
                 f"the Hub: {reason}{offline}"
             ) from error
         raise
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can't be one on the Hub, or starts with a local folder."""
+    """Returns whether a name can't be one on the Hub, or starts with a local folder."""
     parts = name.replace(os.sep, "/").split("/")
     return parts[0] in ("", ".", "..", "~") or len(parts) > 2 or (len(parts) == 2 and os.path.isdir(parts[0]))
 

@@ -4,7 +4,7 @@
 from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..families import AUDIO_EXTRACTORS
-from .model_folders import naming_what_is_missing
+from .model_folders import loading_errors
 
 
 Processor = ProcessorMixin | PreTrainedTokenizerBase
@@ -12,7 +12,7 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
     """Loads a processor as it was saved. `padding_side` and `truncation_side` would change more than the tokenizer."""
-    with naming_what_is_missing(name, "processor"):
+    with loading_errors(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     check_processor(processor)
     return processor

@@ -26,7 +26,7 @@ from ..versions import is_torchcodec_usable
 from ..views import View
 from .budgets import with_budgets
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
-from .messages import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
+from .messages import check_blocks, check_media, check_placeholders, check_text, has_template, of_row, template_error
 from .processors import Processor
 
 
@@ -71,7 +71,7 @@ class EncodedPrompt:
             Positions of the model, or of the engine that samples: shape `(1, P)`, with multimodal rotary positions
             `(R, 1, P)`.
         decoded (`tuple[tuple[slice, DecodedPrompt], ...]` or `dict[str, Any]`, *optional*):
-            If kept, the place and the decoded media of each part with media: the prompt, and the tool results of a
+            If kept, the span and the decoded media of each part with media: the prompt, and the tool results of a
             conversation; or the features that a vLLM server takes, where another process has made them.
         modalities (`frozenset[str]`, *optional*):
             Which of `"image"`, `"video"` and `"audio"` the prompt contains.
@@ -102,7 +102,7 @@ class EncodedPrompt:
 
     @property
     def shared(self) -> "EncodedPrompt":
-        """What completions have in common that are forwarded together."""
+        """The part that completions share in one forward pass."""
         return self
 
     @property
@@ -110,24 +110,24 @@ class EncodedPrompt:
         """The prompt and, if tools returned media, what follows it up to the last result."""
         return [self]
 
-    def part(self, place: slice) -> "EncodedPrompt":
+    def part(self, span: slice) -> "EncodedPrompt":
         """
         Some of the tokens, with the media if these start in them.
 
         Args:
-            place (`slice`):
-                Which tokens.
+            span (`slice`):
+                Indices of the tokens.
 
         Returns:
             [`EncodedPrompt`]: The part, at the positions of the whole.
         """
         first = (self.media_span or (0, 0))[0]
-        has_media = first in range(*place.indices(len(self)))
+        has_media = first in range(*span.indices(len(self)))
         return EncodedPrompt(
-            self.input_ids[place],
-            {name: value[place] for name, value in self.token_fields.items()},
+            self.input_ids[span],
+            {name: value[span] for name, value in self.token_fields.items()},
             self.media if has_media else {},
-            self.position_ids[..., place],
+            self.position_ids[..., span],
             modalities=self.modalities if has_media else frozenset(),
             row=self.row,
             on_device=self.on_device if has_media else {},
@@ -175,9 +175,12 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrai
     """
     config = model.config
     holders = [config, processor, *(getattr(config, name) for name in config.sub_configs)]
-    names = {kind: [f"{kind}_token_id", f"{kind}_token_index", f"{kind}_pad_token_id"] for kind in MODALITIES}
-    values = {kind: {getattr(h, n, None) for h in holders for n in names[kind]} for kind in MODALITIES}
-    return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
+    names = {
+        modality: [f"{modality}_token_id", f"{modality}_token_index", f"{modality}_pad_token_id"]
+        for modality in MODALITIES
+    }
+    values = {modality: {getattr(h, n, None) for h in holders for n in names[modality]} for modality in MODALITIES}
+    return {modality: {v for v in ids if isinstance(v, int)} for modality, ids in values.items()}
 
 
 def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
@@ -285,10 +288,12 @@ def encode_messages(
     decoded, processor_kwargs = decode_media(refs, processor, audio_overlong, view)
     kept = None
     if keep_decoded and refs and isinstance(messages, list) and isinstance(processor, ProcessorMixin):
-        by_kind = {kind: [decoded[id(ref)] for ref in refs if ref.kind == kind] for kind in MODALITIES}
+        by_modality = {
+            modality: [decoded[id(ref)] for ref in refs if ref.modality == modality] for modality in MODALITIES
+        }
         kept = DecodedPrompt(
             replace_refs(_prepared(messages, processor, row), decoded),
-            {kind: found for kind, found in by_kind.items() if found},
+            {modality: found for modality, found in by_modality.items() if found},
             copy.deepcopy(processor_kwargs),  # processors write into it
             template_kwargs or {},
             processor_options,
@@ -301,16 +306,16 @@ def encode_messages(
     media = {name: value for name, value in outputs.items() if name not in ("input_ids", *token_fields)}
     check_placeholders(input_ids, refs, media, placeholders, row)
     known = torch.tensor(sorted(set().union(*placeholders.values())))
-    places = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
+    positions = torch.isin(input_ids, known).nonzero()[:, 0].tolist()
     return EncodedPrompt(
         input_ids=input_ids,
         token_fields=token_fields,
         media=media if refs or family.blank_media else {},
         position_ids=input_ids.new_empty(1, 0),
         decoded=() if kept is None else ((slice(0, len(input_ids)), kept),),
-        modalities=frozenset(ref.kind for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
+        modalities=frozenset(ref.modality for ref in refs) | ({"audio"} if SOUNDS in processor_kwargs else set()),
         row=row,
-        media_span=(places[0], places[-1] + 1) if places else None,
+        media_span=(positions[0], positions[-1] + 1) if positions else None,
     )
 
 
@@ -345,7 +350,7 @@ def processor_outputs(
     else:
         if refs and not isinstance(processor, ProcessorMixin):
             raise refs[0].error(
-                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].kind}; pass "
+                f"{type(processor).__name__} is a tokenizer and can't encode {refs[0].modality}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
         messages = _prepared(messages, processor, row)
@@ -363,7 +368,7 @@ def processor_outputs(
         except Exception as error:  # templates and processors raise any type
             if not refs or isinstance(error, TemplateError) or not has_template(processor, options):
                 raise template_error(error, processor, options, f"{of_row(row)}column 'prompt'") from error
-            check_each(refs, decoded, processor, processor_kwargs)
+            check_media(refs, decoded, processor, processor_kwargs)
             raise refs[0].error(
                 f"{type(processor).__name__} rejected the prompt and its media ({error}); check that the chat "
                 "template writes one placeholder per medium and that the text contains none"
@@ -395,14 +400,14 @@ def _with_sounds(
     given = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
     sounds = iter(given.pop(SOUNDS))
-    media: dict[str, list] = {kind: [] for kind in MODALITIES}
+    media: dict[str, list] = {modality: [] for modality in MODALITIES}
     slots: list[int | None] = []  # for each sound, in the order of the prompt, the index of its video
     for ref in refs:
-        media[ref.kind].append(decoded[id(ref)])
-        if ref.kind == "video":
+        media[ref.modality].append(decoded[id(ref)])
+        if ref.modality == "video":
             media["audio"].append(next(sounds))
-        if ref.kind != "image":
-            slots.append(len(media["video"]) - 1 if ref.kind == "video" else None)
+        if ref.modality != "image":
+            slots.append(len(media["video"]) - 1 if ref.modality == "video" else None)
     if hasattr(processor, "load_audio_from_video"):
         given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
     else:  # before transformers 5.23
@@ -449,7 +454,7 @@ def outputs_of_files(
     videos are local files without options that transformers can read.
     """
     refs = list(iter_refs(messages))
-    videos = [ref for ref in refs if ref.kind == "video"]
+    videos = [ref for ref in refs if ref.modality == "video"]
     if (
         not videos
         or not is_torchcodec_usable()
@@ -462,7 +467,7 @@ def outputs_of_files(
     paths = [Path(rooted(ref, source)) for ref, source in zip(videos, sources, strict=True)]
     if not all(path.is_file() for path in paths):
         return None
-    decoded, kwargs = decode_media([ref for ref in refs if ref.kind != "video"], processor, audio_overlong)
+    decoded, kwargs = decode_media([ref for ref in refs if ref.modality != "video"], processor, audio_overlong)
     decoded |= {id(ref): path for ref, path in zip(videos, paths, strict=True)}
     sampling = frame_sampling(processor)
     kwargs["videos_kwargs"] = {"do_sample_frames": sampling is not None, **(sampling or {})}
@@ -496,7 +501,7 @@ def prompt_position_ids(
 
 def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     """
-    Whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
+    Returns whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
 
     Raises:
         [`MediaError`]: If the prompt has videos without sounds, too.

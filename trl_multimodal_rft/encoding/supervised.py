@@ -23,29 +23,12 @@ from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode
 
 @dataclass(eq=False)
 class SupervisedSequence(EncodedPrompt):
-    """
-    A whole row of a supervised dataset.
+    """A whole row of a supervised dataset."""
 
-    Args:
-        learned (`torch.Tensor`):
-            Mask of the tokens in the loss, shape `(P,)`, boolean.
-    """
-
-    learned: torch.Tensor = field(kw_only=True)
+    learned: torch.Tensor = field(kw_only=True)  # whether a token is in the loss, `(P,)`
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
-        """
-        A part of a sequence without media.
-
-        Args:
-            n (`int`):
-                Number of tokens.
-            from_end (`bool`, *optional*, defaults to `False`):
-                Whether to take the last tokens.
-
-        Returns:
-            [`SupervisedSequence`]: The part, whose positions start with the first one.
-        """
+        """The first or last tokens of a sequence without media, at the first positions."""
         part = slice(-n, None) if from_end else slice(n)
         return replace(
             self,
@@ -108,59 +91,55 @@ def encode_sequence(
             a turn differently when others follow.
         [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder.
     """
-    number, template_kwargs = getattr(row, "number", 0), dict(template_kwargs or {})
+    row_index, template_kwargs = getattr(row, "row_index", 0), dict(template_kwargs or {})
     whole = bool(row.get("messages"))
     if whole and completion_only:
         raise ValueError(
-            f"row {number}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
+            f"row {row_index}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
             "`assistant_only_loss=True` to learn the assistant's turns."
         )
     for column in ("prompt", "completion", "messages"):
-        check_decoded(row.get(column), column, number)
+        check_decoded(row.get(column), column, row_index)
     if whole:
         chat, answer = list(row["messages"]), []
     else:
-        chat, answer = _chat(row, f"row {number}", f"row {number}")
+        chat, answer = _chat(row, f"row {row_index}", f"row {row_index}")
     try:
-        whole_row = Row(number, {**row, "prompt": [*chat, *answer]})
+        whole_row = Row(row_index, {**row, "prompt": [*chat, *answer]})
         (placed_row,) = rows_to_messages([whole_row], ignored_media_columns, placeholders, rules=media_rules)
-        messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, number)
+        messages = _checked(row, placed_row["prompt"], len(chat), processing_class, special_tokens_in_text, row_index)
         turns = [message for message in messages if message["role"] == "assistant"]
         if (medium := next(iter_refs(turns), None)) is not None:
             raise medium.error("assistant messages are text; move media into the messages before them")
-        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": number}
+        options: dict[str, Any] = {"audio_overlong": audio_overlong, "row": row_index}
         if whole:
             no_answer = {**template_kwargs, "add_generation_prompt": False}
             before = encode_prompt(messages, processing_class, model, template_kwargs=no_answer, **options)
             ids = []
         else:
-            name, end = f"row {number}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
+            name, end = f"row {row_index}", _tokenizer(processing_class).eos_token or ""  # which TRL adds to text
             halves = messages[: len(chat)], messages[len(chat) :]
             before, ids = _encode_pair(row, *halves, name, processing_class, model, template_kwargs, end, **options)
     except MediaError as error:
         if not whole:
             raise
         raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
-    _check_text_only(ids, processing_class, model, f"row {number}")
+    _check_text_only(ids, processing_class, model, f"row {row_index}")
     sequence = _followed(before, ids, model)
     sequence.learned[:] = whole or completion_only is False
     sequence.learned[len(before) :] = True
     if assistant_only:
         if _is_text(row) and not before.modalities:
-            raise ValueError(f"row {number}: `assistant_only_loss=True` needs messages, got text.")
+            raise ValueError(f"row {row_index}: `assistant_only_loss=True` needs messages, got text.")
         sequence.learned &= _assistant_mask(messages, sequence, processing_class, model, template_kwargs, options)
-    _check_learned(sequence, len(before), model, f"row {number}")
-    return sequence
-
-
-def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTrainedModel, name: str) -> None:
     if not sequence.learned[1:].any():
-        raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
-    if family_of(model).token_field_fill and sequence.learned[:n_prompt].any():
+        raise ValueError(f"row {row_index} has nothing to learn: no token counts in the loss.")
+    if family_of(model).token_field_fill and sequence.learned[: len(before)].any():
         raise ValueError(
-            f"{name}: {model.config.model_type} has bidirectional attention before an answer, so these tokens "
-            "can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
+            f"row {row_index}: {model.config.model_type} has bidirectional attention before an answer, so these "
+            "tokens can't be learned; give the row as `prompt` and `completion`, and don't set `completion_only_loss`."
         )
+    return sequence
 
 
 def check_answers(processing_class: Processor) -> None:
@@ -170,14 +149,8 @@ def check_answers(processing_class: Processor) -> None:
         raise ValueError(f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO.")
 
 
-def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
-    """
-    The labels of a tokenized row: its `labels`, those of its masks, or all tokens. See [`given_sequence`] for the
-    arguments.
-
-    Returns:
-        `list[int]`: One label per token, -100 on tokens that aren't learned.
-    """
+def row_labels(row: Mapping[str, Any], completion_only: bool | None = None) -> list[int]:
+    """The labels of a tokenized row, -100 on tokens that aren't learned: its `labels`, by its masks, or all tokens."""
     if row.get("labels") is not None:
         return row["labels"]
     names = ["assistant_masks", *(["completion_mask"] if completion_only else [])]
@@ -185,34 +158,20 @@ def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) ->
     return [token if all(bits) else -100 for token, *bits in zip(row["input_ids"], *masks, strict=False)]
 
 
-def given_sequence(
+def tokenized_sequence(
     row: Mapping[str, Any],
     processing_class: Processor,
     model: PreTrainedModel,
     completion_only: bool | None = None,
 ) -> SupervisedSequence:
     """
-    Encodes a tokenized row of text.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            Row with `input_ids`, and `labels` (-100 on tokens that aren't learned) or `assistant_masks` and
-            `completion_mask`. Without any of them, all tokens are learned.
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's processor.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-        completion_only (`bool`, *optional*):
-            Whether to use `completion_mask`.
-
-    Returns:
-        [`SupervisedSequence`]: The sequence.
+    Encodes a tokenized row of text: its `input_ids`, of which [`row_labels`] are learned.
 
     Raises:
         `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
     """
-    name, ids = f"row {getattr(row, 'number', 0)}", torch.tensor(row["input_ids"])
-    labels = torch.tensor(given_labels(row, completion_only))
+    name, ids = f"row {getattr(row, 'row_index', 0)}", torch.tensor(row["input_ids"])
+    labels = torch.tensor(row_labels(row, completion_only))
     if labels.shape != ids.shape or not ((labels == ids) | (labels == -100)).all():
         raise ValueError(f"{name}, column 'labels': a label must be the token of `input_ids` at its place, or -100.")
     placeholders = all_placeholder_ids(model, processing_class)
@@ -225,29 +184,18 @@ def given_sequence(
         text, input_ids=ids[:1], token_fields=first, position_ids=text.position_ids[..., :1], mask_cache={}
     )
     sequence = _followed(start, row["input_ids"][1:], model)
-    sequence.row, sequence.learned = getattr(row, "number", 0), labels != -100
+    sequence.row, sequence.learned = getattr(row, "row_index", 0), labels != -100
     if not sequence.learned[1:].any():
         raise ValueError(f"{name} has nothing to learn: no token counts in the loss.")
     return sequence
 
 
-def encode_text(text: str, number: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
-    """
-    Encodes a text with its end, tokenized as by TRL. See [`given_sequence`] for the other arguments.
-
-    Args:
-        text (`str`):
-            Text, all of which is learned.
-        number (`int`):
-            Number of the row, for errors.
-
-    Returns:
-        [`SupervisedSequence`]: The sequence.
-    """
+def encode_text(text: str, row_index: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
+    """Encodes a text with its end, tokenized as by TRL; all of it is learned."""
     end = _tokenizer(processing_class).eos_token or ""
     ids = processing_class(text=_ended(text, end))["input_ids"]
     ids = ids[0] if isinstance(processing_class, ProcessorMixin) else ids
-    return given_sequence(Row(number, {"input_ids": ids}), processing_class, model)
+    return tokenized_sequence(Row(row_index, {"input_ids": ids}), processing_class, model)
 
 
 def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:
@@ -358,7 +306,7 @@ def encode_supervised(
         before, ids = _encode_pair(row, prompt, completion, name, processing_class, model, template, **options)
         encoded.append(before)
         _check_text_only(ids, processing_class, model, name)
-        ends = [place for place, token in enumerate(ids) if token in end_ids]
+        ends = [i for i, token in enumerate(ids) if token in end_ids]
         completions.append(torch.tensor(ids[: ends[0] + 1] if ends else [*ids, end_ids[0]]))
     padded = pad_sequence(completions, batch_first=True)
     mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
@@ -387,7 +335,12 @@ def _encode_pair(
     else:
         before, whole = _rendered(prompt, completion, processing_class, template_kwargs, name)
     encoded = encode_prompt(prompt, processing_class, model, template_kwargs=template_kwargs, **options)
-    return encoded, _ids_after(before, whole, processing_class)
+    tokenizer = _tokenizer(processing_class)
+    first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
+    if both[: len(first)] == first:
+        return encoded, both[len(first) :]  # some tokenizers mark the start of a text, which this isn't
+    # A token would cross the boundary, unlike in sampled completions
+    return encoded, tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]
 
 
 def _ended(text: str, end: str) -> str:
@@ -407,17 +360,17 @@ def _checked(
     n: int,
     processing_class: Processor,
     mode: Literal["allow", "raise", "strip"] | None,
-    number: int,
+    row_index: int,
 ) -> list:
     """Checks control tokens in the messages of a row, of which the first `n` are its prompt, or in its texts."""
     if _is_text(row) and next(iter_refs(messages), None) is None:
         for column in ("prompt", "completion"):
-            checked_prompt(row[column], processing_class, mode, number, column)
+            checked_prompt(row[column], processing_class, mode, row_index, column)
         return messages
     prompt, completion = messages[:n], messages[n:]
     return [
-        *checked_prompt(prompt, processing_class, mode, number),
-        *checked_prompt(completion, processing_class, mode, number, "completion"),
+        *checked_prompt(prompt, processing_class, mode, row_index),
+        *checked_prompt(completion, processing_class, mode, row_index, "completion"),
     ]
 
 
@@ -463,13 +416,3 @@ def _rendered(
             "found; pass a `chat_template` that doesn't."
         )
     return before, whole
-
-
-def _ids_after(before: str, whole: str, processing_class: Processor) -> list[int]:
-    """Ids of the text in `whole` after `before`."""
-    tokenizer = _tokenizer(processing_class)
-    first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
-    if both[: len(first)] == first:
-        return both[len(first) :]  # some tokenizers mark the start of a text, which this isn't
-    # A token would cross the boundary, unlike in sampled completions
-    return tokenizer(whole.removeprefix(before), add_special_tokens=False)["input_ids"]

@@ -18,7 +18,7 @@ from transformers import (
 from ..reporting.events import EventPart
 from ..trainers.base import MultimodalTrainer
 from .config import EvaluationConfig
-from .evaluator import _check_trainer, _named, evaluate_trainer
+from .evaluator import check_samples, evaluate_trainer, named_rewards
 from .result import EvaluationResult
 
 
@@ -69,12 +69,12 @@ class GenerationEvalCallback(TrainerCallback):
         freq: int | Literal["epoch"] | None = None,
         output_dir: str | None = None,
     ):
-        _check_trainer(trainer)
+        check_samples(type(trainer))
         if eval_dataset is None and not isinstance(trainer.eval_dataset, Dataset):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        _named(reward_funcs or list(trainer.reward_funcs))
+        named_rewards(reward_funcs or list(trainer.reward_funcs))
         self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs

@@ -21,7 +21,7 @@ from ..data.reading.rules import budgets_of
 from ..data.rows.columns import MEDIA_COLUMNS, as_text, strip_media
 from ..data.rows.features import restore_rows
 from ..data.rows.row import DatasetRows, Row
-from ..data.rows.unread import check_columns, check_has_prompt, columns_known
+from ..data.rows.unread import check_columns, check_has_prompt, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ..generation.transformers import Branches
@@ -82,7 +82,7 @@ class Evaluation:
         rules = replace(self.encoder.media_rules, **budgets_of(args))
         self.encoder = replace(self.encoder, media_rules=rules)
         self.toolbox.media_rules = rules
-        processor: Any = self.encoder.processor
+        processor = self.encoder.processor
         self.tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         self.dataset, self.reward_funcs, self.args, self.accelerator = dataset, reward_funcs, args, accelerator
         self.skips = (args.on_media_error or policy.on_media_error) == "skip"
@@ -145,7 +145,7 @@ class Evaluation:
         """Checks the columns of a dataset, or of its first rows."""
         if self.toolbox:
             return  # environments read what columns they like
-        takes: Any = getattr(self.policy.model, "input_modalities", ())
+        takes: tuple[str, ...] = getattr(self.policy.model, "input_modalities", ())
         needs_prompt = isinstance(self.dataset, Dataset) and extent == "all"
         ignored = self.encoder.ignored_media_columns
         warning = check_columns(at, "The dataset", ignored, needs_prompt=needs_prompt, extent=extent, takes=takes)
@@ -157,12 +157,12 @@ class Evaluation:
         seed = int(np.random.SeedSequence([self.args.seed, batch_index]).generate_state(1)[0])
         set_seed(seed)
         batch = list(map(self.row, indices))
-        if batch_index < self.accelerator.num_processes and not columns_known(self.dataset):
+        if batch_index < self.accelerator.num_processes and not lists_columns(self.dataset):
             self._check_columns(batch, "first")
         rollout, skipped = self._read(batch)
-        rows = [row for row in batch if row.number not in skipped]
+        rows = [row for row in batch if row.row_index not in skipped]
         answers, logged = self._answer(rollout)
-        records = [{"index": row.number, **answer} for row, answer in zip(rows, answers, strict=True)]
+        records = [{"index": row.row_index, **answer} for row, answer in zip(rows, answers, strict=True)]
         if self.args.ablate is not None:
             prompts = [] if rollout is None else rollout.prompts[:: self.args.num_samples]
             with_medium = [row for row, each in zip(rows, prompts, strict=True) if self.args.ablate in each.modalities]
@@ -196,12 +196,12 @@ class Evaluation:
             try:
                 self._collect([row], ablated)
             except MediaError as error:
-                failed[row.number] = str(error)
-        rest = [row for row in rows if row.number not in failed]
+                failed[row.row_index] = str(error)
+        rest = [row for row in rows if row.row_index not in failed]
         if not rest and self.policy.is_collective:
             raise MediaError(
                 "No row of a batch can be read, and other processes wait for its completions; make `batch_size` "
-                f"larger. The last row: {failed[rows[-1].number]}"
+                f"larger. The last row: {failed[rows[-1].row_index]}"
             )
         return self._collect(rest, ablated) if rest else None, failed
 
@@ -210,10 +210,10 @@ class Evaluation:
         n, messages = self.args.num_samples, self.encoder.messages(rows)
         for row, prompt in zip(rows, messages, strict=True):
             if self.policy.tool_loop is not None and isinstance(prompt, str):
-                raise ValueError(f"The prompt of row {row.number} is a text; tools need one of messages.")
+                raise ValueError(f"The prompt of row {row.row_index} is a text; tools need one of messages.")
         columns = restore_rows(rows, self.encoder.media_rules)
         encoded = [
-            EncodedRow(row.number, restored, row, prompt)
+            EncodedRow(row.row_index, restored, row, prompt)
             for row, restored, prompt in zip(rows, columns, messages, strict=True)
         ]
         return collect(
@@ -224,13 +224,13 @@ class Evaluation:
             group_size=n,
             pad_token_id=self.config.pad_token_id,
             accelerator=self.accelerator,
-            views={row.number: self._view(row) for row in rows} if ablated else None,
+            views={row.row_index: self._view(row) for row in rows} if ablated else None,
         )
 
     def _view(self, row: Row) -> View:
         """What a row shows instead of its medium; of another row, one drawn at random."""
         kind = str(self.args.ablate)
-        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.number)
+        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:
@@ -239,7 +239,7 @@ class Evaluation:
         if not media:
             return view
         n = len(self.dataset)
-        first = int(np.random.default_rng([self.args.seed, row.number]).integers(n))
+        first = int(np.random.default_rng([self.args.seed, row.row_index]).integers(n))
         for index in range(first, first + n):
             try:
                 others = self._media_of(self.row(index % n), kind)
@@ -251,7 +251,7 @@ class Evaluation:
 
     def _media_of(self, row: Row, kind: str) -> list[MediaRef]:
         check_has_prompt(row)
-        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.kind == kind]
+        return [ref for ref in iter_refs(self.encoder.messages([row])) if ref.modality == kind]
 
     # Answers
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
@@ -113,7 +112,8 @@ def evaluate(
         ", so that each of {launched} processes would evaluate all rows. To evaluate on the CPU, set "
         "`ACCELERATE_USE_CPU=true` in the environment.",
     )
-    module: Any = model.model if hasattr(model, "model_for") else model  # an actor's
+    is_actor = hasattr(model, "model_for")
+    module = model.model if is_actor and isinstance(model.model, nn.Module) else model
     base = unwrapped(accelerator, module)
     if DistributedBackend(accelerator).is_zero3 or any(isinstance(p, DTensor) for p in base.parameters()):
         raise ValueError(
@@ -137,7 +137,7 @@ def evaluate(
     if toolbox.tools or toolbox:
         _add_tools(policy, forward.fallbacks.isolate)
     reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
-    return Evaluation(policy, dataset, _named(reward_funcs), args or EvaluationConfig(), accelerator).run()
+    return Evaluation(policy, dataset, named_rewards(reward_funcs), args or EvaluationConfig(), accelerator).run()
 
 
 def _add_tools(policy: Policy, isolate: str | None) -> None:
@@ -203,7 +203,7 @@ def evaluate_trainer(
     Raises:
         `ValueError`: If there is no dataset, or as [`evaluate`] says.
     """
-    _check_trainer(trainer)
+    check_samples(type(trainer))
     dataset = trainer.eval_dataset if dataset is None else dataset
     if dataset is None:
         raise ValueError(
@@ -215,7 +215,6 @@ def evaluate_trainer(
         )
     trainer.sampler.invalidate_weights()  # an engine may have other weights
 
-    @torch.no_grad()
     def complete(prompts: list[EncodedPrompt], config: GenerationConfig, branches: Branches | None) -> list[list[int]]:
         step = trainer.state.global_step
         with trainer.offloading():
@@ -228,24 +227,28 @@ def evaluate_trainer(
         trainer.prompts,
         complete,
         toolbox,
-        trainer._tool_loop if trainer.tools else None,
+        trainer.tool_loop if trainer.tools else None,
         trainer.args.on_media_error,
         trainer.sampler.is_collective,
         trainer.state,
     )
-    named = _named(reward_funcs) if reward_funcs else _named(list(trainer.reward_funcs), trainer.reward_func_names)
-    return Evaluation(policy, dataset, named, args, trainer.accelerator).run()
+    if reward_funcs:
+        rewards = named_rewards(reward_funcs)
+    else:
+        rewards = named_rewards(list(trainer.reward_funcs), trainer.reward_func_names)
+    return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 
-def _check_trainer(trainer: MultimodalTrainer) -> None:
-    if not isinstance(trainer, MultimodalTrainer):
+def check_samples(trainer_class: type) -> None:
+    """Raises if trainers of a class don't sample completions."""
+    if not issubclass(trainer_class, MultimodalTrainer):
         raise ValueError(
-            f"The trainer is a {type(trainer).__name__}, which doesn't sample completions; evaluate its model with "
+            f"The trainer is a {trainer_class.__name__}, which doesn't sample completions; evaluate its model with "
             "`evaluate`."
         )
 
 
-def _named(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
+def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
     """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:

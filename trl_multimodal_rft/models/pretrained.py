@@ -15,7 +15,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl.trainer.utils import create_model_from_path
 
 from ..data.reading.decoding import require_module
-from ..encoding.model_folders import check_model_folder, holds_model, naming_what_is_missing
+from ..encoding.model_folders import check_model_folder, holds_model, loading_errors
 from ..encoding.processors import load_processor
 from ..families import family_of
 
@@ -73,7 +73,7 @@ def trained_part(name: str, **kwargs) -> type[PreTrainedModel] | None:
 def load_model(name: str, **kwargs) -> PreTrainedModel:
     """Loads the part of a model that is trained, as TRL loads a policy."""
     check_model_folder(name, kwargs.get("subfolder", ""))
-    with naming_what_is_missing(name):
+    with loading_errors(name):
         kwargs.setdefault("architecture", trained_part(name, **kwargs))
         return create_model_from_path(name, **kwargs)
 

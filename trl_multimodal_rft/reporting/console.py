@@ -235,15 +235,15 @@ def described_media(messages: str | list[dict[str, Any]] | None) -> dict[str, li
         text = None
         with suppress(MediaError, ImportError):
             text = _described(ref)
-        described.setdefault(ref.kind, []).append(text)
+        described.setdefault(ref.modality, []).append(text)
     return described
 
 
 def _described(ref: MediaRef) -> str | None:
-    if ref.kind == "audio":
+    if ref.modality == "audio":
         samples, rate = read_audio(ref)
         return f"{len(samples) / rate:.2f} s" if rate else None
-    if ref.kind == "image":
+    if ref.modality == "image":
         return "{}x{}".format(*load_image(ref).size)
     frames, metadata = spread_frames(ref, 1)
     return f"{metadata['total_num_frames']} frames, {frames.shape[2]}x{frames.shape[1]}"

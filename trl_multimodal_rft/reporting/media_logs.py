@@ -26,7 +26,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.reading.decoding import load_image, read_audio, require_module
-from ..data.reading.files import EncodedMedium, encode_medium, spread_frames
+from ..data.reading.files import MediaFile, media_file, spread_frames
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.columns import FROM_TOOL, MEDIA_COLUMNS, as_text
 from .events import EventPart
@@ -50,9 +50,9 @@ _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
 # The media of a prompt and a completion, by column
-PromptMedia = dict[str, list[EncodedMedium]]
+PromptMedia = dict[str, list[MediaFile]]
 # Media with their names in a board
-Labelled = list[tuple[EncodedMedium, str]]
+Labelled = list[tuple[MediaFile, str]]
 
 
 class MediaLog:
@@ -125,8 +125,8 @@ class MediaLog:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
                 if name not in MEDIA_COLUMNS:
-                    name = f"tool_{ref.kind}s" if name.startswith(FROM_TOOL) else f"{ref.kind}s"
-                medium = encode_medium(ref, left)
+                    name = f"tool_{ref.modality}s" if name.startswith(FROM_TOOL) else f"{ref.modality}s"
+                medium = media_file(ref, left)
                 left -= len(medium.data)
                 media.setdefault(name, []).append(medium)
         except (MediaError, ImportError) as error:
@@ -183,7 +183,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial.replace(path)
 
 
-def _file(medium: EncodedMedium, label: str, folder: Path) -> str:
+def _file(medium: MediaFile, label: str, folder: Path) -> str:
     path = folder / f"{label.replace('/', '-')}.{medium.suffix}"
     path.write_bytes(medium.data)
     return str(path)
@@ -214,7 +214,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
     types = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}
 
     def cell(found: Labelled) -> list:
-        return [types[medium.kind](_file(medium, label, folder)) for medium, label in found]
+        return [types[medium.modality](_file(medium, label, folder)) for medium, label in found]
 
     table = _with_cells(frame, media, cell)
     for column, name in media_columns(frame, media).items():
@@ -237,9 +237,9 @@ def trackio_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -
         pictures = []
         for medium, label in found:
             path = _file(medium, label, folder)
-            if medium.kind == "image":
+            if medium.modality == "image":
                 pictures.append(trackio.Image(path))
-            elif medium.kind == "audio":
+            elif medium.modality == "audio":
                 played[label] = trackio.Audio(path)
             else:
                 played[label] = trackio.Video(path)
@@ -254,10 +254,10 @@ def write_tensorboard(writer: "SummaryWriter", frame: pd.DataFrame, media: list[
 
     def cell(found: Labelled) -> str:
         for medium, label in found:
-            if medium.kind == "audio":
+            if medium.modality == "audio":
                 samples, rate = read_audio(medium.ref())
                 writer.add_audio(label, samples[None], step, sample_rate=round(rate or 0))
-            elif medium.kind == "image":
+            elif medium.modality == "image":
                 writer.add_image(label, np.asarray(load_image(medium.ref())), step, dataformats="HWC")
             else:
                 writer.add_images(label, spread_frames(medium.ref(), _FRAMES_SHOWN)[0], step, dataformats="NHWC")

@@ -3,7 +3,6 @@
 
 import os
 import re
-from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
@@ -24,10 +23,7 @@ def base_metadata(name: str) -> dict[str, str]:
     folder or in the Hub's cache. In a folder that this package wrote, the card names the base.
     """
     on_hub = is_hub_name(name)
-    if on_hub:
-        path: Any = try_to_load_from_cache(name, "README.md")
-    else:
-        path = os.path.join(name, "README.md") if os.path.isdir(name) else None
+    path = try_to_load_from_cache(name, "README.md") if on_hub else os.path.join(name, "README.md")
     try:
         card = metadata_load(path) or {} if isinstance(path, str) and os.path.isfile(path) else {}
     except (ValueError, yaml.YAMLError):  # not written by this package

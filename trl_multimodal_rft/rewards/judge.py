@@ -314,7 +314,7 @@ def _media_blocks(
     blocks: list[dict[str, Any]] = []
     for ref in iter_refs(prompt):
         data = encode(ref)
-        if ref.kind == "audio":
+        if ref.modality == "audio":
             blocks.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
             continue
         for each in data if isinstance(data, list) else [data]:

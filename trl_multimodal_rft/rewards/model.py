@@ -146,10 +146,10 @@ class RewardModel:
 
     def _load(self, refs: list[MediaRef]) -> tuple[dict[int, Any], dict[str, Any]]:
         for ref in refs:
-            if ref.kind not in self._takes or not isinstance(self.processor, ProcessorMixin):
+            if ref.modality not in self._takes or not isinstance(self.processor, ProcessorMixin):
                 raise ref.error(
                     f"the reward model '{self.__name__}' with its {type(self.processor).__name__} takes no "
-                    f"{ref.kind}; use a model that does, with its processor, or drop the column"
+                    f"{ref.modality}; use a model that does, with its processor, or drop the column"
                 )
         return decode_media(refs, self.processor, self.audio_overlong)
 

@@ -76,7 +76,7 @@ class Server:
                 json=payload,
                 session=session,
                 seconds=self.patience,
-                seconds_each=self.timeout,
+                attempt_seconds=self.timeout,
                 attempts=None if self.retries is None else self.retries + 1,
                 backoff=self.backoff,
                 max_bytes=max_bytes,
@@ -192,7 +192,7 @@ class RemoteReward(Server):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encode = base64_encoder(self.sampling_rate)
         for kind in MODALITIES:
-            refs = [[ref for ref in iter_refs(prompt) if ref.kind == kind] for prompt in messages]
+            refs = [[ref for ref in iter_refs(prompt) if ref.modality == kind] for prompt in messages]
             if any(refs):
                 payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
         return payload
@@ -203,11 +203,11 @@ def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:
     encoded: dict[tuple[int, str, str], str | list[str]] = {}
 
     def encode(ref: MediaRef) -> str | list[str]:
-        key = (id(ref.source), ref.kind, str(ref.options))
+        key = (id(ref.source), ref.modality, str(ref.options))
         if key not in encoded:
-            if ref.kind == "image":
+            if ref.modality == "image":
                 encoded[key] = _base64(png(load_image(ref)))
-            elif ref.kind == "video":
+            elif ref.modality == "video":
                 encoded[key] = [_base64(png(frame)) for frame in load_video(ref)[0]]
             else:
                 encoded[key] = _base64(wav(load_audio(ref, sampling_rate), sampling_rate))

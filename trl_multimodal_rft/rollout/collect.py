@@ -38,7 +38,7 @@ def collect(
     Rows, one per completion, with their environments and encoded prompts. Unless `encodes_text`, the user's
     `rollout_func` tokenizes rows of text. `views` are those of their media, by the row's number.
     """
-    columns, numbers = [row.row for row in rows], [row.number for row in rows]
+    columns, numbers = [row.row for row in rows], [row.row_index for row in rows]
     messages, environments = [row.messages for row in rows], None
     if toolbox:
         environments, messages = toolbox.enter(messages, columns, numbers)
@@ -53,9 +53,9 @@ def collect(
             elif same_group and same_prompt(messages[i], messages[i - 1]):
                 prompts.append(prompts[-1])
             else:
-                view = None if views is None else views[row.number]
+                view = None if views is None else views[row.row_index]
                 tools = template_tools(toolbox, environments, i)
-                prompts.append(encoder.encode(messages[i], row.number, view, **tools))
+                prompts.append(encoder.encode(messages[i], row.row_index, view, **tools))
     share_media(prompts)
     return Rollout(
         prompts,

@@ -63,9 +63,9 @@ class PromptEncoder:
         if prompt is None:
             (prompt,) = self.messages([row])
         if next(iter_refs(prompt), None) is None:
-            self.checked(prompt, row.number)
+            self.checked(prompt, row.row_index)
             return None
-        return self.encode(prompt, row.number)
+        return self.encode(prompt, row.row_index)
 
     def encode_teachers(self, row: Row) -> EncodedPrompt | None:
         """What a teacher reads of a row; `None` if that isn't another prompt than the student's, or has no media."""

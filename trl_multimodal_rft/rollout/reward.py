@@ -163,7 +163,7 @@ def check_readers(names: Collection[str], prompts: Any, completions: Any) -> Non
     if names and ref is not None:
         raise ref.error(
             f"the reward model '{next(iter(names))}' would be given the text alone; pass its processor in "
-            f"`reward_processing_classes` if it takes {ref.kind}, or use a reward function"
+            f"`reward_processing_classes` if it takes {ref.modality}, or use a reward function"
         )
     for name in names if next(iter_refs(completions), None) is not None else ():
         logger.warning_once(

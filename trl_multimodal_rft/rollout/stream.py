@@ -43,7 +43,7 @@ _STREAM_LENGTH = 1000
 class EncodedRow:
     """A row of a dataset and its prompt, one object for all completions of a group."""
 
-    number: int  # of the row in its dataset
+    row_index: int
     row: dict[str, Any]  # all columns as the dataset has them; a feature decodes its medium when it is accessed
     stored: Row  # the same, with media as they are stored
     # The prompt as text, or as messages whose media are `MediaRef`s; `None` if an environment makes it
@@ -180,8 +180,8 @@ class RowStream:
         """
         assert self._extra is not None
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        numbers = self._extra.numbers(start + rank * n, n)
-        self._coming_extra = self._extra.numbers(start + (ranks + rank) * n, n)
+        numbers = self._extra.row_indices(start + rank * n, n)
+        self._coming_extra = self._extra.row_indices(start + (ranks + rank) * n, n)
         return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)
 
     # Batches of the run, counted from its first one
@@ -192,7 +192,7 @@ class RowStream:
 
     def places(self, start: int, n: int) -> range:
         """The places of at most `n` batches of the run."""
-        return self._batches.places(start, n, *self._steps)
+        return self._batches.batch_indices(start, n, *self._steps)
 
     def batch(self, place: int) -> tuple[RowBatch, int]:
         """A batch, also before the loader yields it, and the optimizer step at which it is used."""
@@ -200,11 +200,11 @@ class RowStream:
 
     def restore_batches(self, keys: dict[int, list[int]]) -> None:
         """Takes the rows of batches from a checkpoint, where others may take the place of some since."""
-        self._batches.known_keys = keys
+        self._batches.checkpoint_keys = keys
 
     def without_prompts(self, rows: Sequence[dict[str, Any]]) -> list[EncodedRow]:
         """Rows that come from no loader, not encoded yet."""
-        return self._complete([_Read(Row(getattr(row, "number", i), dict(row))) for i, row in enumerate(rows)])
+        return self._complete([_Read(Row(getattr(row, "row_index", i), dict(row))) for i, row in enumerate(rows)])
 
     def _select_columns(self, dataset: Dataset) -> Dataset:
         if self._columns is None:
@@ -225,8 +225,8 @@ class RowStream:
         read = self._read(batch, self._completions, self._rows, training=True)
         self._has_prompts = self._has_prompts or any(each.prompt is not None for each in read)
         if self._pool is not None and self._has_prompts:
-            if batch.place is not None:
-                self._coming = self._batches.coming(batch.place, self._n_ahead, *self._steps)
+            if batch.batch_index is not None:
+                self._coming = self._batches.coming(batch.batch_index, self._n_ahead, *self._steps)
             self._pool.want([*self._coming_extra, *self._coming])
         return read
 
@@ -243,7 +243,7 @@ class RowStream:
             failed = {}
             for i in (i for i in range(len(batch)) if begins[i]):
                 key = self._replacement(batch.keys[i]) if training else batch.keys[i]
-                if i in read and read[i].row.number == _number(key):
+                if i in read and read[i].row.row_index == _number(key):
                     continue
                 try:
                     read[i] = self._take(key, rows, training)
@@ -289,7 +289,7 @@ class RowStream:
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
         columns = restore_rows([each.row for each in read], self._args.rules)
         return [
-            EncodedRow(each.row.number, restored, each.row, placed, each.prompt, each.teachers)
+            EncodedRow(each.row.row_index, restored, each.row, placed, each.prompt, each.teachers)
             for each, restored, placed in zip(read, columns, self._placed(read), strict=True)
         ]
 
@@ -314,7 +314,7 @@ class RowStream:
         if self._rows is not None:
             return other_row(key, self.skipped, len(self._rows), self._args.seed)
         if self._last_row is None:
-            raise MediaError(f"{self.skipped[key.number]} (and no row before it can take its place)")
+            raise MediaError(f"{self.skipped[key.row_index]} (and no row before it can take its place)")
         return self._last_row
 
     def _skip(self, failed: dict[int, str], skipped: dict[int, str], n_rows: int, split: str) -> dict[int, str]:
@@ -347,7 +347,7 @@ class RowStream:
                     try:
                         self._encoded(row)
                     except MediaError as error:
-                        failed[row.number] = str(error)
+                        failed[row.row_index] = str(error)
             self._skip(failed, unreadable, n_rows, "eval")
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
@@ -383,7 +383,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _number(key: Any) -> int:
-    return getattr(key, "number", key)
+    return getattr(key, "row_index", key)
 
 
 def named_dataset(datasets: Any, dataset: Any) -> Any:

@@ -38,7 +38,7 @@ class Zoom:
 
     def reset(self, prompt_messages: list[dict[str, Any]] | None, **row: Any) -> None:
         """Starts with the images of a prompt."""
-        self._images = [ref for ref in iter_refs(prompt_messages) if ref.kind == "image"]
+        self._images = [ref for ref in iter_refs(prompt_messages) if ref.modality == "image"]
 
     def zoom(self, bbox_2d: list[float], label: str = "", image: int = 1) -> list:
         """

@@ -148,13 +148,13 @@ def _of_row(view: View, rollout: Rollout, row: int) -> View:
     own = _replaced(view, rollout.messages[row])
     for step in range(1, len(rollout)):
         others = _replaced(view, rollout.messages[(row + step) % len(rollout)])
-        if {ref.kind for ref in others} >= {ref.kind for ref in own} and not same_prompt(others, own):
+        if {ref.modality for ref in others} >= {ref.modality for ref in own} and not same_prompt(others, own):
             return view.with_others(others)
     return view
 
 
 def _replaced(view: View, messages: Any) -> list[MediaRef]:
-    return [ref for ref in iter_refs(messages) if view.applies_to(ref.kind)]
+    return [ref for ref in iter_refs(messages) if view.applies_to(ref.modality)]
 
 
 def sigmoid(progress: float, midpoint: float = 2 / 3, steepness: float = 30.0) -> float:

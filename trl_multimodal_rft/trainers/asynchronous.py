@@ -38,7 +38,7 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
     def encode(row: Row, prompt: Any = None) -> EncodedPrompt | None:
         encoded = prompts.encode_row(row, prompt)
         if encoded is not None:
-            encoded.decoded = server_features(engine().take(encoded, None, row.number))
+            encoded.decoded = server_features(engine().take(encoded, None, row.row_index))
         return encoded
 
     return encode

@@ -344,7 +344,7 @@ class MultimodalTrainer(CheckpointMixin):
         check_first_rows(self._run, [row.stored for row in rows], self._unseen)
         rollout = self._run.collect(rows)
         self.environments = rollout.environments
-        rollout.place = getattr(inputs, "place", None) if self.model.training else None
+        rollout.place = getattr(inputs, "batch_index", None) if self.model.training else None
         rollout.step = self.state.global_step
         prompts, messages, numbers = rollout.prompts, rollout.messages, rollout.numbers
         self.card_notes.add(rollout.rows[0], messages, (prompt.modalities for prompt in prompts))
@@ -369,7 +369,7 @@ class MultimodalTrainer(CheckpointMixin):
             (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.place), None
         if self.tools:
             samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
-            ids, logps, tool_mask = self._tool_turns(*samples, self._tool_loop)
+            ids, logps, tool_mask = self._tool_turns(*samples, self.tool_loop)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
@@ -396,7 +396,7 @@ class MultimodalTrainer(CheckpointMixin):
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
 
-    def _tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
+    def tool_loop(self, tools: Sequence[dict[str, Callable]], **options) -> ToolLoop:
         """Calls tools as in training, unless the options say otherwise."""
         most = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
         options = {**most, "ends": self.eos_token_ids, "loop": getattr(self, "async_loop", None), **options}

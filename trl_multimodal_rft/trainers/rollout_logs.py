@@ -102,7 +102,7 @@ class RolloutLog:
         if sampler is not None and run.is_training:
             numbers = torch.tensor(rollout.numbers, device=run.accelerator.device)
             sampler.measure(run.accelerator.gather(numbers), per_func[:, reward_index(name, run.rewarding.names)])
-            known, mean = sampler.known()
+            known, mean = sampler.coverage()
             run.metrics.add({"difficulty/known_frac": known, "difficulty/pass_rate": mean})
 
     def _add_by_rewards(self, n: int) -> None:

@@ -34,7 +34,7 @@ from ..data.rows.columns import MEDIA_COLUMNS, TEACHER_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
 from ..data.rows.row import Row
-from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, columns_known
+from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, lists_columns
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
@@ -160,7 +160,7 @@ def check_takes_media(model, processing_class, args, *datasets) -> None:
         rows = undecoded(dataset).__getitems__(list(range(min(_ROWS_TO_LOOK_AT, len(dataset)))))
         for ref in iter_refs([row["prompt"] for row in rows_to_messages(rows, args.ignored_media_columns or ())]):
             raise ref.error(
-                f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.kind}; pass "
+                f"{type(processing_class).__name__} is a tokenizer and can't encode {ref.modality}; pass "
                 "`processing_class=AutoProcessor.from_pretrained(...)` with the model's processor"
             )
 
@@ -215,10 +215,10 @@ def modalities(model: Any, args) -> Collection[str]:
 
 def has_unread_rows(dataset) -> bool:
     """
-    Whether one of the datasets streams or has unknown columns, see [`columns_known`].
+    Whether one of the datasets streams or has unknown columns, see [`lists_columns`].
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(isinstance(each, IterableDataset) or not columns_known(each) for each in datasets if each is not None)
+    return any(isinstance(each, IterableDataset) or not lists_columns(each) for each in datasets if each is not None)
 
 
 def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:

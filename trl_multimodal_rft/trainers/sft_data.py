@@ -18,7 +18,7 @@ from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml
 from ..data.reading.refs import MediaError
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.row import Row
-from ..data.rows.unread import columns_known, other_layout, prepared
+from ..data.rows.unread import lists_columns, other_layout, prepared
 from ..encoding.control_tokens import checked_texts
 from ..encoding.prompts import placeholder_tokens
 from ..encoding.supervised import (
@@ -26,8 +26,8 @@ from ..encoding.supervised import (
     check_answers,
     encode_sequence,
     encode_text,
-    given_labels,
-    given_sequence,
+    row_labels,
+    tokenized_sequence,
 )
 from ..rollout.stream import EncodedRow
 from .setup import refuse_media_without_processor
@@ -73,11 +73,11 @@ class SupervisedCollator:
         """A row as a sequence of at most `max_length` tokens."""
         args = self.args
         if row.get("input_ids"):
-            sequence = given_sequence(row, self.processing_class, self.model, args.completion_only_loss)
+            sequence = tokenized_sequence(row, self.processing_class, self.model, args.completion_only_loss)
         elif self.formatting_func is not None:
-            sequence = encode_text(self.formatting_func(row), row.number, self.processing_class, self.model)
+            sequence = encode_text(self.formatting_func(row), row.row_index, self.processing_class, self.model)
         elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
-            sequence = encode_text(row[args.dataset_text_field], row.number, self.processing_class, self.model)
+            sequence = encode_text(row[args.dataset_text_field], row.row_index, self.processing_class, self.model)
         else:
             sequence = encode_sequence(
                 row,
@@ -95,14 +95,14 @@ class SupervisedCollator:
         ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size
         if not 0 <= ids.min() <= ids.max() < n_tokens:
             raise ValueError(
-                f"row {row.number} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to "
+                f"row {row.row_index} has token ids from {ids.min()} to {ids.max()}, and the model has 0 to "
                 f"{n_tokens - 1}; tokenize with the model's tokenizer, or call `model.resize_token_embeddings`"
             )
         if args.max_length is None or len(sequence) <= args.max_length:
             return sequence
         if sequence.modalities:
             raise MediaError(
-                f"row {row.number} has {len(sequence)} tokens with its media, more than `max_length` "
+                f"row {row.row_index} has {len(sequence)} tokens with its media, more than `max_length` "
                 f"({args.max_length}), and media aren't cut; raise it, make the media smaller, or leave such rows out "
                 "with `on_media_error='skip'`"
             )
@@ -115,7 +115,7 @@ class SupervisedCollator:
         given = {name: value for name, value in given.items() if value is not None}
         if refused := sorted(_ARGUMENTS & given.keys()):
             raise ValueError(
-                f"row {row.number}, column 'chat_template_kwargs': {refused} are no variables of a row; set "
+                f"row {row.row_index}, column 'chat_template_kwargs': {refused} are no variables of a row; set "
                 "`processing_class.chat_template` for all rows, and give 'messages' and 'tools' as columns"
             )
         # Processors would take other names as arguments of their own, such as `images`
@@ -123,7 +123,9 @@ class SupervisedCollator:
         mode = self.args.special_tokens_in_text or "warn"
 
         def checked(value: Any, column: str) -> Any:
-            return value and checked_texts(value, self.processing_class, mode, f"row {row.number}, column '{column}'")
+            return value and checked_texts(
+                value, self.processing_class, mode, f"row {row.row_index}, column '{column}'"
+            )
 
         return {"tools": checked(tools, "tools") or None, **checked(known, "chat_template_kwargs")}
 
@@ -175,7 +177,7 @@ def prepare_rows(dataset: Any, name: str, collator: SupervisedCollator) -> Any:
             return dataset
         if "conversations" in columns:
             return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
-        if isinstance(dataset, Dataset) and not columns_known(dataset):
+        if isinstance(dataset, Dataset) and not lists_columns(dataset):
             return dataset  # a transform gives others
         if args.dataset_text_field not in columns:
             layout = other_layout(dataset.features or dict.fromkeys(columns))
@@ -205,9 +207,9 @@ def _with_labels(dataset: Any, name: str, columns: set[str], args: Any) -> Any:
             f"The {name} dataset has `completion_mask` and no `labels`; set `completion_only_loss` to say whether "
             "only completions are learned."
         )
-    known = not isinstance(dataset, Dataset) or columns_known(dataset)
+    known = not isinstance(dataset, Dataset) or lists_columns(dataset)
     if not known or args.max_length is None or not columns & {"labels", "completion_mask", "assistant_masks"}:
         return dataset
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     only = args.completion_only_loss
-    return dataset.filter(lambda row: any(label != -100 for label in given_labels(row, only)[kept]))
+    return dataset.filter(lambda row: any(label != -100 for label in row_labels(row, only)[kept]))

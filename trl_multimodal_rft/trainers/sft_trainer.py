@@ -303,7 +303,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             self._unseen.remove(name)
             first = {name: [dict(row) for row in stored]}
             warn_of_unread(self.args, first, modalities(model, self.args), extent="first", supervised=True)
-        numbers = [each.number for each in rows]
+        numbers = [each.row_index for each in rows]
         self._warned_of_positions = self._warned_of_positions or warn_of_positions(sequences, numbers, model)
         prompts = [row.get("prompt") or (row.get("messages") or [])[:-1] for row in stored]
         self.card_notes.add(set().union(*stored), filter(None, prompts), (each.modalities for each in sequences))

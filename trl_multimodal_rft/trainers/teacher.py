@@ -148,7 +148,7 @@ def teacher_prompts(run: Run, rollout: Rollout, rows: Sequence[EncodedRow]) -> l
             if not its or row.teachers is not None:
                 encoded[id(prompt)] = row.teachers if its else prompt
             elif id(prompt) not in encoded:
-                encoded[id(prompt)] = run.prompts.encode(own, row.number)
+                encoded[id(prompt)] = run.prompts.encode(own, row.row_index)
         prompts = [encoded[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, messages=messages)
     prompts = prompts_under(run, rollout, run.args.teacher_view)

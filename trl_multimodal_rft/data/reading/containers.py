@@ -47,9 +47,9 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
     start = stream.read(_PROBED)
     stream.seek(0)
     if not _MEDIA_STARTS.match(start) or _LISTS.search(start.partition(b"\0")[0]):
-        fix = "WAV or FLAC" if ref.kind == "audio" else "MP4"
+        fix = "WAV or FLAC" if ref.modality == "audio" else "MP4"
         raise ref.error(
-            f"this is no file of {ref.kind} that can be read, it starts with {start[:16]!r}; convert it to {fix}"
+            f"this is no file of {ref.modality} that can be read, it starts with {start[:16]!r}; convert it to {fix}"
         )
 
 
@@ -75,7 +75,7 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_png(ref: MediaRef, stream: BinaryIO) -> None:
     """Refuses a PNG whose pixel stream ends early, of which decoders leave the rest black."""
-    place = stream.tell()
+    offset = stream.tell()
     stream.seek(8)
     expected, count, pixels = 0, 0, zlib.decompressobj()
     for _ in range(_MOST_PARTS):
@@ -95,7 +95,7 @@ def check_png(ref: MediaRef, stream: BinaryIO) -> None:
         if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
             break
         stream.seek(behind)
-    stream.seek(place)
+    stream.seek(offset)
     if pixels.eof and count < expected:
         raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
 
@@ -125,8 +125,8 @@ def best_stream(streams: "tuple[S, ...]") -> "S | None":
 
 def is_indexed(stream: BinaryIO) -> bool:
     """
-    Whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM have, so
-    that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
+    Returns whether a video has an index with the position and the time of each frame, as MP4, MOV, Matroska and WebM
+    have, so that decoders can seek. In AVI, MPEG-TS and others, the number and the time of a frame may be wrong.
     """
     _skip_tags(stream)
     start = stream.read(8)
@@ -136,33 +136,33 @@ def is_indexed(stream: BinaryIO) -> bool:
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:
     """
-    Whether no frame from an H.264 keyframe on depends on earlier frames. Other keyframes may start a gradual refresh.
+    Returns whether no frame from an H.264 keyframe on depends on earlier frames. Others may start a gradual refresh.
     """
     if not extradata or extradata[0] != 1:  # a format in which decoders don't seek
         return False
-    place, wide = 0, 1 + (extradata[4] & 3)
-    while place + wide < len(packet):
-        if packet[place + wide] & 31 == 5:
+    offset, wide = 0, 1 + (extradata[4] & 3)
+    while offset + wide < len(packet):
+        if packet[offset + wide] & 31 == 5:
             return True
-        place += wide + int.from_bytes(packet[place : place + wide], "big")
+        offset += wide + int.from_bytes(packet[offset : offset + wide], "big")
     return False
 
 
 def _skip_tags(stream: BinaryIO) -> None:
     """Skips ID3 tags, which may precede any format."""
-    place = 0
+    offset = 0
     for _ in range(_MOST_PARTS):
-        stream.seek(place)
+        stream.seek(offset)
         tag = stream.read(10)
         if tag[:3] != b"ID3" or len(tag) < 10:
             break
         size = sum((byte & 127) << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=True))
-        place += 10 + size + (10 if tag[5] & 16 else 0)
-    stream.seek(place)
+        offset += 10 + size + (10 if tag[5] & 16 else 0)
+    stream.seek(offset)
 
 
 def is_chained(stream: BinaryIO) -> bool:
-    """Whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
+    """Returns whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
     _skip_tags(stream)
     begins, chained = True, False
     if stream.read(4) == b"OggS":
@@ -212,27 +212,27 @@ def _riff(stream: BinaryIO, size: int) -> str | None:
 
 def _avi(stream: BinaryIO, size: int) -> str | None:
     """Several lists of chunks, one per GB."""
-    place = stream.tell() - 12
+    offset = stream.tell() - 12
     for _ in range(_MOST_PARTS):
-        stream.seek(place)
+        stream.seek(offset)
         head = stream.read(8)
         length = int.from_bytes(head[4:], "little")
         if head[:4] != b"RIFF" or length >= _LARGEST:
             return None
-        if missing := _short(place + 8, length, size):
+        if missing := _short(offset + 8, length, size):
             return missing
-        place += 8 + length + length % 2
+        offset += 8 + length + length % 2
     return None
 
 
 def _boxes(stream: BinaryIO, size: int) -> str | None:
     """MP4 and related formats: each box is complete, and so are the fragments of an index."""
     fragments, ends = False, False
-    for kind, begin, end in _box_places(stream, stream.tell(), size):
+    for kind, begin, end in _box_offsets(stream, stream.tell(), size):
         if end > size:
             return _short(begin, end - begin, size)
         if kind == b"moov":
-            fragments = any(inner == b"mvex" for inner, *_ in _box_places(stream, begin + 8, end))
+            fragments = any(inner == b"mvex" for inner, *_ in _box_offsets(stream, begin + 8, end))
         if kind == b"sidx" and not ends:
             stream.seek(begin + 8)
             sizes = _index(stream.read(min(end - begin - 8, 2**20)))
@@ -246,16 +246,16 @@ def _boxes(stream: BinaryIO, size: int) -> str | None:
     return None
 
 
-def _box_places(stream: BinaryIO, place: int, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, start and end of each box from a place on; the last one may exceed the file."""
+def _box_offsets(stream: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Type, start and end of each box from an offset on; the last one may exceed the file."""
     for _ in range(_MOST_PARTS):
-        stream.seek(place)
+        stream.seek(offset)
         head = stream.read(16)
         length = int.from_bytes(head[:4] if head[:4] != b"\0\0\0\1" else head[8:], "big")
-        if place >= size or length < 8:  # the end, or a box up to the end
+        if offset >= size or length < 8:  # the end, or a box up to the end
             return
-        yield head[4:8], place, place + length
-        place += length
+        yield head[4:8], offset, offset + length
+        offset += length
 
 
 def _index(box: bytes) -> list[int]:
@@ -317,19 +317,19 @@ def _ogg_checksum(page: bytes) -> bytes:
 
 def _ogg_pages(stream: BinaryIO) -> Iterator[tuple[int, bytes, int, int]]:
     """Flags, stream number, start and end of each page. Other data is skipped, as by decoders."""
-    place = stream.tell()
+    offset = stream.tell()
     for _ in range(_MOST_PARTS):
-        stream.seek(place)
+        stream.seek(offset)
         head = stream.read(27)
         if head[:4] == b"OggS":
             lengths = stream.read(head[26]) if len(head) == 27 else b""
             whole = len(head) == 27 and len(lengths) == head[26]
-            begin, place = place, place + 27 + len(lengths) + sum(lengths) if whole else _LARGEST
-            yield (head[5] if len(head) > 5 else 0), head[14:18], begin, place
+            begin, offset = offset, offset + 27 + len(lengths) + sum(lengths) if whole else _LARGEST
+            yield (head[5] if len(head) > 5 else 0), head[14:18], begin, offset
         elif head:
             head += stream.read(2**12)
             found = head.find(b"OggS", 1)
-            place += max(len(head) - 3, 1) if found < 0 else found
+            offset += max(len(head) - 3, 1) if found < 0 else found
         else:
             return
 

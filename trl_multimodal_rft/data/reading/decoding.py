@@ -247,9 +247,9 @@ def load_with_qwen_vl_utils(
     MP4, MOV, Matroska and WebM give exactly the frames of `qwen_vl_utils.fetch_video`. That function reads no bytes,
     needs torchcodec, misses frames in other formats, and resizes lists of frames twice.
     """
-    vision = require_module("qwen_vl_utils.vision_process", ref.kind)
+    vision = require_module("qwen_vl_utils.vision_process", ref.modality)
     with decoding(ref):
-        if ref.kind == "image":
+        if ref.modality == "image":
             return vision.fetch_image({**ref.options, "image": load_image(ref)}, image_patch_size)
         sample_indices = sample_indices_fn or partial(qwen_frame_indices, ref.options)
         frame_size = frame_size_fn or partial(qwen_frame_size, ref.options, image_patch_size)
@@ -292,7 +292,7 @@ def qwen_frame_size(
 
 def check_file(ref: MediaRef, stream: BinaryIO) -> None:
     """Refuses files that are unsafe for other decoders: documents, playlists and images with too many pixels."""
-    if ref.kind == "image":
+    if ref.modality == "image":
         check_pixels(ref, open_image(ref, stream).size)
     else:
         check_container(ref, stream)
@@ -313,7 +313,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
         name = f" '{ref.shown(os.fspath(source))[:200]}'" if isinstance(source, (str, os.PathLike)) else ""
         reason = ref.shown(str(error))[:500]
         raise ref.error(
-            f"cannot read this {ref.kind}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
+            f"cannot read this {ref.modality}{name} ({type(error).__name__}: {reason}); repair it or remove the row"
         ) from error
 
 
@@ -331,7 +331,7 @@ def install(extra: str) -> str:
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    """What a loader reads: the file that stored values hold or name, or a decoded value."""
+    """The file that stored values hold or name, or a decoded value."""
     source = ref.stored
     if not isinstance(source, dict):
         return source
@@ -469,7 +469,11 @@ def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float]
         if known:
             _check_count(ref, count, sound.frames)
             if sound.format == "FLAC":  # of which no more is read than its header says
-                _check_count(ref, count, _samples_of_packets(stream))
+                stream.seek(0)
+                with require_module("av", "audio").open(stream) as container:
+                    (track,) = container.streams.audio
+                    ticks = sum(packet.duration or 0 for packet in container.demux(track))
+                    _check_count(ref, count, round(ticks * track.time_base * track.sample_rate))
 
 
 def _check_count(ref: MediaRef, count: int, expected: int) -> None:
@@ -477,15 +481,6 @@ def _check_count(ref: MediaRef, count: int, expected: int) -> None:
         raise ref.error(
             f"the file is damaged or cut off: {count} of {expected} samples; fetch it again or remove the row"
         )
-
-
-def _samples_of_packets(stream: BinaryIO) -> int:
-    """The number of samples in all packets, without decoding them."""
-    stream.seek(0)
-    with require_module("av", "audio").open(stream) as container:
-        (sound,) = container.streams.audio
-        ticks = sum(packet.duration or 0 for packet in container.demux(sound))
-        return round(ticks * sound.time_base * sound.sample_rate)
 
 
 def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
@@ -512,9 +507,9 @@ def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
         raise ref.error(f"{seconds:.0f} s exceed the limit of {limit:g} s; cut it, or raise `{option}`")
 
 
-def _of_array(ref: MediaRef, given: np.ndarray | torch.Tensor | list) -> np.ndarray:
+def _of_array(ref: MediaRef, array: np.ndarray | torch.Tensor | list) -> np.ndarray:
     """Samples of shape (N, channels), float32."""
-    samples = _as_numpy(given)
+    samples = _as_numpy(array)
     kind = samples.dtype.kind
     if samples.ndim not in (1, 2) or not (kind == "f" or kind in "iu" and samples.itemsize <= 4):
         raise ref.error(
@@ -606,7 +601,7 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
 
     def read(indices: list[int]) -> Iterator[np.ndarray]:
         for i in indices:
-            image = replace(ref, kind="image", source=source[i], options={}, column=f"{ref.column}[{i}]")
+            image = replace(ref, modality="image", source=source[i], options={}, column=f"{ref.column}[{i}]")
             yield np.array(load_image(image))[None]
 
     return metadata, read
@@ -630,7 +625,7 @@ def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMet
 
 
 def _is_mirrored(frame: "VideoFrame") -> bool:
-    """Whether the display matrix mirrors a frame, which a rotation doesn't."""
+    """Returns whether the display matrix mirrors a frame, which a rotation doesn't."""
     matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 

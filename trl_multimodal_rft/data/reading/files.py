@@ -38,17 +38,17 @@ _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
 
 
 @dataclass(frozen=True)
-class EncodedMedium:
-    kind: str  # `"image"`, `"audio"` or `"video"`
+class MediaFile:
+    modality: str  # `"image"`, `"audio"` or `"video"`
     data: bytes  # an encoded file that browsers show
     suffix: str  # its extension, such as `"wav"`
     rules: MediaRules = DEFAULT_RULES  # limits for decoding it
 
     def ref(self) -> MediaRef:
-        return MediaRef(self.kind, self.data, {}, self.kind, 0, self.rules)
+        return MediaRef(self.modality, self.data, {}, self.modality, 0, self.rules)
 
 
-def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
+def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     """
     Encodes a medium for logs.
 
@@ -60,17 +60,17 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
             with open_file(ref, file) as stream:
                 head = stream.read(_HEAD)
-            starts = _VIEWABLE[ref.kind].items()
+            starts = _VIEWABLE[ref.modality].items()
             suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
         if suffix is None or file is None:
-            suffix, encode = _ENCODERS[ref.kind]
+            suffix, encode = _ENCODERS[ref.modality]
             file = encode(ref)
 
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
             raise ref.error(f"{size / 1e6:.1f} MB are too much to log; raise `max_logged_megabytes`")
         with open_file(ref, file) as stream:
-            return EncodedMedium(ref.kind, stream.read(), suffix, ref.rules)
+            return MediaFile(ref.modality, stream.read(), suffix, ref.rules)
 
 
 def _source_file(ref: MediaRef) -> str | bytes | None:

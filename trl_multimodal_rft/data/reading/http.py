@@ -60,7 +60,7 @@ def ask(
     attempts: int | None,
     max_bytes: int,
     backoff: float = 0.5,
-    seconds_each: float | None = None,
+    attempt_seconds: float | None = None,
     json: dict[str, Any] | None = None,
     session: requests.Session | None = None,
     may_visit: Callable[[str], None] | None = None,
@@ -72,7 +72,7 @@ def ask(
     attempt, opened = 0, list[HTTPConnection]()
     while True:
         attempt += 1
-        until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
+        until = deadline if attempt_seconds is None else min(deadline, time.monotonic() + attempt_seconds)
         wait = backoff * 2.0 ** min(attempt - 1, 60)  # more attempts would overflow
         try:
             with nullcontext(session) if session else requests.Session() as open_session:

@@ -36,9 +36,9 @@ def shown_url(url: str) -> str:
         return f"{re.split('[;,]', url, maxsplit=1)[0]};***"
     if "://" not in url and not url.startswith("//"):
         return _LOGIN.sub("***@", url)
-    place, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
+    address, mark, rest = (*re.split(r"([?#]|%3f|%23)", url, maxsplit=1, flags=re.IGNORECASE), "", "")[:3]
     links = []
-    for link in re.split(r"::(?=[\w.+-]+://)", place):
+    for link in re.split(r"::(?=[\w.+-]+://)", address):
         scheme, separator, link = link.partition("//" if link.startswith("//") else "://")
         parts = re.split("@|%40", link)
         authority = re.split(r"[/\\]", link)[0]
@@ -71,7 +71,7 @@ class Encoded:
     feature: "Audio | Image | Video"
 
     @property
-    def kind(self) -> str:
+    def modality(self) -> str:
         """`"image"`, `"audio"` or `"video"`."""
         return type(self.feature).__name__.lower()
 
@@ -88,7 +88,7 @@ class MediaRef:
     text `"<audio>"`, so that the medium isn't moved. Two references are equal only if they are the same object.
 
     Args:
-        kind (`str`):
+        modality (`str`):
             `"image"`, `"audio"` or `"video"`.
         source (`Any`):
             Raw value from the row, see [`load_image`], [`load_audio`] and [`load_video`].
@@ -102,7 +102,7 @@ class MediaRef:
             Allowed sources and sizes.
     """
 
-    kind: str
+    modality: str
     source: Any
     options: dict[str, Any]
     column: str
@@ -151,7 +151,7 @@ class MediaRef:
         return f" ({self.shown(str(value['path']))})"
 
     def __repr__(self) -> str:
-        return f"<{self.kind}>"
+        return f"<{self.modality}>"
 
     def __copy__(self) -> "MediaRef":
         return self

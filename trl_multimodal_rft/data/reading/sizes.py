@@ -26,9 +26,9 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     # Only headers are read, and sounds up to their limit
     ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
-        if ref.kind == "audio":
+        if ref.modality == "audio":
             return {"seconds": _seconds(ref)}
-        if ref.kind == "image":
+        if ref.modality == "image":
             return {"pixels": _pixels(ref)}
         if holds_frames(ref):
             return {}

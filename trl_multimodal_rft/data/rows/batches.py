@@ -26,10 +26,10 @@ class RowBatch(Sequence):
         self,
         keys: list[Any] | Callable[[], list[Any]],
         read: Callable[["RowBatch"], list[Any]],
-        place: int | None = None,
+        batch_index: int | None = None,
     ):
         self._keys = keys
-        self.place = place  # among the batches of the run
+        self.batch_index = batch_index  # among the batches of the run
         self._read = read
         self._rows: list[Any] | None = None
 
@@ -54,7 +54,7 @@ class RowBatch(Sequence):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a batch is. In training, a generation batch."""
+    """Sizes of a batch. In training, it is a generation batch."""
 
     size: int  # completions on a rank
     completions: int = 1  # of a row
@@ -105,7 +105,7 @@ class EpochBatches:
         if self.n_batches == 0:
             raise shape.too_few_rows(n_rows)
         self._shape, self._read, self._sampler, self._left_out = shape, read, sampler, left_out
-        self.known_keys: dict[int, list[int]] = {}  # of batches, by their places, of a checkpoint
+        self.checkpoint_keys: dict[int, list[int]] = {}  # of batches, by their indices
         self._in_use: WeakValueDictionary[int, RowBatch] = WeakValueDictionary()
         # Of two epochs, as rows of the next one are prefetched
         self._order = lru_cache(2)(lambda epoch: order(n_rows, epoch) if order else torch.arange(n_rows))
@@ -115,43 +115,43 @@ class EpochBatches:
 
     def __iter__(self) -> Iterator[RowBatch]:
         epoch, self.epoch = self.epoch, self.epoch + 1  # unless `set_epoch` is called
-        for place in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
-            batch = self.batch(place)
+        for batch_index in range(epoch * self.n_batches, (epoch + 1) * self.n_batches):
+            batch = self.batch(batch_index)
             for _ in range(self._shape.repeats):
                 yield batch
 
-    def batch(self, place: int) -> RowBatch:
+    def batch(self, batch_index: int) -> RowBatch:
         """A batch, counted from the first one of the run: the same object for as long as it is in use."""
-        return self._in_use.setdefault(place, RowBatch(partial(self.keys, place), self._read, place))
+        return self._in_use.setdefault(batch_index, RowBatch(partial(self.keys, batch_index), self._read, batch_index))
 
-    def keys(self, place: int) -> list[int]:
+    def keys(self, batch_index: int) -> list[int]:
         """The rows of a batch, counted from the first one of the run."""
-        if place in self.known_keys:
-            return self.known_keys[place]
+        if batch_index in self.checkpoint_keys:
+            return self.checkpoint_keys[batch_index]
         if self._sampler is not None:
-            rows = self._sampler.rows(place, self._left_out())
+            rows = self._sampler.rows(batch_index, self._left_out())
             return self._shape.keys(rows, rows)
-        epoch, index = divmod(place, self.n_batches)
+        epoch, index = divmod(batch_index, self.n_batches)
         order, n = self._order(epoch), self._shape.n_rows
         return self._shape.keys(order[index * n : (index + 1) * n].tolist(), order[:n].tolist())
 
-    def places(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
-        """The places of at most `n` batches of a run."""
+    def batch_indices(self, start: int, n: int, max_steps: int, accumulation: int) -> range:
+        """The indices of at most `n` batches of a run."""
         epochs, steps = divmod(max_steps, math.ceil(len(self) / accumulation))
         end = epochs * self.n_batches + math.ceil(steps * accumulation / self._shape.repeats)
         return range(start, min(start + n, end))
 
-    def step(self, place: int, accumulation: int) -> int:
+    def step(self, batch_index: int, accumulation: int) -> int:
         """Optimizer steps before a batch is used."""
-        epochs, index = divmod(place, self.n_batches)
+        epochs, index = divmod(batch_index, self.n_batches)
         return epochs * math.ceil(len(self) / accumulation) + index * self._shape.repeats // accumulation
 
-    def coming(self, place: int, n: int, max_steps: int, accumulation: int) -> list[int]:
+    def coming(self, batch_index: int, n: int, max_steps: int, accumulation: int) -> list[int]:
         """The rows of the next `n` batches of a run."""
-        places = self.places(place + 1, n, max_steps, accumulation)
+        batch_indices = self.batch_indices(batch_index + 1, n, max_steps, accumulation)
         if self._sampler is not None:
-            return [key for rows in self._sampler.coming(places) for key in self._shape.keys(rows, rows)]
-        return [key for after in places for key in self.keys(after)]
+            return [key for rows in self._sampler.coming(batch_indices) for key in self._shape.keys(rows, rows)]
+        return [key for after in batch_indices for key in self.keys(after)]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -177,10 +177,10 @@ class StreamBatches:
         shards: bool = True,
     ):
         self.left_out: Collection[int] = ()
-        self._numbers = 0, 1
+        self._row_indices = 0, 1
         if shards and dataset.n_shards >= shape.n_ranks > 1 and shape.size % shape.completions == 0:
             dataset = dataset.shard(num_shards=shape.n_ranks, index=shape.rank)
-            self._numbers = shape.rank, shape.n_ranks
+            self._row_indices = shape.rank, shape.n_ranks
             shape = replace(shape, n_ranks=1, rank=0)
         self._dataset, self._shape, self._read, self._columns = dataset, shape, read, columns
 
@@ -188,9 +188,9 @@ class StreamBatches:
         raise TypeError("A stream has no length.")
 
     def rows(self) -> Iterator[Row]:
-        for number, row in zip(count(*self._numbers), self._dataset, strict=False):
-            if number not in self.left_out:
-                yield Row(number, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
+        for row_index, row in zip(count(*self._row_indices), self._dataset, strict=False):
+            if row_index not in self.left_out:
+                yield Row(row_index, {k: v for k, v in row.items() if self._columns is None or k in self._columns})
 
     def __iter__(self) -> Iterator[RowBatch]:
         shape, rows, first = self._shape, self.rows(), []

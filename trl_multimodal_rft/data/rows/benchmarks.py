@@ -82,7 +82,7 @@ def load_mmau(
     def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str | None]:
         given, answer = required(row, index, "choices"), row.get("answer") or None
         choices = without_letters(given)
-        right = None if answer is None else choices[_place(answer, given, index)]
+        right = None if answer is None else choices[_choice_index(answer, given, index)]
         return required(row, index, "question", "instruction"), choices, right
 
     return _assemble(rows, audio, ask, template, ("id", "task", "category", "sub-category", "difficulty", "dataset"))
@@ -181,7 +181,7 @@ def load_audiomcq(
 
     def ask(row: dict[str, Any], index: int) -> tuple[str, list[str], str]:
         choices, answer = required(row, index, "choices"), required(row, index, "answer")
-        return required(row, index, "question"), choices, choices[_place(answer, choices, index)]
+        return required(row, index, "question"), choices, choices[_choice_index(answer, choices, index)]
 
     names = ("id", "source_dataset", "question_type", "audio-contribution")
     dataset = _assemble(rows, audio, ask, template, names)
@@ -228,7 +228,7 @@ def _read(
     return [rows[index] for index in found], Dataset.from_dict({"audio": list(found.values())})
 
 
-def _place(answer: str, choices: list[str], index: int) -> int:
+def _choice_index(answer: str, choices: list[str], index: int) -> int:
     if answer not in choices:
         raise ValueError(
             f"row {index}: the answer {shortened(repr(answer))} is none of the choices {shortened(choices)}; correct "

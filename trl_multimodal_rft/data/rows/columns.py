@@ -21,7 +21,7 @@ from ..reading.rules import DEFAULT_RULES, MediaRules
 
 T = TypeVar("T")
 
-# Dataset column -> kind of its media. A column with the name of the kind holds one medium, the plural a list.
+# Dataset column -> modality of its media. A column with the name of the modality holds one medium, the plural a list.
 MEDIA_COLUMNS = {
     "image": "image",
     "images": "image",
@@ -36,9 +36,9 @@ TEACHER = "teacher_"
 TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
 
 # Keys for media in other formats: OpenAI's in blocks, Ollama's next to the content of a message
-_MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for kind in MODALITIES for name in (f"{kind}_url", f"input_{kind}"))}
+_MEDIA_KEYS = {*MEDIA_COLUMNS, *(name for modality in MODALITIES for name in (f"{modality}_url", f"input_{modality}"))}
 
-# Options of the blocks of each kind: positive numbers, whole except those in seconds and per second
+# Options of the blocks of each modality: positive numbers, whole except those in seconds and per second
 _SIZE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _LIMIT_OPTIONS = ("total_pixels", "min_frames", "max_frames")
 OPTIONS = {
@@ -83,7 +83,7 @@ _ENDINGS = {
     "audio": "wav|mp3|flac|ogg|opus|m4a|aac|aiff?|wma",
 }
 _ENDING = re.compile(
-    r"(?<=.)\.(?:" + "|".join(f"(?P<{kind}>{each})" for kind, each in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{modality}>{each})" for modality, each in _ENDINGS.items()) + r")(?:[?#]\S*)?$",
     re.IGNORECASE,
 )
 
@@ -98,12 +98,12 @@ def rows_to_messages(
     """
     Moves the media of dataset rows into their prompts.
 
-    Media in blocks of the prompt keep their place; their key is their kind (`"audio"`), `"audio_url"`, `"base64"`,
+    Media in blocks of the prompt keep their place; their key is their modality (`"audio"`), `"audio_url"`, `"base64"`,
     `"bytes"`, `"path"` or `"url"`. OpenAI's block types (`"image_url"`, `"input_audio"`, `"input_text"`) work, too.
-    Media of columns fill placeholders without a medium (`{"type": "image"}`) in order. If a row has a column of a kind
-    but no such placeholder, the literal texts `"<image>"`, `"<video>"` and `"<audio>"` are placeholders, except in
-    assistant and tool messages. Media of a kind without any placeholder go to the start of the first user message:
-    images, then videos, then audios.
+    Media of columns fill placeholders without a medium (`{"type": "image"}`) in order. If a row has a column of a
+    modality but no such placeholder, the literal texts `"<image>"`, `"<video>"` and `"<audio>"` are placeholders,
+    except in assistant and tool messages. Media of a modality without any placeholder go to the start of the first
+    user message: images, then videos, then audios.
 
     All rows of a batch get the same format: if any row has media or a conversational prompt, every plain-text prompt
     becomes one user message (so that TRL passes its completions to reward functions as messages, too), and if any row
@@ -122,37 +122,43 @@ def rows_to_messages(
             Allowed sources and sizes of media.
         prefix (`str`, *optional*, defaults to `""`):
             Where a row has columns whose names start with it, they take the place of the prompt, or of the columns of
-            their kind of media, such as `"teacher_images"` of `"image"`.
+            their modality, such as `"teacher_images"` of `"image"`.
 
     Returns:
         `list[dict[str, Any]]`: New rows without media columns, in whose prompts every medium is a block
-        `{"type": kind, kind: MediaRef}`.
+        `{"type": modality, modality: MediaRef}`.
 
     Raises:
-        MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a kind are
-            set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media of
-            their row, if no user message can receive them, or if a message has unread media or an invalid option.
+        MediaError: If a prompt is neither text nor messages with a role and a content, if both columns of a modality
+            are set, if a singular column holds a list or a plural one doesn't, if placeholders don't match the media
+            of their row, if no user message can receive them, or if a message has unread media or an invalid option.
     """
-    numbers = [getattr(row, "number", place) for place, row in enumerate(rows)]
+    indices = [getattr(row, "row_index", i) for i, row in enumerate(rows)]
     names = ["prompt" if row.get(f"{prefix}prompt") is None else f"{prefix}prompt" for row in rows]
     prompts = [row[name] for name, row in zip(names, rows, strict=True)]
-    for name, number, prompt in zip(names, numbers, prompts, strict=True):
-        check_decoded(prompt, name, number)
+    for name, index, prompt in zip(names, indices, prompts, strict=True):
+        check_decoded(prompt, name, index)
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
             found = (
                 "None" if prompt is None else "an empty list" if prompt == [] else f"of type {type(prompt).__name__}"
             )
             remedy = "give a text or a list of messages, or remove the row"
-            raise MediaError(f"row {number}, column '{name}': is {found}; {remedy}")
+            raise MediaError(f"row {index}, column '{name}': is {found}; {remedy}")
     media = [
-        _column_media({key: value for key, value in row.items() if key not in ignored}, number, prefix)
-        for number, row in zip(numbers, rows, strict=True)
+        _column_media({key: value for key, value in row.items() if key not in ignored}, index, prefix)
+        for index, row in zip(indices, rows, strict=True)
     ]
-    if any(any(by_kind.values()) for by_kind in media) or not all(isinstance(prompt, str) for prompt in prompts):
+    if any(any(by_modality.values()) for by_modality in media) or not all(
+        isinstance(prompt, str) for prompt in prompts
+    ):
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tags = [kind for kind in MODALITIES if not (isinstance(prompt, str) and f"<{kind}>" in placeholders)]
-            prompts[index] = _place(messages, media[index], names[index], numbers[index], tags)
+            tags = [
+                modality
+                for modality in MODALITIES
+                if not (isinstance(prompt, str) and f"<{modality}>" in placeholders)
+            ]
+            prompts[index] = _put_media(messages, media[index], names[index], indices[index], tags)
         if next(iter_refs(prompts), None) is not None:
             prompts = [[_ruled(_as_blocks(message), rules) for message in messages] for messages in prompts]
     return [
@@ -162,32 +168,32 @@ def rows_to_messages(
 
 
 def blocks_to_refs(
-    blocks: Sequence[Any], place: str, row: int, rules: MediaRules = DEFAULT_RULES
+    blocks: Sequence[Any], path: str, row: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Reads content blocks from outside a dataset, such as a tool's: each medium becomes a [`MediaRef`]."""
-    message = {"content": [_parse_block(block, f"{place}[{b}]", row) for b, block in enumerate(blocks)]}
+    message = {"content": [_parse_block(block, f"{path}[{b}]", row) for b, block in enumerate(blocks)]}
     for ref in iter_refs(message):
         if ref.source is None:
-            raise ref.error(f"the block has no {ref.kind}; add it under {ref.kind!r}")
+            raise ref.error(f"the block has no {ref.modality}; add it under {ref.modality!r}")
     return _ruled(message, rules)["content"]
 
 
 def has_media(prompt: str | list[dict[str, Any]]) -> bool:
-    """Whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
+    """Returns whether a prompt has its media in its messages, as the trainers pass it to reward functions."""
     if isinstance(prompt, str):
         return False
     blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
-    return any(len(block) > 1 for block in blocks if block_kind(block["type"]) is not None)
+    return any(len(block) > 1 for block in blocks if block_modality(block["type"]) is not None)
 
 
-def block_kind(block_type: str | None) -> str | None:
-    """The kind of media that content blocks of a type hold."""
-    kind = str(block_type).removesuffix("_url").removeprefix("input_")
-    return kind if kind in MODALITIES else None
+def block_modality(block_type: str | None) -> str | None:
+    """The modality of media that content blocks of a type hold."""
+    modality = str(block_type).removesuffix("_url").removeprefix("input_")
+    return modality if modality in MODALITIES else None
 
 
-def file_kind(text: str) -> str | None:
-    """The kind of media that a file name or a `data:` URI stands for, `None` for other texts."""
+def file_modality(text: str) -> str | None:
+    """The modality of media that a file name or a `data:` URI stands for, `None` for other texts."""
     uri = re.match("data:(image|video|audio)/", text)
     if uri:
         return uri.group(1)
@@ -199,37 +205,37 @@ def file_kind(text: str) -> str | None:
     return ending.lastgroup if is_path else None
 
 
-def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, Any]]:
-    """Finds media, encoded or decoded, in nested lists and dictionaries: their place, kind (if known) and value."""
+def find_media(value: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
+    """Finds media, encoded or decoded, in nested lists and dictionaries: path, modality (if known), value."""
     decoder = {"AudioDecoder": "audio", "VideoDecoder": "video"}.get(type(value).__name__)
     if isinstance(value, (MediaRef, Encoded)):
-        yield place, value.kind, value
+        yield path, value.modality, value
     elif isinstance(value, PIL.Image.Image):
-        yield place, "image", value
+        yield path, "image", value
     elif decoder is not None:
-        yield place, decoder, value
+        yield path, decoder, value
     elif isinstance(value, (bytes, bytearray, memoryview)):
-        yield place, None, value
+        yield path, None, value
     elif isinstance(value, str):
-        if (kind := file_kind(value)) is not None:
-            yield place, kind, value
+        if (modality := file_modality(value)) is not None:
+            yield path, modality, value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from find_media(item, place)
+            yield from find_media(item, path)
     elif isinstance(value, dict):
         held = {key: item for key, item in value.items() if not _absent(item)}
-        kind = block_kind(held.get("type"))
+        modality = block_modality(held.get("type"))
         if "array" in held and "sampling_rate" in held:
-            yield place, "audio", value
+            yield path, "audio", value
         elif held and "bytes" in value:  # as in Datasets, with or without a path
-            yield place, file_kind(str(held.get("path", ""))), value
-        elif kind is not None and any(key in held for key in _source_keys(kind)):
-            yield place, kind, value
+            yield path, file_modality(str(held.get("path", ""))), value
+        elif modality is not None and any(key in held for key in _source_keys(modality)):
+            yield path, modality, value
         elif held.keys() & {"data", "base64"} and held.keys() & {"format", "media_type", "mime_type"}:
-            yield place, file_kind(f"data:{held.get('media_type', held.get('mime_type'))}"), value
+            yield path, file_modality(f"data:{held.get('media_type', held.get('mime_type'))}"), value
         else:
             for key, item in held.items():
-                yield from find_media(item, f"{place}.{key}" if place else str(key))
+                yield from find_media(item, f"{path}.{key}" if path else str(key))
 
 
 def strip_media(value: T) -> T:
@@ -271,49 +277,51 @@ def _absent(value: Any) -> bool:
 
 
 def _column_media(row: dict[str, Any], index: int, prefix: str = "") -> dict[str, list[MediaRef]]:
-    media = {kind: [] for kind in MODALITIES}
-    replaced = {kind for name, kind in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None}
-    for name, kind in MEDIA_COLUMNS.items():
-        own = prefix if kind in replaced else ""
-        column, singular = f"{own}{name}", f"{own}{kind}"
+    media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
+    replaced = {
+        modality for name, modality in MEDIA_COLUMNS.items() if prefix and row.get(f"{prefix}{name}") is not None
+    }
+    for name, modality in MEDIA_COLUMNS.items():
+        own = prefix if modality in replaced else ""
+        column, singular = f"{own}{name}", f"{own}{modality}"
         value = row.get(column)
         if value is None:
             continue
-        whole = MediaRef(kind, value, {}, column, index)
+        whole = MediaRef(modality, value, {}, column, index)
         if _absent(value):
             raise whole.error(f"{sorted(value)} are all None; set one of them, or the whole column to None")
         if column == singular:
-            if _holds_several(kind, value):
+            if _holds_several(modality, value):
                 raise whole.error(f"holds a list; rename the column to '{column}s'")
             refs = [whole]
         else:
             if not isinstance(value, (list, tuple)):
                 raise whole.error(f"holds a {type(value).__name__}, not a list; rename the column to '{singular}'")
-            refs = [MediaRef(kind, item, {}, f"{column}[{i}]", index) for i, item in enumerate(value)]
+            refs = [MediaRef(modality, item, {}, f"{column}[{i}]", index) for i, item in enumerate(value)]
             for ref in refs:
                 if _absent(ref.source):
                     raise ref.error("is None; leave it out of the list, or set the whole column to None")
-        if refs and media[kind]:
+        if refs and media[modality]:
             raise whole.error(f"the row also has '{singular}'; set one of the two columns to None")
-        media[kind] += refs
+        media[modality] += refs
     return media
 
 
-def _holds_several(kind: str, value: Any) -> bool:
-    """Whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
+def _holds_several(modality: str, value: Any) -> bool:
+    """Returns whether a value is a list of media. Lists of frames, samples and rows of pixels are one medium each."""
     if not isinstance(value, (list, tuple)):
         return False
-    if kind == "image":
+    if modality == "image":
         return not (value and isinstance(value[0], list))
     first = next((item for item in value if not _absent(item)), None)
-    if kind == "audio":
+    if modality == "audio":
         return isinstance(first, (str, os.PathLike, bytes, dict, Encoded)) or hasattr(first, "get_all_samples")
     if isinstance(first, dict):
         first = next((first[key] for key in ("path", "url") if first.get(key) is not None), None)
     if isinstance(first, (str, os.PathLike)):
         # A frame may be a file, too
         return (mimetypes.guess_type(urlsplit(os.fspath(first)).path)[0] or "").startswith("video/")
-    return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.kind == "video")
+    return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.modality == "video")
 
 
 def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
@@ -333,36 +341,39 @@ def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
         return
 
 
-def _place(
+def _put_media(
     messages: list[dict[str, Any]], media: dict[str, list[MediaRef]], name: str, row: int, tags: list[str]
 ) -> list[dict[str, Any]]:
     """Copies messages of the column `name` and puts the media of other columns into them."""
     messages = [_parse_message(message, f"{name}[{m}]", row) for m, message in enumerate(messages)]
     placeholders = _placeholders(messages)
-    tags = [kind for kind in tags if media[kind] and not placeholders[kind]]
+    tags = [modality for modality in tags if media[modality] and not placeholders[modality]]
     if tags:
         for m, message in enumerate(messages):
             _open_tags(message, tags, f"{name}[{m}].content", row)
         placeholders = _placeholders(messages)
 
     unplaced = []
-    for kind in MODALITIES:
-        blocks, refs = placeholders[kind], media[kind]
+    for modality in MODALITIES:
+        blocks, refs = placeholders[modality], media[modality]
         if blocks and not refs:
-            raise blocks[0][kind].error(f"placeholder without {kind}; add the {kind} inline, or in column '{kind}s'")
+            raise blocks[0][modality].error(
+                f"placeholder without {modality}; add the {modality} inline, or in column '{modality}s'"
+            )
         if blocks and len(blocks) != len(refs):
             column = refs[0].column.split("[")[0]
-            found = f"{kind} placeholders in the prompt; write one {{'type': '{kind}'}} block for each, or none at all"
-            if kind in tags:
+            block = f"{{'type': '{modality}'}}"
+            found = f"{modality} placeholders in the prompt; write one {block} block for each, or none at all"
+            if modality in tags:
                 found = (
-                    f"'<{kind}>' in the text of the prompt; write one for each, or {{'type': '{kind}'}} blocks, which "
-                    f"make '<{kind}>' plain text"
+                    f"'<{modality}>' in the text of the prompt; write one for each, or {block} blocks, which make "
+                    f"'<{modality}>' plain text"
                 )
             raise MediaError(f"row {row}, column '{column}': {len(refs)} for {len(blocks)} {found}")
         for block, ref in zip(blocks, refs, strict=False):
-            block[kind] = replace(ref, options=block[kind].options)
+            block[modality] = replace(ref, options=block[modality].options)
         if not blocks:
-            unplaced += [{"type": kind, kind: ref} for ref in refs]
+            unplaced += [{"type": modality, modality: ref} for ref in refs]
 
     if unplaced:
         user = next((message for message in messages if message["role"] == "user"), None)
@@ -373,114 +384,114 @@ def _place(
 
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    placeholders = {kind: [] for kind in MODALITIES}
+    placeholders = {modality: [] for modality in MODALITIES}
     for message in messages:
         for block in message["content"] if isinstance(message.get("content"), list) else []:
             for ref in iter_refs(block):
                 if ref.source is None:
-                    placeholders[ref.kind].append(block)
+                    placeholders[ref.modality].append(block)
     return placeholders
 
 
-def _open_tags(message: dict[str, Any], kinds: list[str], where: str, row: int) -> None:
+def _open_tags(message: dict[str, Any], modalities: list[str], path: str, row: int) -> None:
     """Turns literal texts such as `"<image>"` into placeholders."""
     if message["role"] in ("assistant", "tool"):
         return
-    tag, blocks = re.compile(f"<({'|'.join(kinds)})>"), []
+    tag, blocks = re.compile(f"<({'|'.join(modalities)})>"), []
     for block in _as_blocks(message).get("content") or []:
         if block["type"] != "text" or not tag.search(block.get("text", "")):
             blocks.append(block)
             continue
-        for i, part in enumerate(tag.split(block["text"])):  # text and kind alternate
+        for i, part in enumerate(tag.split(block["text"])):  # text and modality alternate
             if i % 2:
-                blocks.append({"type": part, part: MediaRef(part, None, {}, where, row)})
+                blocks.append({"type": part, part: MediaRef(part, None, {}, path, row)})
             elif part:
                 blocks.append({**block, "text": part})
     if any(block["type"] != "text" for block in blocks):
         message["content"] = blocks
 
 
-def _parse_message(message: dict[str, Any], where: str, row: int) -> dict[str, Any]:
+def _parse_message(message: dict[str, Any], path: str, row: int) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         found = sorted(message) if isinstance(message, dict) else f"a {type(message).__name__}"
         is_sharegpt = isinstance(message, dict) and "from" in message
         remedy = _SHAREGPT if is_sharegpt else "set its role to 'user', 'assistant' or 'system'"
         raise MediaError(
-            f"row {row}, column '{where}': a message must be a dictionary with 'role' and 'content', got {found}; "
+            f"row {row}, column '{path}': a message must be a dictionary with 'role' and 'content', got {found}; "
             f"{remedy}"
         )
     if message["role"] in ("human", "gpt"):
-        raise MediaError(f"row {row}, column '{where}': the role is {message['role']!r}; {_SHAREGPT}")
+        raise MediaError(f"row {row}, column '{path}': the role is {message['role']!r}; {_SHAREGPT}")
     message = {key: item for key, item in message.items() if item is not None or key == "content"}
     content = message.get("content")
     stray = next((key for key in message if key not in _MESSAGE_KEYS and _is_stray(key, message[key], True)), None)
     if isinstance(content, list):
-        message["content"] = [_parse_block(block, f"{where}.content[{b}]", row) for b, block in enumerate(content)]
+        message["content"] = [_parse_block(block, f"{path}.content[{b}]", row) for b, block in enumerate(content)]
     elif not isinstance(content, str) and next(find_media(content), None) is not None:
         stray = "content"
     elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
         found = "no content" if content is None else f"content of type {type(content).__name__}"
         raise MediaError(
-            f"row {row}, column '{where}': the message has {found}; give a text or a list of blocks, such as "
+            f"row {row}, column '{path}': the message has {found}; give a text or a list of blocks, such as "
             "{'type': 'text', 'text': ...}, or remove the row"
         )
     if stray is not None:
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads the media in '{stray}' of a message; move each to a block "
+            f"row {row}, column '{path}': nothing reads the media in '{stray}' of a message; move each to a block "
             "of 'content', such as {'type': 'image', 'image': ...}, or to a media column"
         )
     return message
 
 
-def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
-    """Copies a content block. A medium becomes `{"type": kind, kind: MediaRef}`, with source None in a placeholder."""
+def _parse_block(block: dict[str, Any], path: str, row: int) -> dict[str, Any]:
+    """Copies a block. A medium becomes `{"type": modality, modality: MediaRef}`, with no source if absent."""
     if not isinstance(block, dict) or "type" not in block:
-        raise MediaError(f"row {row}, column '{where}': a content block must be a dictionary with a 'type'")
+        raise MediaError(f"row {row}, column '{path}': a content block must be a dictionary with a 'type'")
     block = {key: item for key, item in block.items() if not _absent(item)}
     name = block.pop("type", None)
     words = block.get(_TEXT_KEYS[name], "") if name in _TEXT_KEYS else ""
     if not isinstance(name, str) or not isinstance(words, str):
         found = f"text of type {type(words).__name__}" if isinstance(name, str) else "no type"
         raise MediaError(
-            f"row {row}, column '{where}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or a "
+            f"row {row}, column '{path}': the block has {found}; write {{'type': 'text', 'text': '...'}}, or a "
             "media type"
         )
-    kind = block_kind(name)
-    sources = [_source(key, block.pop(key)) for key in _source_keys(kind) if key in block]
+    modality = block_modality(name)
+    sources = [_source(key, block.pop(key)) for key in _source_keys(modality) if key in block]
     # Of the remaining keys only text and options are read, which hold no media
     words = {_TEXT_KEYS[name]} if name in _TEXT_KEYS else block.keys() if sources or name in _WORD_TYPES else {}
     stray = next((key for key, item in block.items() if _is_stray(key, item, files=key not in words)), None)
-    if stray is not None or (kind is not None and name != kind and block and not sources):
+    if stray is not None or (modality is not None and name != modality and block and not sources):
         raise MediaError(
-            f"row {row}, column '{where}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
+            f"row {row}, column '{path}': nothing reads '{stray or next(iter(block))}' of a block of type '{name}', "
             f"so the model would not get it; known types are {KNOWN_TYPES}; write one block per medium, such as "
             "{'type': 'audio', 'audio': ...}"
         )
-    if kind is not None:
+    if modality is not None:
         options = {key: item for key, item in block.items() if key not in _HINTS}
         options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
-        ref = MediaRef(kind, sources[0] if sources else None, options, where, row)
+        ref = MediaRef(modality, sources[0] if sources else None, options, path, row)
         _check_options(ref)
-        return {"type": kind, kind: ref}
+        return {"type": modality, modality: ref}
     if name not in _TEXT_KEYS:
         return {"type": name, **block}
     empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
     held = [key for key in block if key not in _TEXT_HINTS and key not in empty]
     if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
         raise MediaError(
-            f"row {row}, column '{where}': a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing "
+            f"row {row}, column '{path}': a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing "
             f"else, got {held}; rename the key of the text, and remove other keys"
         )
     return {"type": "text", "text": block[_TEXT_KEYS[name]]}
 
 
 def _check_options(ref: MediaRef) -> None:
-    known = OPTIONS[ref.kind]
+    known = OPTIONS[ref.modality]
     for name, value in ref.options.items():
         if name not in known:
-            raise ref.error(f"'{name}' is no option of a block of {ref.kind}; remove it, or write one of {known}")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and name != "video_start"):
+            raise ref.error(f"'{name}' is no option of a block of {ref.modality}; remove it, or write one of {known}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and name != "video_start"):
             raise ref.error(f"the option '{name}' is {value!r}; give a positive number, or leave it out")
         if name not in FRACTIONAL_OPTIONS and value != int(value):
             raise ref.error(f"the option '{name}' is {value!r}; give a whole number")
@@ -491,10 +502,10 @@ def _check_options(ref: MediaRef) -> None:
         raise ref.error("one of 'resized_height' and 'resized_width' alone has no effect; give both")
 
 
-def _source_keys(kind: str | None) -> tuple[str, ...]:
-    if kind is None:
+def _source_keys(modality: str | None) -> tuple[str, ...]:
+    if modality is None:
         return ()
-    return kind, f"{kind}_url", f"input_{kind}", "bytes", "path", "url", "base64", "data"
+    return modality, f"{modality}_url", f"input_{modality}", "bytes", "path", "url", "base64", "data"
 
 
 def _source(key: str, value: Any) -> Any:
@@ -507,7 +518,7 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _is_stray(key: str, value: Any, files: bool) -> bool:
-    """Whether an unread key of a block holds media; with `files`, texts that name media files count."""
+    """Returns whether an unread key of a block holds media; with `files`, texts that name media files count."""
     if key in _MEDIA_KEYS:
         return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:

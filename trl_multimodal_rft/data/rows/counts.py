@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from ...families import MODALITIES
-from .columns import MEDIA_COLUMNS, block_kind
+from .columns import MEDIA_COLUMNS, block_modality
 from .nested import Rows, feature_leaves
 
 
@@ -21,7 +21,7 @@ class _Unknown(Exception):
 
 
 def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
-    """The most media of each kind that a prompt of a dataset has, in its columns and its messages."""
+    """The most media of each modality that a prompt of a dataset has, in its columns and its messages."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
     columns = [column for column in dataset.format["columns"] if column not in ignored]
@@ -31,17 +31,20 @@ def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str,
         return None
     try:
         in_messages, waiting = _in_messages(dataset.data.column("prompt"))
-        in_columns = {kind: np.zeros(len(dataset.data), int) for kind in MODALITIES}
-        for column, kind in MEDIA_COLUMNS.items():
+        in_columns = {modality: np.zeros(len(dataset.data), int) for modality in MODALITIES}
+        for column, modality in MEDIA_COLUMNS.items():
             if column in columns:
                 held = dataset.data.column(column)
-                counts = pc.is_valid(held).to_numpy().astype(int) if column == kind else _lengths(held)
-                in_columns[kind] = np.maximum(in_columns[kind], counts)
+                counts = pc.is_valid(held).to_numpy().astype(int) if column == modality else _lengths(held)
+                in_columns[modality] = np.maximum(in_columns[modality], counts)
     except _Unknown:
         return None
     # Media of columns fill the placeholders of the messages, or are added to the media of the messages
-    totals = {kind: in_messages[kind] + np.where(waiting[kind], 0, in_columns[kind]) for kind in MODALITIES}
-    return {kind: int(total.max(initial=0)) for kind, total in totals.items()}
+    totals = {
+        modality: in_messages[modality] + np.where(waiting[modality], 0, in_columns[modality])
+        for modality in MODALITIES
+    }
+    return {modality: int(total.max(initial=0)) for modality, total in totals.items()}
 
 
 def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
@@ -54,9 +57,9 @@ def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
 
 
 def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Per row, the number of media blocks of each kind, and whether one is a placeholder for a medium of a column."""
-    counted = {kind: np.zeros(len(prompts), int) for kind in MODALITIES}
-    waiting = {kind: np.zeros(len(prompts), bool) for kind in MODALITIES}
+    """Per row, the media blocks of each modality, and whether one is a placeholder for a medium of a column."""
+    counted = {modality: np.zeros(len(prompts), int) for modality in MODALITIES}
+    waiting = {modality: np.zeros(len(prompts), bool) for modality in MODALITIES}
     first = 0
     for chunk in prompts.chunks:
         rows = np.arange(first, first + len(chunk))
@@ -71,11 +74,11 @@ def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[
         held = np.zeros(len(blocks), bool)
         for name in others:
             held |= _field(blocks, name).is_valid().to_numpy(zero_copy_only=False)
-        kinds = {each: block_kind(each) for each in set(types)}
-        for kind in MODALITIES:
-            of_kind = np.array([kinds[each] == kind for each in types], bool)
-            np.add.at(counted[kind], rows[of_kind], 1)
-            waiting[kind][rows[of_kind & ~held]] = True
+        modalities = {each: block_modality(each) for each in set(types)}
+        for modality in MODALITIES:
+            is_modality = np.array([modalities[each] == modality for each in types], bool)
+            np.add.at(counted[modality], rows[is_modality], 1)
+            waiting[modality][rows[is_modality & ~held]] = True
     return counted, waiting
 
 

@@ -30,20 +30,8 @@ class DifficultySampler:
     measured counts as one with $p = 0.5$. Its oversampling by a ratio isn't done here; see `dynamic_sampling`.
 
     The rows of a batch are different ones; those of different batches are independent, so an epoch is only a number
-    of batches. The rows of batch `n` are drawn when batch `n - ahead` is read, to read their media ahead: they depend
-    on what batches before `n - ahead` measured. Processes that measure the same draw the same.
-
-    Args:
-        n_rows (`int`):
-            Number of rows of the dataset.
-        batch_size (`int`):
-            Number of rows of a batch, on all processes.
-        seed (`int`):
-            Seed of the draws. A batch has its own, so that draws don't depend on how a run got to it.
-        ahead (`int`):
-            Number of batches whose rows are drawn ahead.
-        pass_rates (`Sequence[float | None]`, *optional*):
-            Share of right completions of each row, as far as it is known.
+    of batches. The rows of batch `n` are drawn when batch `n - n_prefetched` is read, to read their media in advance:
+    they depend on what batches before `n - n_prefetched` measured. Processes that measure the same draw the same.
 
     Raises:
         `ValueError`: If a pass rate isn't between 0 and 1.
@@ -54,8 +42,8 @@ class DifficultySampler:
         n_rows: int,
         batch_size: int,
         seed: int = 0,
-        ahead: int = 0,
-        pass_rates: Sequence[float | None] | None = None,
+        n_prefetched: int = 0,
+        pass_rates: Sequence[float | None] | None = None,  # as far as they are known
     ):
         given = [None] * n_rows if pass_rates is None else pass_rates
         for row, rate in enumerate(given):
@@ -64,45 +52,45 @@ class DifficultySampler:
                     f"row {row}: the column `{PASS_RATE}` must be between 0 and 1, got {rate!r}; correct or remove it."
                 )
         self.rates = torch.tensor([math.nan if each is None else each for each in given], dtype=torch.float64)
-        self._batch_size, self._seed, self._ahead = batch_size, seed, ahead
-        self._drawn: dict[int, list[int]] = {}  # rows by the batch's place in the run
+        self._batch_size, self._seed, self._n_prefetched = batch_size, seed, n_prefetched
+        self._drawn: dict[int, list[int]] = {}  # rows by the batch's index in the run
 
-    def rows(self, place: int, left_out: Collection[int] = ()) -> list[int]:
+    def rows(self, batch_index: int, left_out: Collection[int] = ()) -> list[int]:
         """The rows of a batch that is read now. Draws those of the next ones, without rows that are left out."""
-        for each in range(place, place + self._ahead + 1):
+        for each in range(batch_index, batch_index + self._n_prefetched + 1):
             if each not in self._drawn:
                 self._drawn[each] = self._draw(each, left_out)
-        self._drawn = {each: rows for each, rows in self._drawn.items() if each >= place}
-        return self._drawn[place]
+        self._drawn = {each: rows for each, rows in self._drawn.items() if each >= batch_index}
+        return self._drawn[batch_index]
 
-    def coming(self, places: range) -> list[list[int]]:
+    def coming(self, batch_indices: range) -> list[list[int]]:
         """The rows of batches that are drawn ahead."""
-        return [self._drawn[place] for place in places if place in self._drawn]
+        return [self._drawn[batch_index] for batch_index in batch_indices if batch_index in self._drawn]
 
-    def _draw(self, place: int, left_out: Collection[int]) -> list[int]:
+    def _draw(self, batch_index: int, left_out: Collection[int]) -> list[int]:
         weights = (4 * self.rates * (1 - self.rates)).clamp(min=_SMALLEST_WEIGHT).nan_to_num(nan=1.0)
         weights[list(left_out)] = 0
-        generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {place}").getrandbits(63))
+        generator = torch.Generator().manual_seed(random.Random(f"{self._seed} {batch_index}").getrandbits(63))
         # Without replacement, as https://doi.org/10.1016/j.ipl.2005.11.003 does
         keys = torch.rand(len(weights), generator=generator, dtype=torch.float64).log() / weights
         return keys.topk(self._batch_size).indices.tolist()
 
-    def measure(self, numbers: torch.Tensor, rewards: torch.Tensor) -> None:
+    def measure(self, row_indices: torch.Tensor, rewards: torch.Tensor) -> None:
         """
         Notes the rewards of completions, as the share by which they are right.
 
         Shapes: `numbers`, of their rows, and `rewards`, NaN where none applies, both `(N,)`, of all processes.
         """
-        numbers, rewards = numbers.cpu(), rewards.double().cpu().clamp(0, 1)
+        row_indices, rewards = row_indices.cpu(), rewards.double().cpu().clamp(0, 1)
         scorable = ~rewards.isnan()
-        rows, index = numbers[scorable].unique(return_inverse=True)
+        rows, index = row_indices[scorable].unique(return_inverse=True)
         total, count = torch.zeros(2, len(rows), dtype=torch.float64)
         total.index_add_(0, index, rewards[scorable])
         count.index_add_(0, index, torch.ones_like(rewards[scorable]))
         found, before = total / count, self.rates[rows]
         self.rates[rows] = torch.where(before.isnan(), found, _NEWEST * found + (1 - _NEWEST) * before)
 
-    def known(self) -> tuple[float, float]:
+    def coverage(self) -> tuple[float, float]:
         """Share of rows whose pass rate is known, and the mean of these rates, 0 without any."""
         known = ~self.rates.isnan()
         return known.double().mean().item(), self.rates[known].mean().item() if known.any() else 0.0
@@ -115,12 +103,14 @@ class DifficultySampler:
         if len(state["rates"]) != len(self.rates):
             return
         self.rates = state["rates"]
-        self._drawn = {place: rows for place, rows in state["drawn"].items() if len(rows) == self._batch_size}
+        self._drawn = {
+            batch_index: rows for batch_index, rows in state["drawn"].items() if len(rows) == self._batch_size
+        }
 
 
-def difficulty_sampler(dataset: Dataset, batch_size: int, seed: int, ahead: int) -> DifficultySampler:
+def difficulty_sampler(dataset: Dataset, batch_size: int, seed: int, n_prefetched: int) -> DifficultySampler:
     """A sampler of the rows of a dataset, whose column `pass_rate` is what is known of them, if there is one."""
     known = None
     if PASS_RATE in dataset.column_names:
         known = dataset.select_columns([PASS_RATE]).with_format(None)[PASS_RATE][:]
-    return DifficultySampler(len(dataset), batch_size, seed, ahead, known)
+    return DifficultySampler(len(dataset), batch_size, seed, n_prefetched, known)

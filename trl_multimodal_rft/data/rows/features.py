@@ -99,22 +99,22 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
     """Rows as their dataset gives them, for functions that read columns."""
     shared: dict[int, Decoded] = {}
 
-    def decoded(value: D, place: str, row: int) -> D | Decoded:
+    def decoded(value: D, path: str, row: int) -> D | Decoded:
         if not isinstance(value, Encoded):
             return value
         if id(value) not in shared:
-            shared[id(value)] = Decoded(MediaRef(value.kind, value, {}, place, row, rules))
+            shared[id(value)] = Decoded(MediaRef(value.modality, value, {}, path, row, rules))
         return shared[id(value)]
 
     return [
-        {key: map_items(value, partial(decoded, row=getattr(row, "number", i)), key) for key, value in row.items()}
+        {key: map_items(value, partial(decoded, row=getattr(row, "row_index", i)), key) for key, value in row.items()}
         for i, row in enumerate(rows)
     ]
 
 
 def as_encoded(value: D) -> D:
     """Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves."""
-    return map_items(value, lambda item, place: _ref(item).source if type(item) is Decoded else item)
+    return map_items(value, lambda item, path: _ref(item).source if type(item) is Decoded else item)
 
 
 class Decoded:
@@ -128,25 +128,25 @@ class Decoded:
 
     @property
     def __class__(self):
-        return type(_medium(self))
+        return type(_media(self))
 
     def __getattr__(self, name: str):
-        return getattr(_medium(self), name)
+        return getattr(_media(self), name)
 
     def __setattr__(self, name: str, value: Any):
-        setattr(_medium(self), name, value)
+        setattr(_media(self), name, value)
 
     def __repr__(self):  # which logs of whole rows write
         return repr(_ref(self))
 
     def __eq__(self, other: object):
-        return _medium(self) == (_medium(other) if type(other) is Decoded else other)
+        return _media(self) == (_media(other) if type(other) is Decoded else other)
 
     def __enter__(self):
-        return _medium(self).__enter__()
+        return _media(self).__enter__()
 
     def __exit__(self, *error: BaseException | type[BaseException] | TracebackType | None):
-        return _medium(self).__exit__(*error)
+        return _media(self).__exit__(*error)
 
     def __copy__(self):
         return self
@@ -155,23 +155,23 @@ class Decoded:
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex):
-        return _medium(self).__reduce_ex__(protocol)
+        return _media(self).__reduce_ex__(protocol)
 
 
 # Python looks up special methods by type, which `__getattr__` doesn't see
 _FORWARDED = {"__len__": len, "__bool__": bool, "__iter__": iter, "__hash__": hash, "__getitem__": operator.getitem}
 for _name, _function in _FORWARDED.items():
-    setattr(Decoded, _name, lambda self, *args, function=_function: function(_medium(self), *args))
+    setattr(Decoded, _name, lambda self, *args, function=_function: function(_media(self), *args))
 
 
 def _ref(decoded: Decoded) -> MediaRef:
     return object.__getattribute__(decoded, "_ref")
 
 
-def _medium(decoded: Decoded) -> Any:
+def _media(decoded: Decoded) -> Any:
     """The medium by its feature, if the rules allow its source and the file is safe to open."""
-    if (medium := object.__getattribute__(decoded, "_medium")) is not None:
-        return medium
+    if (media := object.__getattribute__(decoded, "_medium")) is not None:
+        return media
     ref = _ref(decoded)
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
@@ -189,19 +189,19 @@ def _medium(decoded: Decoded) -> Any:
                 "files yourself"
             )
             raise ImportError(str(error))
-        medium = feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
-    object.__setattr__(decoded, "_medium", medium)
-    return medium
+        media = feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
+    object.__setattr__(decoded, "_medium", media)
+    return media
 
 
-def _is_medium(feature: FeatureType | None) -> bool:
-    """Whether the loaders decode a feature's media as the feature does, which they don't in another mode or stream."""
+def _decodes_media(feature: FeatureType | None) -> bool:
+    """Returns whether loaders decode media as their feature does, which they don't in another mode or stream."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
 
 def _holds_media(feature: FeatureType | None) -> bool:
-    return any(_is_medium(leaf) for _, leaf in feature_leaves(feature))
+    return any(_decodes_media(leaf) for _, leaf in feature_leaves(feature))
 
 
 def _stored(feature: FeatureType) -> FeatureType:
@@ -210,7 +210,7 @@ def _stored(feature: FeatureType) -> FeatureType:
         return type(feature)({key: _stored(item) for key, item in feature.items()})
     if isinstance(feature, (List, LargeList)):
         return replace(feature, feature=_stored(feature.feature))
-    if not _is_medium(feature):
+    if not _decodes_media(feature):
         return feature
     return next(stored(decode=False) for kind, stored in _STORED.items() if isinstance(feature, kind))
 
@@ -222,5 +222,5 @@ def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
     }
 
 
-def _encoded(value: D, feature: FeatureType, place: str) -> D | Encoded:
-    return Encoded(value, feature) if _is_medium(feature) and isinstance(value, dict) else value
+def _encoded(value: D, feature: FeatureType, path: str) -> D | Encoded:
+    return Encoded(value, feature) if _decodes_media(feature) and isinstance(value, dict) else value

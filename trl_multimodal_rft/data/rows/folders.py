@@ -91,19 +91,19 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules) -> 
                 writer.write_table(group)
                 written += group.nbytes
                 group = next(groups, None)
-    for number, file in enumerate(files):  # as the Hub names them
-        file.rename(folder / f"{split}-{number:05}-of-{len(files):05}.parquet")
+    for index, file in enumerate(files):  # as the Hub names them
+        file.rename(folder / f"{split}-{index:05}-of-{len(files):05}.parquet")
 
 
 def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.Table]:
     """Row groups, with the bytes of their media."""
 
-    def embedded(value: T, feature: FeatureType, place: str) -> T | dict[str, str | bytes | None]:
+    def embedded(value: T, feature: FeatureType, column: str) -> T | dict[str, str | bytes | None]:
         if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]
         if data is None:
-            ref = MediaRef(type(feature).__name__.lower(), path, {}, place, number, rules)
+            ref = MediaRef(type(feature).__name__.lower(), path, {}, column, index, rules)
             with open_file(ref, fetch_file(ref, path)) as stream:
                 data = stream.read()
         return {"bytes": data, "path": None if path is None else os.path.basename(path)}
@@ -115,14 +115,14 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
         if any(is_media_feature(leaf) for _, leaf in feature_leaves(feature))
     ]
     group, size = [], 0
-    for number in range(len(rows)):
-        table = cast(pa.Table, tables[number : number + 1])
+    for index in range(len(rows)):
+        table = cast(pa.Table, tables[index : index + 1])
         for column in media:
             value = map_features(table[column][0].as_py(), rows.features[column], embedded, column)
             field = schema.field(column)
             table = table.set_column(table.column_names.index(column), field, pa.array([value], field.type))
         group.append(table.select(schema.names).cast(schema))
         size += group[-1].nbytes
-        if size > _GROUP_BYTES or len(group) == _GROUP_ROWS or number == len(rows) - 1:
+        if size > _GROUP_BYTES or len(group) == _GROUP_ROWS or index == len(rows) - 1:
             yield pa.concat_tables(group).combine_chunks()
             group, size = [], 0

@@ -36,7 +36,7 @@ SPAN_TEMPLATE = (
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
 # Makes messages of blocks of texts
-_Place = Callable[[list[dict[str, str]]], list[dict[str, Any]]]
+_ToBlocks = Callable[[list[dict[str, str]]], list[dict[str, Any]]]
 
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
@@ -61,8 +61,8 @@ def load_conversations(
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
       as above; or `query`, `response` and `history` (pairs); or a `conversation` of `human` and `assistant`.
 
-    In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a kind without
-    any mark go to the start of the first user message.
+    In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a modality
+    without any mark go to the start of the first user message.
 
     Args:
         path (`str` or `Path`):
@@ -89,21 +89,21 @@ def load_conversations(
     ```
     """
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        chat, column = _conversation(row, number)
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        chat, column = _conversation(row, index)
         answered = chat[-1]["role"] == "assistant"
         if task == "sft" and not answered:
             raise ValueError(
-                f"row {number}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
+                f"row {index}, column '{column}': the last message is the {chat[-1]['role']}'s, but supervised rows "
                 "end with the assistant's; remove the row, or convert with `task='rl'`."
             )
         if task == "sft":
-            return {"messages": place(chat)}
+            return {"messages": to_blocks(chat)}
         if answered and len(chat) == 1:
-            raise ValueError(f"row {number}, column '{column}': the conversation has no user turn; remove the row.")
+            raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if answered else None
         solution = row.get("solution")
-        return {"prompt": place(chat), "solution": answer if solution is None else solution}
+        return {"prompt": to_blocks(chat), "solution": answer if solution is None else solution}
 
     used = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
     dataset = _convert(path, split, media_dir, convert, used)
@@ -129,9 +129,9 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
         columns.
     """
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        chat, _ = _conversation(row, number, ("prompt",))
-        return {"prompt": _with_options(place(chat), row, number), "solution": _ground_truth(row, number)}
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        chat, _ = _conversation(row, index, ("prompt",))
+        return {"prompt": _with_options(to_blocks(chat), row, index), "solution": _ground_truth(row, index)}
 
     return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
 
@@ -153,12 +153,12 @@ def load_deepeyes(
         `data_source` and `env_name` (what the source calls the tools of this row, `None` without tools).
     """
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        chat, _ = _conversation(row, number, ("prompt",))
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        chat, _ = _conversation(row, index, ("prompt",))
         question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
-        prompt = place([{"role": "user", "content": template.format(problem=question)}])
+        prompt = to_blocks([{"role": "user", "content": template.format(problem=question)}])
         kept = {name: row.get(name) for name in ("data_source", "env_name")}
-        return {"prompt": prompt, "solution": _ground_truth(row, number), "question": question, **kept}
+        return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **kept}
 
     files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
     return concatenate_datasets([_convert(file, split, media_dir, convert, None) for file in files])
@@ -176,28 +176,28 @@ def load_mm_eureka(path: str | Path, split: str = "train", *, media_dir: str | P
     See [`load_conversations`] for the arguments and errors. The rows are those of [`load_verl`].
     """
 
-    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
-        text, turns = required(row, number, "message"), []
-        media: dict[str, list[Any]] = {kind: [] for kind in MODALITIES}
+    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
+        text, turns = required(row, index, "message"), []
+        media: dict[str, list[Any]] = {modality: [] for modality in MODALITIES}
         try:
             for message in json.loads(text):
                 content = message["content"]
                 blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
                 for block in blocks:
-                    if (kind := block["type"]) != "text":
-                        media[kind].append({**block, kind: block[kind].removeprefix("file://")})
+                    if (modality := block["type"]) != "text":
+                        media[modality].append({**block, modality: block[modality].removeprefix("file://")})
                 said = [block["text"] if block["type"] == "text" else f"<{block['type']}>" for block in blocks]
                 turns.append({"role": message["role"], "content": "".join(said)})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"row {number}, column 'message': {shortened(repr(text))} is no JSON text of messages with blocks of "
+                f"row {index}, column 'message': {shortened(repr(text))} is no JSON text of messages with blocks of "
                 "text and media; is it of another layout?"
             ) from error
-        return {**row, "message": turns, **{f"{kind}s": found for kind, found in media.items()}}
+        return {**row, "message": turns, **{f"{modality}s": found for modality, found in media.items()}}
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        chat, _ = _conversation(row, number, ("message",))
-        return {"prompt": _with_options(place(chat), row, number), "solution": required(row, number, "answer")}
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        chat, _ = _conversation(row, index, ("message",))
+        return {"prompt": _with_options(to_blocks(chat), row, index), "solution": required(row, index, "answer")}
 
     return _convert(path, split, media_dir, convert, {"message", "answer"}, with_media)
 
@@ -236,13 +236,13 @@ def load_charades_sta(
     ```
     """
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        sentence = required(row, number, "sentence").strip().lower().removesuffix(".")
-        prompt = place([{"role": "user", "content": template.format(problem=sentence)}])
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        sentence = required(row, index, "sentence").strip().lower().removesuffix(".")
+        prompt = to_blocks([{"role": "user", "content": template.format(problem=sentence)}])
         kept = {name: row[name] for name in ("video_id", "duration")}
-        return {"prompt": _with_options(prompt, row, number), "solution": row["span"], **kept}
+        return {"prompt": _with_options(prompt, row, index), "solution": row["span"], **kept}
 
-    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
+    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
         return {**row, "videos": [{"video": f"{row['video_id']}.mp4", "total_pixels": total_pixels}]}
 
     return _convert(path, split, media_dir, convert, None, with_media, _charades_sta)
@@ -275,10 +275,10 @@ def load_easyr1(
             Prompt, with `{problem}`.
     """
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
-        asked = template.format(problem=required(row, number, prompt_key))
-        prompt = place([{"role": "user", "content": asked}])
-        return {"prompt": prompt, "solution": required(row, number, answer_key)}
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+        asked = template.format(problem=required(row, index, prompt_key))
+        prompt = to_blocks([{"role": "user", "content": asked}])
+        return {"prompt": prompt, "solution": required(row, index, answer_key)}
 
     return _convert(path, split, media_dir, convert, {prompt_key, answer_key})
 
@@ -322,7 +322,7 @@ def load_video_r1(
     for supervised training also `process`, the thoughts before the solution. In
     https://huggingface.co/datasets/harryhsing/OmniInstruct_V1_AVQA_R1, the dataset of
     [EchoInk-R1](https://huggingface.co/papers/2505.04623), `data_type` is `"image_audio"`, and `path` has a path by
-    kind, `{"image": path, "audio": path}`.
+    modality, `{"image": path, "audio": path}`.
 
     See [`load_conversations`] for the other arguments and the errors.
 
@@ -344,29 +344,29 @@ def load_video_r1(
     Example:
     ```python
     dataset = load_video_r1("Video-R1-data/Video-R1-260k.json")
-    dataset = dataset.filter(lambda kind: kind == "multiple choice", input_columns="problem_type")
+    dataset = dataset.filter(lambda form: form == "multiple choice", input_columns="problem_type")
     ```
     """
 
-    def with_media(row: dict[str, Any], number: int) -> dict[str, Any]:
-        kind, path = required(row, number, "data_type"), required(row, number, "path")
-        paths = path if isinstance(path, dict) else {kind: path}
-        if kind not in ("image", "video", "image_audio", "video_audio") or [*paths] != kind.split("_"):
+    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
+        modality, path = required(row, index, "data_type"), required(row, index, "path")
+        paths = path if isinstance(path, dict) else {modality: path}
+        if modality not in ("image", "video", "image_audio", "video_audio") or [*paths] != modality.split("_"):
             raise ValueError(
-                f"row {number}, column 'data_type': {kind!r} with the path {shortened(repr(path))} is neither 'image' "
-                "nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
+                f"row {index}, column 'data_type': {modality!r} with the path {shortened(repr(path))} is neither "
+                "'image' nor 'video' with a path, nor 'image_audio' with a path for each; correct it."
             )
         options = {"nframes": nframes, "max_pixels": max_pixels}
         used = {each: {name: options[name] for name in options if name in OPTIONS[each]} for each in paths}
         return {**row, **{f"{each}s": [{each: file, **used[each]}] for each, file in paths.items()}}
 
-    def convert(row: dict[str, Any], number: int, place: _Place) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
         options = row.get("options") or []
-        asked = template.format(problem=required(row, number, "problem"), options="\n".join(options))
-        chat, solution = [{"role": "user", "content": asked}], required(row, number, "solution")
+        asked = template.format(problem=required(row, index, "problem"), options="\n".join(options))
+        chat, solution = [{"role": "user", "content": asked}], required(row, index, "solution")
         if task == "sft":
-            chat.append({"role": "assistant", "content": f"{required(row, number, 'process')}\n{solution}"})
-        placed = _with_options(place(chat), row, number)
+            chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
+        placed = _with_options(to_blocks(chat), row, index)
         kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
             return {"messages": placed, **kept}
@@ -383,11 +383,11 @@ def _charades_sta(file: Path) -> list[dict[str, Any]]:
             for span, sentence in zip(said["timestamps"], said["sentences"], strict=True):
                 rows.append((video, span, sentence, said["duration"]))
     else:
-        for number, line in enumerate(text.splitlines()):
-            place, mark, sentence = line.partition("##")
-            words = place.split()
+        for index, line in enumerate(text.splitlines()):
+            span, mark, sentence = line.partition("##")
+            words = span.split()
             if not mark or len(words) != 3:
-                raise ValueError(f"row {number}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
+                raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
             rows.append((words[0], words[1:], sentence, None))
     spans = [(video, [*map(float, span)], sentence, length) for video, span, sentence, length in rows]
     if empty := sum(start >= end for _, (start, end), *_ in spans):
@@ -403,15 +403,15 @@ def _convert(
     path: str | Path,
     split: str,
     media_dir: str | Path | None,
-    convert: Callable[[dict[str, Any], int, _Place], dict[str, Any]],
+    convert: Callable[[dict[str, Any], int, _ToBlocks], dict[str, Any]],
     used: set[str] | None,
-    with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, number: row,
+    with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
     """A dataset of what `convert` returns for each row, messages first, media, and columns that aren't `used`."""
     rows, media, counts = _read(path, split, media_dir, with_media, read)
     converted = [
-        convert(row, number, partial(_placed, counts=counts[number], number=number)) for number, row in enumerate(rows)
+        convert(row, index, partial(_placed, counts=counts[index], index=index)) for index, row in enumerate(rows)
     ]
     columns = {name: [row[name] for row in converted] for name in converted[0]}
     chat = next(iter(columns))
@@ -438,8 +438,8 @@ def _read(
 ) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
     """Rows, columns of media, and how many media each row has in each of these columns."""
     file = json_file(path, "*.json*")
-    place = file or Path(path).expanduser()
-    folder = Path(media_dir) if media_dir is not None else place.parent if place.is_file() else place
+    source = file or Path(path).expanduser()
+    folder = Path(media_dir) if media_dir is not None else source.parent if source.is_file() else source
     media: list[Dataset] = []
     if file is not None:
         rows = read(file)
@@ -449,16 +449,18 @@ def _read(
         rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
     if not rows:
         raise ValueError(f"{path} has no rows; is it another file that holds them?")
-    rows = [with_media(_checked(row, number), number) for number, row in enumerate(rows)]
+    rows = [with_media(_checked(row, index), index) for index, row in enumerate(rows)]
     counts: list[dict[str, int]] = [{} for _ in rows]
     for stored in media:
         (name,) = stored.column_names
         array = stored.data.column(name)
-        numbers = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
-        for count, number in zip(counts, pc.fill_null(numbers, 0).to_pylist(), strict=True):
-            count[name] = number
-    for name, feature in [(f"{prefix}{kind}", each) for prefix in ("", TEACHER) for kind, each in _FEATURES.items()]:
-        values = [_files(row, name, number, folder) for number, row in enumerate(rows)]
+        lengths = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
+        for count, length in zip(counts, pc.fill_null(lengths, 0).to_pylist(), strict=True):
+            count[name] = length
+    for name, feature in [
+        (f"{prefix}{modality}", each) for prefix in ("", TEACHER) for modality, each in _FEATURES.items()
+    ]:
+        values = [_files(row, name, index, folder) for index, row in enumerate(rows)]
         if any(values):
             media.append(Dataset.from_dict({f"{name}s": values}, Features({f"{name}s": List(feature)})))
             for count, value in zip(counts, values, strict=True):
@@ -466,12 +468,12 @@ def _read(
     return rows, media, counts
 
 
-def _checked(row: Any, number: int) -> dict[str, Any]:
+def _checked(row: Any, index: int) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"row {number} is a {type(row).__name__}, not an object with columns; is it another layout?")
+        raise ValueError(f"row {index} is a {type(row).__name__}, not an object with columns; is it another layout?")
     if row.get("objects"):
         raise ValueError(
-            f"row {number}, column 'objects': boxes depend on the model and aren't converted; write them into the "
+            f"row {index}, column 'objects': boxes depend on the model and aren't converted; write them into the "
             "messages and remove the column."
         )
     return row
@@ -482,7 +484,7 @@ def _is_media(column: str) -> bool:
 
 
 def _stored(dataset: Dataset, name: str) -> Dataset | None:
-    """A column of stored media with the feature of its kind, `None` for other columns and for paths."""
+    """A column of stored media with the feature of its modality, `None` for other columns and for paths."""
     if not _is_media(name):
         return None
     column, feature = dataset.select_columns([name]), dataset.features[name]
@@ -491,30 +493,30 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
         return column
     if not (isinstance(inner, dict) and "bytes" in inner and inner.keys() <= {"bytes", "path"}):
         return None
-    of_kind = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
-    return column.cast_column(name, List(of_kind) if isinstance(feature, List) else of_kind)
+    decoded = _FEATURES[MEDIA_COLUMNS[name.removeprefix(TEACHER)]]
+    return column.cast_column(name, List(decoded) if isinstance(feature, List) else decoded)
 
 
-def _files(row: dict[str, Any], name: str, number: int, folder: Path) -> list[Any]:
-    """The media of a kind in a row, the teacher's or others, with absolute paths."""
+def _files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
+    """The media of a modality in a row, the teacher's or others, with absolute paths."""
     found: list[Any] = []
-    kind = name.removeprefix(TEACHER)
+    modality = name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
         value = row.get(column)
         for item in value if isinstance(value, list) else [] if value is None else [value]:
-            path = item.get("path") or item.get(kind) if isinstance(item, dict) else item
+            path = item.get("path") or item.get(modality) if isinstance(item, dict) else item
             if isinstance(item, dict) and item.get("bytes") is not None:
                 found.append(item)
             elif not isinstance(path, str):
                 raise ValueError(
-                    f"row {number}, column '{column}': {shortened(item)} is no path; give the path of the {kind}, or "
-                    "a list of paths."
+                    f"row {index}, column '{column}': {shortened(item)} is no path; give the path of the {modality}, "
+                    "or a list of paths."
                 )
             elif "://" in path or path.startswith("data:"):
                 found.append(path)
             elif not os.path.isfile(folder / path):
                 raise ValueError(
-                    f"row {number}, column '{column}': the file '{shortened(str(folder / path))}' doesn't exist; pass "
+                    f"row {index}, column '{column}': the file '{shortened(str(folder / path))}' doesn't exist; pass "
                     "the folder that paths start from as `media_dir`, or remove the row."
                 )
             else:
@@ -522,34 +524,36 @@ def _files(row: dict[str, Any], name: str, number: int, folder: Path) -> list[An
     return found
 
 
-def _ground_truth(row: dict[str, Any], number: int) -> Any:
-    answer = required(row, number, "reward_model")
-    return required(answer if isinstance(answer, dict) else {}, number, "ground_truth")
+def _ground_truth(row: dict[str, Any], index: int) -> Any:
+    answer = required(row, index, "reward_model")
+    return required(answer if isinstance(answer, dict) else {}, index, "ground_truth")
 
 
-def _with_options(prompt: list[dict[str, Any]], row: dict[str, Any], number: int) -> list[dict[str, Any]]:
+def _with_options(prompt: list[dict[str, Any]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     """A placed prompt whose blocks have the options that the row keeps with its media, as verl and MM-EUREKA do."""
-    for kind in MODALITIES:
-        blocks = (block for message in prompt for block in message["content"] if block["type"] == kind)
-        for i, (block, item) in enumerate(zip(blocks, row.get(f"{kind}s") or (), strict=False)):
+    for modality in MODALITIES:
+        blocks = (block for message in prompt for block in message["content"] if block["type"] == modality)
+        for i, (block, item) in enumerate(zip(blocks, row.get(f"{modality}s") or (), strict=False)):
             others = item if isinstance(item, dict) else {}
-            options = {k: v for k, v in others.items() if v is not None and k not in ("type", "bytes", "path", kind)}
-            if unknown := options.keys() - OPTIONS[kind]:
+            options = {
+                k: v for k, v in others.items() if v is not None and k not in ("type", "bytes", "path", modality)
+            }
+            if unknown := options.keys() - OPTIONS[modality]:
                 raise ValueError(
-                    f"row {number}, column '{kind}s[{i}]': {sorted(unknown)} are no options of a block of {kind}; "
-                    f"remove them, or write some of {OPTIONS[kind]}."
+                    f"row {index}, column '{modality}s[{i}]': {sorted(unknown)} are no options of a block of "
+                    f"{modality}; remove them, or write some of {OPTIONS[modality]}."
                 )
             block.update(options)
     return prompt
 
 
 def _conversation(
-    row: dict[str, Any], number: int, columns: Sequence[str] = ("messages", "conversations", "conversation", "query")
+    row: dict[str, Any], index: int, columns: Sequence[str] = ("messages", "conversations", "conversation", "query")
 ) -> tuple[list[dict[str, str]], str]:
     """The messages of a row and the column they come from."""
     column = next((name for name in columns if row.get(name)), columns[-1])
     if column == "query":
-        pairs = [*(row.get("history") or ()), [required(row, number, "messages", "conversations", "query"), None]]
+        pairs = [*(row.get("history") or ()), [required(row, index, "messages", "conversations", "query"), None]]
         pairs[-1][1] = row.get("response")
         turns: Iterable = [
             {"role": role, "content": text}
@@ -558,14 +562,14 @@ def _conversation(
             if text is not None
         ]
     else:
-        turns = required(row, number, column)
+        turns = required(row, index, column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError(
-                f"row {number}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
+                f"row {index}, column '{column}': {shortened(repr(turns))} is no list of messages; is it "
                 "of another layout?"
             )
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for place, turn in enumerate(turns):
+    for i, turn in enumerate(turns):
         turn = {key: value for key, value in turn.items() if value is not None}
         if "human" in turn:
             chat += [{"role": _ROLES.get(key, key), "content": text} for key, text in turn.items()]
@@ -574,25 +578,25 @@ def _conversation(
             chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
         if chat[-1]["role"] not in _ROLES.values() or not isinstance(chat[-1]["content"], str):
             raise ValueError(
-                f"row {number}, column '{column}[{place}]': {shortened(turn)} is no text of a user, an assistant "
+                f"row {index}, column '{column}[{i}]': {shortened(turn)} is no text of a user, an assistant "
                 "or a system; write it as one (calls of tools and blocks aren't converted), or remove the row."
             )
     return chat, column
 
 
-def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], number: int) -> list[dict[str, Any]]:
+def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], index: int) -> list[dict[str, Any]]:
     """Messages of blocks, with a placeholder block for each medium."""
     row: dict[str, Any] = {"prompt": [dict(message) for message in chat]}
     for column, count in counts.items():  # only their number matters
         row[column] = ["it"] * count if column.endswith("s") else "it" if count else None
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
-    for kind in MODALITIES:
-        if f"<{kind}>" in words and not (row.get(kind) or row.get(f"{kind}s")):
+    for modality in MODALITIES:
+        if f"<{modality}>" in words and not (row.get(modality) or row.get(f"{modality}s")):
             raise ValueError(
-                f"row {number}, column '{kind}s': has no {kind} for '<{kind}>' in the text; add it, or remove the tag "
-                "from the text."
+                f"row {index}, column '{modality}s': has no {modality} for '<{modality}>' in the text; add it, or "
+                "remove the tag from the text."
             )
-    (placed,) = rows_to_messages([Row(number, row)])
+    (placed,) = rows_to_messages([Row(index, row)])
     messages = []
     for message in placed["prompt"]:
         content = message["content"]

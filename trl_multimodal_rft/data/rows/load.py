@@ -37,12 +37,12 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def reading(label: str) -> Iterator[None]:
     """Turns errors of `datasets` within the context into one line."""
     try:
         yield
     except StopIteration as error:  # of an empty file of JSON Lines
-        raise ValueError(f"{what} can't be read: it has no rows") from error
+        raise ValueError(f"{label} can't be read: it has no rows") from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         # The cause, rather than that generating failed
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
@@ -51,7 +51,7 @@ def reading(what: str) -> Iterator[None]:
             reason = "values are nested too deeply; store them as text"
         elif reason.startswith("Dataset scripts"):
             reason += "; name a file of its rows, or save them as Parquet with the version of `datasets` that ran it"
-        raise ValueError(f"{what} can't be read: {reason}") from error
+        raise ValueError(f"{label} can't be read: {reason}") from error
 
 
 def load_arguments(name: str, split: str) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def read_json(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def required(row: dict[str, Any], number: int, *names: str) -> Any:
+def required(row: dict[str, Any], index: int, *names: str) -> Any:
     """The first of these columns that a row has."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
     raise ValueError(
-        f"row {number} has no {' or '.join(map(repr, names))}, only {sorted(row)}; is it of another layout?"
+        f"row {index} has no {' or '.join(map(repr, names))}, only {sorted(row)}; is it of another layout?"
     )

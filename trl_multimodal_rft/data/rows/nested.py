@@ -28,25 +28,25 @@ def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | V
     return isinstance(feature, (Audio, Image, Video))
 
 
-def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], place: str = "") -> T:
-    """A nested value in which `change(item, feature, place)` replaces what the leaves of its feature describe."""
+def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
+    """A nested value in which `change(item, feature, path)` replaces what the leaves of its feature describe."""
     if isinstance(feature, dict) and isinstance(value, dict):
         items = value.items()
-        return cast(T, {key: map_features(item, feature[key], change, f"{place}.{key}") for key, item in items})
+        return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in items})
     if isinstance(feature, (List, LargeList)) and isinstance(value, list):
-        return cast(T, [map_features(item, feature.feature, change, f"{place}[{i}]") for i, item in enumerate(value)])
-    return change(value, feature, place)
+        return cast(T, [map_features(item, feature.feature, change, f"{path}[{i}]") for i, item in enumerate(value)])
+    return change(value, feature, path)
 
 
-def map_items(value: T, change: Callable[[Any, str], Any], place: str = "") -> T:
-    """Nested lists and dictionaries in which `change(item, place)` replaces the rest. Unchanged parts are reused."""
+def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
+    """Nested lists and dictionaries in which `change(item, path)` replaces the rest. Unchanged parts are reused."""
     # By its type, since `isinstance` decodes a `Decoded`
     if issubclass(type(value), list):
         before = cast(list, value)
-        items = [map_items(item, change, f"{place}[{i}]") for i, item in enumerate(before)]
+        items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(before)]
         return cast(T, items) if any(map(operator.is_not, items, before)) else value
     if issubclass(type(value), dict):
         fields = cast(dict, value)
-        held = {key: map_items(item, change, f"{place}.{key}") for key, item in fields.items()}
+        held = {key: map_items(item, change, f"{path}.{key}") for key, item in fields.items()}
         return cast(T, held) if any(map(operator.is_not, held.values(), fields.values())) else value
-    return change(value, place)
+    return change(value, path)

@@ -18,12 +18,12 @@ T = TypeVar("T")
 class Row(dict):
     """The columns of a row, and its number in the dataset, which errors name."""
 
-    def __init__(self, number: int, columns: dict[str, Any]):
+    def __init__(self, row_index: int, columns: dict[str, Any]):
         super().__init__(columns)
-        self.number = number
+        self.row_index = row_index
 
     def __reduce__(self) -> tuple:
-        return Row, (self.number, dict(self))
+        return Row, (self.row_index, dict(self))
 
 
 class DatasetRows:
@@ -33,12 +33,12 @@ class DatasetRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, number: int) -> Row:
-        return self.__getitems__([number])[0]
+    def __getitem__(self, row_index: int) -> Row:
+        return self.__getitems__([row_index])[0]
 
-    def __getitems__(self, numbers: list[int]) -> list[Row]:
-        rows = self.dataset.__getitems__(numbers)
-        return [Row(number, _with_arrays(row)) for number, row in zip(numbers, rows, strict=True)]
+    def __getitems__(self, row_indices: list[int]) -> list[Row]:
+        rows = self.dataset.__getitems__(row_indices)
+        return [Row(row_index, _with_arrays(row)) for row_index, row in zip(row_indices, rows, strict=True)]
 
 
 class EndlessRows:
@@ -50,12 +50,12 @@ class EndlessRows:
         self._order = lru_cache(maxsize=2)(self._order)
 
     def at(self, start: int, n: int) -> list[Row]:
-        return self.rows.__getitems__(self.numbers(start, n))
+        return self.rows.__getitems__(self.row_indices(start, n))
 
-    def numbers(self, start: int, n: int) -> list[int]:
+    def row_indices(self, start: int, n: int) -> list[int]:
         """Row numbers at positions of the endless order."""
-        places = (divmod(place, len(self.rows)) for place in range(start, start + n))
-        return [int(self._order(epoch)[place]) for epoch, place in places]
+        positions = (divmod(position, len(self.rows)) for position in range(start, start + n))
+        return [int(self._order(epoch)[position]) for epoch, position in positions]
 
     def _order(self, epoch: int) -> torch.Tensor:
         return torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.seed + epoch))

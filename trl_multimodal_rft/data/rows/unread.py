@@ -11,7 +11,7 @@ from datasets.features.features import FeatureType
 
 from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, shown_url
-from .columns import MEDIA_COLUMNS, _absent, _holds_several, block_kind, find_media
+from .columns import MEDIA_COLUMNS, _absent, _holds_several, block_modality, find_media
 from .nested import Rows, feature_leaves
 
 
@@ -34,7 +34,7 @@ _LAYOUTS = {
 
 _FEATURES = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
-# Names that show the kind of media whose data doesn't
+# Names that show the modality of media whose data doesn't
 _NAMES = {
     "audio": "audio|sound|speech|voice|wav|music",
     "image": "image|img|picture|photo|figure|screenshot",
@@ -45,34 +45,34 @@ _NAMES = {
 @dataclass
 class _Unread:
     column: str
-    place: str  # in the column
-    kind: str | None
+    path: str  # in the column
+    modality: str | None
     several: bool
-    how: str  # how it was recognized
+    evidence: str  # how it was recognized
     certain: bool
     everywhere: bool = True  # in each row that has a value
 
     @property
-    def likely_kind(self) -> str | None:
-        return self.kind or next((k for k, names in _NAMES.items() if re.search(names, self.place.lower())), None)
+    def likely_modality(self) -> str | None:
+        return self.modality or next((k for k, names in _NAMES.items() if re.search(names, self.path.lower())), None)
 
-    def is_of(self, kinds: Collection[str]) -> bool:
-        return bool(kinds) if self.likely_kind is None else self.likely_kind in kinds
+    def is_of(self, modalities: Collection[str]) -> bool:
+        return bool(modalities) if self.likely_modality is None else self.likely_modality in modalities
 
     def describe(self, columns: Collection[str]) -> str:
-        kind = self.likely_kind
-        column = f"{kind}s" if self.several else kind
-        if self.how == "blocks":
+        modality = self.likely_modality
+        column = f"{modality}s" if self.several else modality
+        if self.evidence == "blocks":
             remedy = "move them to 'prompt'"
-        elif kind == "PDF":
+        elif modality == "PDF":
             remedy = "give images of the pages in 'images'"
-        elif kind is None:
+        elif modality is None:
             remedy = "rename it to 'audio', 'image' or 'video'"
         else:
-            renames = self.place == self.column and column not in columns
+            renames = self.path == self.column and column not in columns
             remedy = f"{'rename' if renames else 'move'} it to {column!r}"
             remedy += f" (`rename_column({self.column!r}, {column!r})`)" * renames
-        return f"{self.place!r} ({self.how}): {remedy}"
+        return f"{self.path!r} ({self.evidence}): {remedy}"
 
 
 def check_columns(
@@ -96,11 +96,11 @@ def check_columns(
         raise ValueError(f"{name} {_no_prompt(columns, sample)}")
     if "solution" not in columns and other_layout(sample) == "verl":
         raise ValueError(f"{name} {_VERL}")
-    for kind in MODALITIES:
-        feature = features.get(kind)
+    for modality in MODALITIES:
+        feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
-        if kind not in ignored and (lists or any(_holds_several(kind, row.get(kind)) for row in rows)):
-            raise MediaError(f"{name}: column '{kind}' holds a list; rename the column to '{kind}s'")
+        if modality not in ignored and (lists or any(_holds_several(modality, row.get(modality)) for row in rows)):
+            raise MediaError(f"{name}: column '{modality}' holds a list; rename the column to '{modality}s'")
     others = [column for column in columns if column not in {*reads, *ignored, *MEDIA_COLUMNS}]
     looked = [_in_column(column, features.get(column), [row.get(column) for row in rows]) for column in others]
     unread = [found for found in looked if found is not None]
@@ -123,20 +123,21 @@ def check_columns(
     return message
 
 
-def check_has_prompt(row: Mapping[str, Any], place: int | None = None) -> None:
-    number = getattr(row, "number", place)
+def check_has_prompt(row: Mapping[str, Any], index: int | None = None) -> None:
+    row_index = getattr(row, "row_index", index)
     if "prompt" not in row:
-        raise ValueError(f"row {number} {_no_prompt(row, row)}")
+        raise ValueError(f"row {row_index} {_no_prompt(row, row)}")
     if "solution" not in row and other_layout(row) == "verl":
-        raise ValueError(f"row {number} {_VERL}")
+        raise ValueError(f"row {row_index} {_VERL}")
 
 
-def check_reward_columns(row: Mapping[str, Any], place: int | None = None) -> None:
+def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
     """Checks that no column has a name that reward functions get other values under."""
     for column in ("prompts", "completions"):
         if column in row:
+            row_index = getattr(row, "row_index", index)
             raise ValueError(
-                f"row {getattr(row, 'number', place)} has a column {column!r}, the name under which reward functions "
+                f"row {row_index} has a column {column!r}, the name under which reward functions "
                 f"get the {column} of the batch; call `dataset.rename_column({column!r}, ...)`, or remove the column."
             )
 
@@ -181,8 +182,8 @@ def check_ignored(columns: Collection[str] | None) -> None:
         raise ValueError("`ignored_media_columns` names 'prompt', which is always read; leave it out.")
 
 
-def columns_known(dataset: Rows) -> bool:
-    """Whether the columns are known before rows are read: not with a transform, nor for a stream without features."""
+def lists_columns(dataset: Rows) -> bool:
+    """Returns whether columns are known without rows: not with a transform, nor in a stream without features."""
     if isinstance(dataset, Dataset):
         return dataset.format["type"] != "custom"
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
@@ -190,7 +191,7 @@ def columns_known(dataset: Rows) -> bool:
 
 def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tuple[dict[str, Any], list[dict], bool]:
     """The features of a dataset, the text columns of some rows, and whether its features show media of prompts."""
-    if not columns_known(dataset):
+    if not lists_columns(dataset):
         return {}, [], False
     n = min(len(dataset), _N_ROWS) if isinstance(dataset, (Dataset, Sequence)) else 0
     indices = [i * len(dataset) // n for i in range(n)]
@@ -210,42 +211,42 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
         return features, rows, True
     keys = {"bytes", "path", "url", "base64"}
     leaves = [key for column in reads for key, _ in feature_leaves(features.get(column, Value("null")))]
-    return features, rows, any(key in keys or block_kind(key) is not None for key in leaves)
+    return features, rows, any(key in keys or block_modality(key) is not None for key in leaves)
 
 
 def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
     """Media in a column, if any: what certainly is a medium takes precedence over what may name one."""
-    for place, kind, how in _in_feature(feature, column):
-        return _Unread(column, place, kind, isinstance(feature, (List, LargeList)), how, certain=True)
+    for path, modality, evidence in _in_feature(feature, column):
+        return _Unread(column, path, modality, isinstance(feature, (List, LargeList)), evidence, certain=True)
     media = [[*find_media(value, column)] for value in values]
     everywhere = all(each or _absent(value) or not value for each, value in zip(media, values, strict=True))
     found = [(isinstance(values[i], (list, tuple)), *one) for i, each in enumerate(media) for one in each]
-    for several, place, kind, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
+    for several, path, modality, medium in sorted(found, key=lambda each: isinstance(each[-1], str)):
         if isinstance(medium, Encoded):
             continue  # found by its feature
         if isinstance(medium, str):
-            how = f"what looks like files, such as {shown_url(medium)[:60]!r}"
-            return _Unread(column, place, kind, several, how, certain=False, everywhere=everywhere)
-        is_block = isinstance(medium, dict) and block_kind(medium.get("type")) is not None
-        how = "blocks" if is_block else f"of type {type(medium).__name__}"
-        return _Unread(column, place, kind, several, how, certain=True)
+            evidence = f"what looks like files, such as {shown_url(medium)[:60]!r}"
+            return _Unread(column, path, modality, several, evidence, certain=False, everywhere=everywhere)
+        is_block = isinstance(medium, dict) and block_modality(medium.get("type")) is not None
+        evidence = "blocks" if is_block else f"of type {type(medium).__name__}"
+        return _Unread(column, path, modality, several, evidence, certain=True)
     return None
 
 
-def _in_feature(feature: FeatureType | None, place: str) -> Iterator[tuple[str, str | None, str]]:
-    """Place and kind of the media in a feature, and how they were recognized."""
+def _in_feature(feature: FeatureType | None, path: str) -> Iterator[tuple[str, str | None, str]]:
+    """Path and modality of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
     if name in _FEATURES:
-        yield place, _FEATURES[name], f"feature {name}"
+        yield path, _FEATURES[name], f"feature {name}"
     elif isinstance(feature, (List, LargeList)):
-        yield from _in_feature(feature.feature, place)
+        yield from _in_feature(feature.feature, path)
     elif isinstance(feature, dict) and {"array", "sampling_rate"} <= feature.keys():
-        yield place, "audio", "arrays with their rate"
+        yield path, "audio", "arrays with their rate"
     elif isinstance(feature, dict):
         for key, item in feature.items():
-            yield from _in_feature(item, place if key == "bytes" else f"{place}.{key}")
+            yield from _in_feature(item, path if key == "bytes" else f"{path}.{key}")
     elif isinstance(feature, Value) and "binary" in feature.dtype:
-        yield place, None, "bytes"
+        yield path, None, "bytes"
 
 
 def _holds_text(feature: FeatureType) -> bool:

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)  # accelerate's needs its state
 # Arguments of forwards that aren't media
 _NOT_MEDIA = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "labels"}
 
+_VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
 # Accepted for all families, since they mean nothing without pixels
 _GRIDS = {"image_grid_thw", "video_grid_thw"}
 
@@ -45,8 +47,8 @@ class Actor(nn.Module):
     """
     A policy that computes log-probabilities of its actions, the tokens of completions, and samples them.
 
-    [`ActorVL`], [`ActorAL`] and [`ActorOmni`] name their media; this class takes those of any model by the names of
-    the model's forward.
+    It takes media of any model by the names of the model's forward. [`ActorVL`] is the same by its name in LightRFT;
+    [`ActorAL`] and [`ActorOmni`] have a name for audio.
 
     Args:
         pretrain_or_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -182,6 +184,10 @@ class Actor(nn.Module):
         sequences: torch.LongTensor,
         num_actions: int | list[int] | None = None,
         attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
         **media: torch.Tensor | None,
@@ -197,12 +203,18 @@ class Actor(nn.Module):
                 output with its logits, and needs `return_output=True`.
             attention_mask (`torch.Tensor`, *optional*):
                 1 on tokens, shape `(B, S)`; all ones by default. Ignored for packed sequences.
+            pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
+                Images and videos of all sequences, in the shape of the family: for Qwen, patches of shape
+                `(sum of patches, D)`.
+            image_grid_thw, video_grid_thw (`torch.Tensor`, *optional*):
+                Patches of each of them in time, height and width, shape `(number, 3)`.
             return_output (`bool`, *optional*, defaults to `False`):
                 Whether to return the model's output, too. It has the logits of all tokens; packed, only `aux_loss`.
             packed_seq_lens (`list[int]`, *optional*):
                 Length of each packed sample.
             media (`torch.Tensor`):
-                Media and per-token fields by the names of the model's forward; `None` is ignored.
+                Further media, and per-token fields, by the names of the model's forward, such as `image_sizes`;
+                `None` is ignored.
 
         Returns:
             `torch.Tensor` or [`~transformers.utils.ModelOutput`] or both: Log-probabilities, float32, of shape
@@ -214,7 +226,8 @@ class Actor(nn.Module):
             `TypeError`: If the model has no argument of that name.
             `ValueError`: If the number of actions doesn't match the sequences, or packed sequences are unexpected.
         """
-        known = self._known(media)
+        vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        known = self._known(dict(zip(_VISION, vision, strict=True)) | media)
         if packed_seq_lens is not None:
             return self._forward_packed(sequences, num_actions, packed_seq_lens, known, return_output)
         if num_actions is None and not return_output:
@@ -310,7 +323,14 @@ class Actor(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Samples completions, never with placeholders of media.
@@ -318,8 +338,10 @@ class Actor(nn.Module):
         Args:
             input_ids, attention_mask (`torch.Tensor`):
                 Prompts, padded on the left, and 1 on their tokens (all by default), shape `(B, P)`.
+            pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
+                Images and videos, see [`Actor.forward`].
             kwargs:
-                Media by the names of the model's forward, and options of
+                Further media by the names of the model's forward, and options of
                 [`~transformers.GenerationMixin.generate`] such as `max_new_tokens`. The policy's temperature, and no
                 `top_k` or `top_p`, are defaults where the model's generation config has none.
 
@@ -336,6 +358,8 @@ class Actor(nn.Module):
             attention_mask = torch.ones_like(input_ids)
         if not attention_mask[:, -1].all():
             raise ValueError("Prompts must be padded on the left, so that completions follow them.")
+        vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        kwargs |= dict(zip(_VISION, vision, strict=True))
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         media = self._known({name: kwargs.pop(name) for name in tensors if name in self._accepted | _GRIDS})
@@ -369,8 +393,8 @@ class Actor(nn.Module):
     def _generation_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Effective options of `generate`: its arguments, then a generation config among them, then the model's."""
         config = kwargs.get("generation_config", GenerationConfig())
-        given = {name: value for name, value in config.to_dict().items() if value is not None}
-        return {**self.base_model.generation_config.to_dict(), **given, **kwargs}
+        options = {name: value for name, value in config.to_dict().items() if value is not None}
+        return {**self.base_model.generation_config.to_dict(), **options, **kwargs}
 
     def sampling_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """

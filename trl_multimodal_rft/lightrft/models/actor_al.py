@@ -54,7 +54,7 @@ class ActorAL(Actor):
 
         Args:
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw (`torch.Tensor`, *optional*):
-                Ignored here, so that all actors have the same call; [`ActorOmni`] uses them, see [`ActorVL.forward`].
+                Ignored here, so that all actors have the same call; [`ActorOmni`] uses them, see [`Actor.forward`].
             audio_values (`torch.Tensor`, *optional*):
                 Features of all clips, shape `(number of clips, mel bands, frames)` or in the family's order.
             audio_attention_mask (`torch.Tensor`, *optional*):
@@ -63,17 +63,11 @@ class ActorAL(Actor):
             media (`torch.Tensor`):
                 Further inputs of the family.
         """
-        if self._sees:
-            media |= {
-                "pixel_values": pixel_values,
-                "image_grid_thw": image_grid_thw,
-                "pixel_values_videos": pixel_values_videos,
-                "video_grid_thw": video_grid_thw,
-            }
+        if not self._sees:
+            pixel_values = image_grid_thw = pixel_values_videos = video_grid_thw = None
+        vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, return_output, packed_seq_lens)
         audio = self._audio(sequences, audio_values, audio_attention_mask)
-        return super().forward(
-            sequences, num_actions, attention_mask, return_output, packed_seq_lens, **audio, **media
-        )
+        return super().forward(sequences, num_actions, attention_mask, *vision, **audio, **media)
 
     def generate(
         self,

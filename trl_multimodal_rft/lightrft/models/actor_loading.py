@@ -50,8 +50,8 @@ def load_model(
         "device_map": device_map,
         "quantization_config": quantization if load_in_4bit else None,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    model = model_class.from_pretrained(path, dtype=torch.bfloat16 if bf16 else "auto", **given)
+    options = {name: value for name, value in options.items() if value is not None}
+    model = model_class.from_pretrained(path, dtype=torch.bfloat16 if bf16 else "auto", **options)
     freeze_as_built(model)
     return model
 

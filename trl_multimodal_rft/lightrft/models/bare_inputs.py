@@ -25,8 +25,8 @@ def bare_inputs(
     """
     Checks media against the ids and adds the model's per-token fields. The model computes its positions itself.
     """
-    given = {name: media[name] for name in TOKEN_FIELDS if name in media}
-    media = {name: value for name, value in media.items() if name not in given}
+    fields = {name: media[name] for name in TOKEN_FIELDS if name in media}
+    media = {name: value for name, value in media.items() if name not in fields}
     check_media(model, sequences, media)
     masks = [name for name in media if modality_of(name) == "audio" and name.endswith("mask")]
     if masks and family_of(model).isolate is not None:
@@ -37,12 +37,12 @@ def bare_inputs(
                     f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
                     "pass rows with clips of one length at a time."
                 )
-    if not given:
-        given = _checked_fields(model, sequences, media)
+    if not fields:
+        fields = _checked_fields(model, sequences, media)
         for name, fill in family_of(model).token_field_fill.items() if num_actions else ():
-            given[name] = given[name].clone()
-            given[name][:, -num_actions:] = fill
-    return {**to_model(media, model, sequences.device), **given}
+            fields[name] = fields[name].clone()
+            fields[name][:, -num_actions:] = fill
+    return {**to_model(media, model, sequences.device), **fields}
 
 
 def bare_prompt(
@@ -191,25 +191,25 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     """
     placeholders = _placeholders(model)
     masks = {modality: _masks(rows, ids) for modality, ids in placeholders.items()}
-    first = {kind: next((i for i, mask in enumerate(found) if mask.any()), None) for kind, found in masks.items()}
+    first = {name: next((i for i, mask in enumerate(of) if mask.any()), None) for name, of in masks.items()}
     # Without grids, sizes and masks
-    given = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
+    present = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
     # Videos with the image token look like images
-    as_images = "video" in given and first["video"] is None
+    as_images = "video" in present and first["video"] is None
     accepted = inspect.signature(type(model).forward).parameters
     for modality in MODALITIES:
         row, grid = first[modality], f"{modality}_grid_thw"
-        if row is not None and modality not in given and not (modality == "image" and as_images):
+        if row is not None and modality not in present and not (modality == "image" and as_images):
             raise MediaError(f"row {row} holds placeholders for {modality} but there is no {modality}; pass it.")
-        if modality in given and row is None and not (modality == "video" and first["image"] is not None):
+        if modality in present and row is None and not (modality == "video" and first["image"] is not None):
             raise MediaError(
                 f"there is {modality} but the sequences hold no placeholder for it, so that the model ignores it; "
                 "make the ids with the model's processor."
             )
-        if modality in given and grid in accepted and grid not in media:
+        if modality in present and grid in accepted and grid not in media:
             raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
         masks_of_audio = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
-        if modality == "audio" and "audio" in given and masks_of_audio and not masks_of_audio & media.keys():
+        if modality == "audio" and "audio" in present and masks_of_audio and not masks_of_audio & media.keys():
             raise MediaError(f"there is audio but no `{min(masks_of_audio)}`; pass what the processor returns.")
     for modality in MODALITIES:
         tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
@@ -222,8 +222,8 @@ def has_too_few_placeholders(
 ) -> bool:
     """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
     counts = _token_counts(model, modality, tensors)
-    found = sum(int(mask.sum()) for mask in _masks(rows, _placeholders(model)[modality]))
-    return counts is not None and 0 < found < sum(counts)
+    n_placeholders = sum(int(mask.sum()) for mask in _masks(rows, _placeholders(model)[modality]))
+    return counts is not None and 0 < n_placeholders < sum(counts)
 
 
 def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:

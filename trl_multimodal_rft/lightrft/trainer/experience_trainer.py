@@ -4,6 +4,7 @@
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,11 +36,17 @@ from ..models.bare_inputs import bare_prompt
 from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience, info_of
+from .experience_config import ExperienceConfig
 from .experience_maker import NaiveExperienceMaker
 from .experience_media import MEDIA_FIELDS, media_tensors
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
 
+
+WHOLE_WEIGHTS = (
+    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; use `MultimodalPPOTrainer`, "
+    "or DDP, ZeRO-1 or ZeRO-2."
+)
 
 # Metrics that are means over the actions of a micro-batch, and over those that have a reward
 _OF_ACTIONS = (
@@ -213,7 +220,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # In a field whose padding is removed, too
             items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
         if not isinstance(experience.sequences, list):
-            items = remove_padding_in_sequences(items, self._pad_token)
+            items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
         rollout = self._rollout_of(items)
         if self._half_done != trained:
             self._check_update_begins(f"An update of {' and '.join(sorted(self._half_done))}")
@@ -274,14 +281,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         size = self._token_filter.window or 1
         for start in range(0, len(micro_batches) if self._token_filter.is_on else 0, size):
             part = micro_batches[start : start + size]
-            self._token_filter.mark(part, [each.old_entropies for each in part])
+            self._token_filter.mark(part, [micro_batch.old_entropies for micro_batch in part])
         return micro_batches
 
     # Batches
-
-    @property
-    def _pad_token(self) -> int:
-        return self._tokenizer.pad_token_id
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
         """Checked samples as a rollout: prompts, and completions padded on the right."""
@@ -302,17 +305,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
-        prompts: list[EncodedPrompt] = []
-        for item in items:
-            prompts.append(self._prompt_of(item, prompts))
+        alike: defaultdict[tuple[int, ...], list[EncodedPrompt]] = defaultdict(list)
+        prompts = [self._prompt_of(item, alike[tuple(item.prompt_ids.tolist())]) for item in items]
         self.card_notes.modalities.update(*(prompt.modalities for prompt in prompts))
         actions = [item.sequences[len(item.prompt_ids) :] for item in items]
         mask = placed([row.long() for row in columns.pop("action_mask")])
         rollout = Rollout(
             prompts,
             torch.arange(len(prompts), device=device),  # a loss compares no groups
-            self._pad_token,
-            completion_ids=placed(actions, self._pad_token),
+            self._tokenizer.pad_token_id,
+            completion_ids=placed(actions, self._tokenizer.pad_token_id),
             completion_mask=placed([torch.ones_like(ids) for ids in actions]),
             tool_mask=mask,  # masked actions stay in the context
             # Of a generation batch, as in the trainer
@@ -328,14 +330,16 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return rollout
 
     def _prompt_of(self, item: BufferItem, others: list[EncodedPrompt]) -> EncodedPrompt:
-        """The prompt of a sample; equal ones are the same object, so that a forward shares them."""
+        """
+        The prompt of a sample, which joins the others of its ids; equal ones are the same object, so that a forward
+        shares them.
+        """
         media = {self._media_names.get(field, field): tensor.cpu() for field, tensor in media_tensors(item).items()}
-        ids = item.prompt_ids.cpu()
         for other in others:
-            same_ids = torch.equal(other.input_ids, ids) and other.media.keys() == media.keys()
-            if same_ids and all(torch.equal(other.media[name], value) for name, value in media.items()):
+            if other.media.keys() == media.keys() and all(torch.equal(other.media[n], v) for n, v in media.items()):
                 return other
-        return bare_prompt(self.actor.base_model, ids, media)
+        others.append(bare_prompt(self.actor.base_model, item.prompt_ids, media))
+        return others[-1]
 
     # Metrics
 
@@ -406,13 +410,60 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.save_model(str(Path(self.args.output_dir, folder)), _internal_call=True)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
+    # Other models
+
+    def make_experience_maker(self, size: int, **arguments: Any) -> NaiveExperienceMaker:
+        """The experience maker of this trainer, with `size` samples per experience."""
+        args = self.args
+        if self.is_fsdp_enabled:
+            raise ValueError(WHOLE_WEIGHTS)
+        if self._policy.fallbacks.isolate is not None and args.num_generations % size != 0:
+            raise ValueError(
+                f"A {self.actor.config.model_type} mixes media with their padding, so that an experience must hold "
+                f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
+                "or a divisor of it."
+            )
+        strategy = ExperienceConfig(
+            args.advantage_estimator,
+            n_samples_per_prompt=args.num_generations,
+            micro_rollout_batch_size=size,
+            kl_estimator="k1",
+            kl_in_reward=bool(args.kl_in_reward),
+            soft_overlong_cache=args.soft_overlong_cache,
+            reward_running_scale=args.reward_running_scale,
+            reward_clip_range=args.reward_clip_range,
+            bootstrap_truncated=args.bootstrap_truncated,
+            audio_overlong=args.audio_overlong,
+            progress=not args.disable_tqdm,
+            accelerator=self.accelerator,
+            ignored_media_columns=args.ignored_media_columns or (),
+            media_rules=args.rules,
+        )
+        maker = NaiveExperienceMaker(
+            self.actor, self.critic, kl_controller=self._kl_controller, strategy=strategy, **arguments
+        )
+        for model in maker.reward_models:
+            model.to(self.accelerator.device)
+        maker.reward_scale = self._reward_scale  # which checkpoints hold
+        return maker
+
+    def check_average(self, ema_model: Actor) -> None:
+        """Checks that an actor can hold the averaged weights: it must be a copy of the policy, and not the policy."""
+        averages, own = (dict(actor.model.named_parameters()) for actor in (ema_model, self.actor))
+        for name, average in self.ema.state_dict().items():
+            if name not in averages or averages[name].shape != average.shape:
+                raise ValueError(
+                    f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(average.shape)}."
+                )
+            if averages[name] is own[name]:
+                raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
+
     @torch.no_grad()
     def copy_average_to(self, actor: Actor) -> None:
         """Copies the averaged weights into another actor."""
         averages = dict(actor.model.named_parameters())
-        with self.ema_weights():
-            for name, parameter in self.ema._parameters.items():
-                averages[name].copy_(parameter)
+        for name, average in self.ema.state_dict().items():
+            averages[name].copy_(average)
 
 
 def _no_rewards(**kwargs):
@@ -426,8 +477,8 @@ def _no_rewards(**kwargs):
 def of_all_ranks(values: dict[str, list[float]]) -> dict[str, list[float]]:
     """Joins lists of all ranks, whose names may differ."""
     gathered = gather_object([values])
-    names = sorted({name for each in gathered for name in each})
-    return {name: [number for each in gathered for number in each.get(name, [])] for name in names}
+    names = sorted({name for lists in gathered for name in lists})
+    return {name: [number for lists in gathered for number in lists.get(name, [])] for name in names}
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
@@ -474,8 +525,8 @@ def evaluation_logs(
                 values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
         values["reward"] += rewards
         for start in range(0, len(rewards) if n > 1 else 0, n):
-            known = [each for each in rewards[start : start + n] if not math.isnan(each)]
-            values.setdefault("reward_best", []).append(max(known, default=math.nan))
+            scorable = [reward for reward in rewards[start : start + n] if not math.isnan(reward)]
+            values.setdefault("reward_best", []).append(max(scorable, default=math.nan))
     values = of_all_ranks(values)
     results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
     return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}

@@ -2,7 +2,7 @@
 """Arguments and batches of prompts of [`PPOTrainerVL`], converted and checked."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...trainers.ppo_config import MultimodalPPOConfig
 from ..models.actor import Actor
-from .experience_config import ExperienceConfig, check_options
-from .experience_maker import NaiveExperienceMaker
-from .experience_trainer import ExperienceTrainer
+from .experience_config import check_options
+from .experience_trainer import WHOLE_WEIGHTS
 
 
 # Options of the config that only the rollouts and the loop of `MultimodalPPOTrainer` have
@@ -42,11 +41,6 @@ _OF_ROLLOUTS = (
     "top_p",
     "use_transformers_continuous_batching",
     "use_vllm",
-)
-
-WHOLE_WEIGHTS = (
-    "Experience is made and scored with whole weights, which FSDP and ZeRO-3 don't keep; use `MultimodalPPOTrainer`, "
-    "or DDP, ZeRO-1 or ZeRO-2."
 )
 
 # Options of generation without effect on greedy decoding
@@ -126,53 +120,6 @@ def config_of(
     return config
 
 
-def experience_maker_of(trainer: ExperienceTrainer, size: int, **arguments) -> NaiveExperienceMaker:
-    """The experience maker of a trainer, with `size` samples per experience."""
-    config = trainer.args
-    if trainer.is_fsdp_enabled:
-        raise ValueError(WHOLE_WEIGHTS)
-    if trainer._policy.fallbacks.isolate is not None and config.num_generations % size != 0:
-        raise ValueError(
-            f"A {trainer.actor.config.model_type} mixes media with their padding, so that an experience must hold one "
-            f"prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({config.num_generations}) or a "
-            "divisor of it."
-        )
-    names = [each.name for each in fields(ExperienceConfig) if hasattr(config, each.name)]
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
-    options |= {"kl_estimator": "k1", "kl_in_reward": bool(config.kl_in_reward)}
-    options["media_rules"] = config.rules
-    options["ignored_media_columns"] = config.ignored_media_columns or ()
-    strategy = ExperienceConfig(
-        **options,
-        n_samples_per_prompt=config.num_generations,
-        micro_rollout_batch_size=size,
-        progress=not config.disable_tqdm,
-        accelerator=trainer.accelerator,
-    )
-    models: dict[str, Any] = {
-        "actor": trainer.actor,
-        "critic": trainer.critic,
-        "kl_controller": trainer._kl_controller,
-    }
-    maker = NaiveExperienceMaker(**models, strategy=strategy, **arguments)
-    for model in maker.reward_models:
-        model.to(trainer.accelerator.device)
-    maker.reward_scale = trainer._reward_scale  # which checkpoints hold
-    return maker
-
-
-def check_average(weights: dict[str, torch.Tensor], ema_model: Actor) -> None:
-    """Checks that an actor can hold averages of weights: it must be a copy of the policy, and not the policy."""
-    averages = dict(ema_model.model.named_parameters())
-    for name, parameter in weights.items():
-        if name not in averages or averages[name].shape != parameter.shape:
-            raise ValueError(
-                f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(parameter.shape)}."
-            )
-        if averages[name] is parameter:
-            raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
-
-
 def joined_optimizers(
     config: MultimodalPPOConfig,
     critic: nn.Module | None,
@@ -182,9 +129,8 @@ def joined_optimizers(
     critic_scheduler: LambdaLR | None,
 ) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
     """One optimizer and one schedule from those of policy and critic, `None` without any."""
-    optimizers: dict[str, Any] = {"actor_optim": actor_optim}
-    schedulers: dict[str, Any] = {"actor_scheduler": actor_scheduler}
-    if config.estimator.name == "gae":
+    optimizers, schedulers = {"actor_optim": actor_optim}, {"actor_scheduler": actor_scheduler}
+    if config.advantage_estimator == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
     elif critic_optim is not None or critic_scheduler is not None:
         raise ValueError(
@@ -193,35 +139,34 @@ def joined_optimizers(
         )
     if critic is None and critic_optim is not None:
         raise ValueError("`critic_optim` was passed, but no `critic` whose weights it could hold.")
-    given = {name for name, each in (optimizers | schedulers).items() if each is not None}
-    if not given:
+    passed = {name for name, value in [*optimizers.items(), *schedulers.items()] if value is not None}
+    if not passed:
         return None, None
-    if not given >= optimizers.keys():
-        raise ValueError(f"One optimizer trains all: with {sorted(given)} pass {sorted(optimizers)}, or none.")
-    classes: set[Any] = {type(each) for each in optimizers.values()}
-    if len(classes) > 1:
-        names = sorted(each.__name__ for each in classes)
-        raise ValueError(f"One optimizer trains policy and critic, so both must be of one class, got {names}.")
-    optimizer = classes.pop()([dict(group) for each in optimizers.values() for group in each.param_groups])
-    for each in optimizers.values():
-        optimizer.state.update(each.state)
-    if not given & schedulers.keys():
+    parts = [optimizer for optimizer in optimizers.values() if optimizer is not None]
+    if len(parts) < len(optimizers):
+        raise ValueError(f"One optimizer trains all: with {sorted(passed)} pass {sorted(optimizers)}, or none.")
+    if len(names := {type(part).__name__ for part in parts}) > 1:
+        raise ValueError(f"One optimizer trains policy and critic, so both must be of one class, got {sorted(names)}.")
+    groups = [dict(group) for part in parts for group in part.param_groups]
+    optimizer = type(parts[0])(groups)  # pyrefly: ignore[missing-argument]  (classes have default rates)
+    for part in parts:
+        optimizer.state.update(part.state)
+    if not passed & schedulers.keys():
         return optimizer, None
-    for name, each in schedulers.items():
-        if not isinstance(each, LambdaLR):
+    for name, scheduler in schedulers.items():
+        if not isinstance(scheduler, LambdaLR):
             raise ValueError(
                 f"`{name}` must be a `LambdaLR`, such as `transformers.get_scheduler` gives, got "
-                f"{type(each).__name__}."
+                f"{type(scheduler).__name__}."
             )
+    schedules = [each for each in schedulers.values() if each is not None]
     n_frozen = config.freezing_actor_steps
 
-    def thawed(factor):
+    def thawed(factor: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: 0.0 if step < n_frozen else factor(step - n_frozen)
 
-    factors = [thawed(factor) for factor in schedulers["actor_scheduler"].lr_lambdas]
-    if "critic_scheduler" in schedulers:
-        factors += schedulers["critic_scheduler"].lr_lambdas
-    return optimizer, LambdaLR(optimizer, factors)
+    factors = [thawed(factor) for factor in schedules[0].lr_lambdas]
+    return optimizer, LambdaLR(optimizer, sum((schedule.lr_lambdas for schedule in schedules[1:]), factors))
 
 
 # Batches of prompts

@@ -25,10 +25,8 @@ from .experience import Experience
 from .experience_trainer import ExperienceTrainer, evaluation_logs, rollout_logs
 from .ppo_options import (
     OF_SAMPLING,
-    check_average,
     check_rollout,
     config_of,
-    experience_maker_of,
     joined_optimizers,
     rows_of,
 )
@@ -186,12 +184,11 @@ class PPOTrainerVL:
         config.eval_strategy = strategy.eval_strategy
         self.critic = self.trainer.critic
         if ema_model is not None:
-            check_average(self.trainer.ema._parameters, ema_model)
+            self.trainer.check_average(ema_model)
         if gradient_checkpointing:
             options: Any = config.gradient_checkpointing_kwargs  # a string only before the config has read it
             actor.gradient_checkpointing_enable(options)
-        self.experience_maker = experience_maker_of(
-            self.trainer,
+        self.experience_maker = self.trainer.make_experience_maker(
             micro_rollout_batch_size,
             reward_model=reward_model,
             initial_model=reference,
@@ -274,13 +271,13 @@ class PPOTrainerVL:
         hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
         bar = tqdm(total=max_steps, initial=trainer.state.global_step, disable=hidden)
         while trainer.state.global_step < max_steps and not trainer.control.should_training_stop:
-            place = rollout % len(prompts)
+            batch_index = rollout % len(prompts)
             prompts.set_epoch(rollout // len(prompts))
             # A pass draws random numbers for its order when it begins, not when a run resumes within it
-            if place == 0:
+            if batch_index == 0:
                 trainer._load_rng_state(checkpoint)
-            for batch in skip_first_batches(prompts, place) if place else prompts:
-                if place != 0:
+            for batch in skip_first_batches(prompts, batch_index) if batch_index else prompts:
+                if batch_index != 0:
                     trainer._load_rng_state(checkpoint)
                 checkpoint = None
                 experiences = self.experience_maker.make_experience_list(self._rows(batch), **self.generate_kwargs)

@@ -178,7 +178,7 @@ class ReplayBuffer:
         def over_ranks(sums: torch.Tensor) -> torch.Tensor:
             return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
 
-        values, mask = (torch.cat(each or [torch.zeros(0)]) for each in (columns, masks))
+        values, mask = (torch.cat(rows or [torch.zeros(0)]) for rows in (columns, masks))
         whitened = whiten(values.double(), mask.bool(), reduce=over_ranks).to(values.dtype)
         parts = whitened.split([len(column) for column in columns])
         self._items = [replace(i, **{attribute: part.clone()}) for i, part in zip(self._items, parts, strict=True)]
@@ -191,7 +191,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: `SAVED_CLASSES`, and the values of `info`. Raw images are left out."""
-        items = [replace(each, raw_images=None) if isinstance(each, VisionRecord) else each for each in self._items]
+        items = [replace(item, raw_images=None) if isinstance(item, VisionRecord) else item for item in self._items]
         return {"items": items, "normalized": sorted(self._normalized), "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -371,9 +371,8 @@ def _split_value(value: Any, size: int) -> list:
 def _join_info(infos: list[dict | None]) -> dict | None:
     if all(info is None for info in infos):
         return None
-    given = [info or {} for info in infos]
-    keys = dict.fromkeys(key for info in given for key in info)
-    return {key: _join_values([info.get(key) for info in given]) for key in keys}
+    keys = dict.fromkeys(key for info in infos for key in info or {})
+    return {key: _join_values([(info or {}).get(key) for info in infos]) for key in keys}
 
 
 def _join_values(values: list) -> Any:

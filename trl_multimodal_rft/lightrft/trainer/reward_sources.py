@@ -57,8 +57,8 @@ class RewardSources:
             rewards.append(reward.float().view(n).cpu())
         rewards += [reward_tensor(_call(remote, known), n, get_callable_name(remote)) for remote in self.remotes]
         if self.reward_fn is not None:
-            given, first = ({"model_reward_list": rewards}, "model_reward_list") if rewards else ({}, None)
-            result = _call(self.reward_fn, {**known, **given}, first)
+            first = "model_reward_list" if rewards else None
+            result = _call(self.reward_fn, known | ({} if first is None else {first: rewards}), first)
             result, metrics = result if isinstance(result, tuple) and rewards else (result, {})
             return reward_tensor(result, n, get_callable_name(self.reward_fn)), metrics
         if self.recipe is not None:
