@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import trl_multimodal_rft
@@ -42,12 +43,6 @@ def public_names():
 
 
 NAMES = dict(public_names())
-# They override hooks of the trainers that use the mixin
-MIXINS = {
-    name: trl_multimodal_rft.MultimodalPPOTrainer
-    for name, value in NAMES.items()
-    if inspect.isclass(value) and name.endswith("Mixin")
-}
 
 
 def documented_in_full():
@@ -80,11 +75,12 @@ def documented(text):
     return {name.strip(" `*") for line in lines for name in line.split(",")}
 
 
-def seen(text):
-    """Returns docstrings of the package's functions and classes to which a docstring refers by "see [`name`]"."""
-    named = re.findall(r"\b[Ss]ee\s+\[`~?([\w.]+)`\]", text or "")
-    found = [each for name in named for own in NAMES if own.endswith(f".{name}") for each in definitions(own)]
-    return [each.__doc__ for each in found]
+def references(value):
+    """Returns the functions and classes to whose docstrings a docstring refers by "see [`name`]"."""
+    for path in re.findall(r"\b[Ss]ee\s+\[`~?([\w.]+)`\]", value.__doc__ or ""):
+        with suppress(AttributeError):
+            yield operator.attrgetter(path)(sys.modules[value.__module__])
+        yield from (each for name in NAMES if name.endswith(f".{path}") for each in definitions(name))
 
 
 def parameters(value):
@@ -104,19 +100,12 @@ def definitions(name):
     owner, _, attribute = name.rpartition(".")
     if owner not in NAMES:
         return [value]
-    bases = MIXINS.get(owner, NAMES[owner]).__mro__
-    found = [vars(base)[attribute] for base in bases if attribute in vars(base)]
+    found = [vars(base)[attribute] for base in NAMES[owner].__mro__ if attribute in vars(base)]
     return [getattr(each, "fget", None) or getattr(each, "__func__", each) for each in found]
 
 
 def is_ours(value):
     return (getattr(value, "__module__", None) or "").startswith("trl_multimodal_rft")
-
-
-def referred(value):
-    """Returns the name whose docstring describes the arguments."""
-    for path in re.findall(r"See \[`~?([\w.]+)`\] for", value.__doc__ or ""):
-        yield operator.attrgetter(path)(sys.modules[value.__module__])
 
 
 def raises(value):
@@ -149,18 +138,13 @@ def offends(name):
         yield f"describes parameters that it doesn't have: {sorted(strange)}"
     if not is_in_full(name) or not (all(is_ours(each) for each in known) or inspect.isclass(value)):
         return
-    known += referred(value)
-    texts = [each.__doc__ for each in known]
-    texts += [text for each in texts for text in seen(each)]
-    described = set().union(*map(documented, texts))
+    described = [each for owner in known for each in (owner, *references(owner))]
     inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
-    # The trainers describe the parameters of a mixin's constructor
-    if name not in MIXINS and (left := parameters(value) - inherited - {"kwargs"} - described):
+    named = set().union(*(documented(each.__doc__) for each in described))
+    if left := parameters(value) - inherited - {"kwargs"} - named:
         yield f"doesn't describe {sorted(left)}"
-    ours = [each.__doc__ for each in known if is_ours(each)]
-    ours += [text for each in ours for text in seen(each)]
-    titles = {title for each in ours for title, _ in sections(each)}
-    if raises(value) and name not in MIXINS and "Raises" not in titles:
+    titles = {title for each in described if is_ours(each) for title, _ in sections(each.__doc__)}
+    if raises(value) and "Raises" not in titles:
         yield "doesn't say what it raises"
     if inspect.isfunction(value) and parameters(value):
         result = inspect.signature(value).return_annotation

@@ -417,8 +417,8 @@ def test_bad_references_name_row_and_column(name, solution, problem):
         reward(prompts=["?", "?"], completions=["a", "b"], **columns)
 
 
-WITH_REFERENCES = [name for name in rewards.__all__ if name.endswith("_reward") and "format" not in name]
-WITH_REFERENCES = [name for name in WITH_REFERENCES if name not in ("tool_curiosity_reward", "choice_reward")]
+WITHOUT_REFERENCES = {"format_reward", "boxed_format_reward", "tool_curiosity_reward", "choice_reward"}
+WITH_REFERENCES = [name for name in rewards.__all__ if name.endswith("_reward") and name not in WITHOUT_REFERENCES]
 
 
 @pytest.mark.parametrize("name", WITH_REFERENCES)

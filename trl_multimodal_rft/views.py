@@ -123,7 +123,7 @@ class View:
                 f"The view {self.type.name!r} made {changed.shape} of {source.shape}; keep the shape of the medium, "
                 "and so the tokens of its prompt."
             )
-        changed = changed.astype(source.dtype, copy=False)
+        changed = np.ascontiguousarray(changed, source.dtype)  # torch takes no array in reverse
         if isinstance(media, PIL.Image.Image):
             return cast(M, PIL.Image.fromarray(changed[0]))
         is_tensor = isinstance(media, torch.Tensor)

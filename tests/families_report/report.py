@@ -75,8 +75,8 @@ def cells(found: Measurement) -> tuple[str, ...]:
     return (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
 
 
-def summary(measured: list[Measurement]) -> str:
-    modes = [each.mode.split(":")[0] for each in measured]
+def summary(rows: Sequence[tuple[str, ...]]) -> str:
+    modes = [row[HEADER.index("scored")].split(":")[0] for row in rows]
     totals = ", ".join(f"{modes.count(mode)} {mode}" for mode in sorted(set(modes), key=modes.count, reverse=True))
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
     return f"With {versions}: {totals}."
@@ -87,9 +87,12 @@ def table(rows: list[tuple[str, ...]], header: tuple[str, ...] = HEADER) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines)
 
 
-def with_table(page: str, measured: list[Measurement]) -> str:
-    """Replaces a page's table."""
-    return f"{page.partition(MARK)[0]}{MARK}\n\n{summary(measured)}\n\n{table([*map(cells, measured)])}"
+def with_table(page: str, measured: list[Measurement], with_rest: bool = False) -> str:
+    """Replaces a page's table, or with the rest of it these families' rows."""
+    text, _, stored = page.partition(MARK)
+    rows = [tuple(line[2:-2].split(" | ")) for line in stored.splitlines()[6:]] if with_rest else []
+    rows = sorted({row[0]: row for row in [*rows, *map(cells, measured)]}.values())
+    return f"{text}{MARK}\n\n{summary(rows)}\n\n{table(rows)}"
 
 
 def with_differences(page: str, measured: list[Measurement]) -> str:
@@ -99,7 +102,7 @@ def with_differences(page: str, measured: list[Measurement]) -> str:
     rows = table([row for row in other if row[1] != row[2]], ("family", "in the table", "here", "remark"))
     missing = ", ".join(f"`{name}`" for name in sorted(modes.keys() - {each.family for each in measured}))
     absent = f"Not in this version, or without its media: {missing}. Scored otherwise than in the table below:"
-    text = f"{summary(measured)} {absent}\n\n{rows}"
+    text = f"{summary([*map(cells, measured)])} {absent}\n\n{rows}"
     return re.sub(rf"(?<={DIFFERENCES}\n).*?(?=\n## )", lambda match: f"\n{text}", page, count=1, flags=re.DOTALL)
 
 
@@ -107,7 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures families, prints the table, and writes it into a page."""
     parser = argparse.ArgumentParser("families_report", description=__doc__)
     add = parser.add_argument
-    add("--only", type=lambda names: names.split(","), help="families to measure, such as qwen2_audio,qwen2_5_vl")
+    add(
+        "--only",
+        type=lambda names: names.split(","),
+        help="families to measure, such as qwen2_audio,qwen2_5_vl; others keep their rows",
+    )
     add("--synthetic", action="store_true", help="random tensors instead of what processors return, for all families")
     add("--time_limit", type=float, default=180, help="seconds that a family may take")
     add("--num_workers", type=int, default=os.cpu_count(), help="families that are measured at a time")
@@ -129,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for n, each in enumerate(measure_all(dict(sorted(work.items())), args.time_limit, args.num_workers), 1):
         found.append(each)
         print(f"[{n}/{len(work)}] {' | '.join(cells(each))}", file=sys.stderr)
-    print(summary(found), table([*map(cells, found)]), sep="\n\n", end="")
+    rows = [*map(cells, found)]
+    print(summary(rows), table(rows), sep="\n\n", end="")
     if args.output is not None:
-        write = with_differences if args.differences else with_table
-        args.output.write_text(write(args.output.read_text(encoding="utf-8"), found), encoding="utf-8")
+        page, with_rest = args.output.read_text(encoding="utf-8"), args.only is not None
+        page = with_differences(page, found) if args.differences else with_table(page, found, with_rest)
+        args.output.write_text(page, encoding="utf-8")

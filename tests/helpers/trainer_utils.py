@@ -7,6 +7,7 @@ import gc
 import json
 import operator
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from types import SimpleNamespace
 import accelerate
 import torch
 from datasets import Dataset
-from transformers import AutoProcessor, TrainerCallback
-from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from transformers import AutoProcessor, TrainerCallback, TrainingArguments
+from trl import GRPOTrainer
 
 from helpers.chats import RATE, audio, image, video
 from helpers.families import ALL_FAMILIES, fresh
@@ -326,8 +327,6 @@ CONFIGS = {
     "sft": MultimodalSFTConfig,
     "distillation": MultimodalDistillationConfig,
 }
-_CONFIG_OF = {TRAINERS[kind]: CONFIGS[kind] for kind in TRAINERS}
-_CONFIG_OF |= {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, DistillationTrainer: DistillationConfig}
 
 
 @dataclass
@@ -361,7 +360,10 @@ AS_SHIPPED = {"media_prefetch": 1, "self_check": True}
 
 
 def config_of(trainer_class) -> type:
-    return next(_CONFIG_OF[base] for base in trainer_class.__mro__ if base in _CONFIG_OF)
+    """Returns the config of a trainer of this package or of TRL, which has its name."""
+    packages = [(sys.modules[base.__module__.split(".")[0]], base.__name__) for base in trainer_class.__mro__]
+    configs = [getattr(package, name.replace("Trainer", "Config"), None) for package, name in packages]
+    return next(config for config in configs if isinstance(config, type) and issubclass(config, TrainingArguments))
 
 
 def make_trainer(

@@ -1,0 +1,140 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+A contributor's day: follows the rows of CONTRIBUTING.md, one addition each, in a copy of the repository.
+
+The rows name the files and the commands. What an addition writes anywhere else is an error, as is a command that the
+row doesn't name; then the default tests that look at it have to pass. `python tests/contributor.py` prints each step.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+from helpers.forked import ADDRESS
+
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "trl_multimodal_rft"
+TEXTS = Path(__file__).with_suffix(".txt")
+FAMILY = "vipllava"
+
+
+def additions() -> dict[str, list[tuple[str, str, str]]]:
+    """
+    Returns the additions of `contributor.txt` by the rows that they follow: for each file its path, text and where.
+
+    The text of a file that isn't there is all of it; otherwise it stands below the first line that begins with what
+    follows `|`, or at the end. What follows `<` is a trainer's file of which the new one is a copy under another name.
+    """
+    found = {}
+    for section in re.split(r"^=== ", TEXTS.read_text(), flags=re.MULTILINE)[1:]:
+        title, *files = re.split(r"^--- ", section, flags=re.MULTILINE)
+        heads = [file.partition("\n")[::2] for file in files]
+        found[title.strip()] = [(*re.match(r"(\S+) ?(.*)", head).groups(), text) for head, text in heads]
+    return found
+
+
+def add(tree: Path, path: str, where: str, text: str) -> None:
+    """Adds a text to a file of the copy."""
+    file, (sign, _, start) = tree / path, where.partition(" ")
+    if sign == "<":
+        text = (tree / start).read_text().replace("MultimodalRLOO", "MultimodalPlain")
+        file.write_text(text.replace("rloo_config", "plain_config"))
+    elif not file.exists():
+        file.write_text(Path(__file__).read_text().partition("\n")[0] + "\n" + text)
+    elif sign == "|":
+        lines = file.read_text().splitlines(keepends=True)
+        index = next((i for i, line in enumerate(lines) if line.lstrip().startswith(start)), None)
+        if index is None:
+            raise LookupError(f"{path} has no line that begins with {start!r}")
+        indent = re.match(" *", lines[index])[0]
+        added = [indent + line if line.strip() else line for line in text.splitlines(keepends=True)]
+        file.write_text("".join([*lines[: index + 1], *added, *lines[index + 1 :]]))
+    else:
+        file.write_text(f"{file.read_text()}\n\n{text}")
+
+
+# What looks at every name that is registered, exported or documented, and the tests of the additions
+WHOLE = "architecture house docs docstrings model_card grpo_config trl_losses hostile_rewards reference_api mutations"
+PARTS = "families advantages losses views ready_rewards grpo_sampling trl_parity contract cli nothing_twice"
+NEW = f"{FAMILY} greedy reinforce mirror full_stop echo plain versions every_override table help listed"
+
+
+def rows(page: str) -> dict[str, str]:
+    """Returns the rows of the table of additions, by their first cells."""
+    return dict(re.findall(r"^\| (an? [^|]+) \| (.+) \|$", page, re.MULTILINE))
+
+
+def named(text: str) -> tuple[list[str], list[str]]:
+    """Returns patterns of the files that a row names, and its commands."""
+    spans = re.findall(r"`([^`]+)`", text)
+    commands = [span.replace("<name>", FAMILY) for span in spans if span.startswith("python ")]
+    paths = [span for span in spans if re.fullmatch(r"[\w<>*/.]+(?:/|\.(?:py|md|json))", span)]
+    at_root = [path.startswith(("tests/", "docs/", "CHANGELOG")) for path in paths]
+    full = [path if is_full else f"{PACKAGE}/{path}" for path, is_full in zip(paths, at_root, strict=True)]
+    return [re.sub(r"<\w+>", "*", path) + "*" * path.endswith("/") for path in full], commands
+
+
+def run(command: list[str], tree: Path) -> str:
+    """Runs a command in the copy, apart from a test run of this repository, and returns what it prints."""
+    outer = {name for name in os.environ if name.startswith("PYTEST_")} | {ADDRESS}
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    environment |= {"PYTHONPATH": str(tree), "COLUMNS": "200"}
+    ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}{ended.stderr[-3000:]}")
+    return ended.stdout
+
+
+def changed(tree: Path) -> list[str]:
+    return [line[3:] for line in run(["git", "status", "--porcelain", "-uall"], tree).splitlines()]
+
+
+def follow(tree: Path) -> None:
+    """Makes the additions in a copy of the repository, and runs the tests. Raises an error where a row falls short."""
+    subprocess.run(f"git ls-files | tar -cT - | tar -xC {tree}", shell=True, check=True, cwd=ROOT)
+    git = ["git", "-c", "user.name=contributor", "-c", "user.email=contributor@localhost"]
+    commit = [[*git, "add", "-A"], [*git, "commit", "-q", "-m", "addition"]]
+    for command in (["git", "init", "-q"], *commit):
+        run(command, tree)
+    page = (tree / "CONTRIBUTING.md").read_text()
+    table = rows(page)
+    [common] = re.findall(r"^For each of them .*?^$", page, re.MULTILINE | re.DOTALL)
+    always, finally_ = named(common)
+    commands: list[str] = []
+    for title, texts in additions().items():
+        allowed, of_row = named(table[title])
+        for path, where, text in texts:
+            add(tree, path, where, text)
+        changelog = tree / "CHANGELOG.md"
+        changelog.write_text(changelog.read_text().replace("## [Unreleased]\n", f"## [Unreleased]\n\n- {title}\n", 1))
+        if others := [path for path in changed(tree) if not is_named(path, [*allowed, *always])]:
+            raise RuntimeError(f"The row of {title} doesn't name {', '.join(others)}")
+        commands += [each for each in of_row if each not in commands]
+        for command in commit:
+            run(command, tree)
+        print(title, "is added", flush=True)
+    everything = [*always, *(path for title in additions() for path in named(table[title])[0])]
+    for command in [*commands, *finally_]:
+        run([sys.executable, *shlex.split(command)[1:]], tree)
+        print(command, flush=True)
+    if others := [path for path in changed(tree) if not is_named(path, everything)]:
+        raise RuntimeError(f"Commands of the rows write what no row names: {', '.join(others)}")
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:helpers.cpu_seconds"]
+    for names, selected in ((WHOLE, []), (PARTS, ["-k", " or ".join(NEW.split())])):
+        print(run([*pytest, *(f"tests/test_{name}.py" for name in names.split()), *selected], tree)[-300:], flush=True)
+
+
+def is_named(path: str, patterns: list[str]) -> bool:
+    """Returns whether a pattern has a path, in the same folder."""
+    return any(fnmatch(path, pattern) and path.count("/") == pattern.count("/") for pattern in patterns)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        follow(Path(folder))
