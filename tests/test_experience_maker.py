@@ -620,9 +620,9 @@ def assert_per_action(experiences, name, expected):
 
 VARIANTS = [
     *[(estimator, {}) for estimator in ESTIMATORS],
-    ("reinforce_baseline", {"norm_level": "sequence"}),
-    ("cpgd", {"cpgd_weight": "none"}),
-    ("cpgd", {"cpgd_weight": "std"}),
+    ("reinforce_baseline(norm_level='sequence')", {}),
+    ("cpgd(weight='none')", {}),
+    ("cpgd(weight='std')", {}),
     ("gae", {"kl_in_reward": False}),
     ("rloo", {"kl_in_reward": False}),
     ("group_norm", {"kl_in_reward": True}),
@@ -639,9 +639,7 @@ def test_advantages_and_returns(estimator, options):
         d = each.action_log_probs - each.base_action_log_probs
         assert_close(each.kl, (-d).exp() - 1 + d, rtol=1e-4, atol=1e-6)
     in_reward = options.get("kl_in_reward", estimator in ("gae", "reinforce", "rloo"))
-    known = {"cpgd_weight": "weight", "norm_level": "norm_level"}
-    known = {known[name]: value for name, value in options.items() if name in known}
-    known |= {"beta": 0.3 if in_reward else 0.0, "gamma": 0.9, "lambd": 0.8}
+    known = {"beta": 0.3 if in_reward else 0.0, "gamma": 0.9, "lambd": 0.8}
     advantages, returns = expected_advantages(estimator, experiences, 3, **known)
     assert_per_action(experiences, "advantages", advantages)
     assert_per_action(experiences, "returns", returns)
@@ -921,8 +919,14 @@ def test_tokenize_fn_never_cuts_media():
     ("options", "error"),
     [
         ({"advantage_estimator": "ppo"}, "`advantage_estimator` must be one of 'group_norm', .*'gae', got 'ppo'"),
-        ({"norm_level": "batch"}, "`norm_level` must be one of 'token', 'sequence', got 'batch'"),
-        ({"cpgd_weight": "mean"}, "`cpgd_weight` must be one of 'none', 'std', 'clip_filter_like'"),
+        (
+            {"advantage_estimator": "reinforce_baseline(norm_level='batch')"},
+            "`norm_level` of 'reinforce_baseline' must be one of 'token', 'sequence', got 'batch'",
+        ),
+        (
+            {"advantage_estimator": "cpgd(weight='mean')"},
+            "`weight` of 'cpgd' must be one of 'none', 'std', 'clip_filter_like'",
+        ),
         ({"kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
         ({"audio_overlong": "drop"}, "`audio_overlong` must be one of 'raise', 'truncate'"),
         ({"n_samples_per_prompt": 0}, "`n_samples_per_prompt` must be at least 1"),

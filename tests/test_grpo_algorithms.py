@@ -46,10 +46,10 @@ KL_IN_REWARD = {"beta": 0.5, "kl_in_reward": True}
         ("rloo", {"beta": 0.5}, {}),
         ("reinforce", {}, {}),
         ("reinforce++", {"beta": 0.5}, {}),
-        ("reinforce++_baseline", {"norm_level": "sequence"}, {"norm_level": "sequence"}),
+        ("reinforce++_baseline(norm_level='sequence')", {}, {}),
         ("reinforce_baseline", KL_IN_REWARD, {}),
         ("cpgd", {}, {}),
-        ("cpgd", {"cpgd_weight": "std"}, {"weight": "std"}),
+        ("cpgd(weight='std')", {}, {}),
         ("dr_grpo", {}, {}),
     ],
 )
@@ -295,7 +295,7 @@ class Scoring(Recorded):
     "scope, source, renormalize, options",
     [
         ("batch", "rollout", False, {}),
-        ("batch", "current", True, {"loss_type": "cpgd", "cpgd_drift_coef": 0.5, "cpgd_drift_clamp": 0.05}),
+        ("batch", "current", True, {"loss_type": "cpgd(drift_coef=0.5, drift_clamp=0.05)"}),
         ("sequence", "current", True, {"loss_type": "dual_clip"}),
         ("sequence", "rollout", False, {"advantage_estimator": "reinforce", "kl_in_reward": False}),
         ("micro_batch", "rollout", True, {}),

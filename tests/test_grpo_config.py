@@ -70,10 +70,13 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             ({"advantage_estimator": name, "num_generations": 1}, f"={CANONICAL.get(name, name)!r}` compares the")
             for name in ("group_norm", "grpo", "rloo", "reinforce++_baseline", "cpgd", "dr_grpo")
         ),
+        *(({name: "other"}, f"`{name}` must be one of") for name in ("entropy_scope", "entropy_source")),
         *(
-            ({name: "other"}, f"`{name}` must be one of")
-            for name in ("norm_level", "cpgd_weight", "entropy_scope", "entropy_source")
+            ({"advantage_estimator": f"{name}({setting}='other')"}, f"`{setting}` of {name!r} must be one of")
+            for name, setting in (("reinforce_baseline", "norm_level"), ("cpgd", "weight"))
         ),
+        ({"advantage_estimator": "cpgd(wieght='std')"}, "'cpgd' has no setting 'wieght', only ['weight']"),
+        ({"advantage_estimator": "reinforce(kl_coef=0.1)"}, "'reinforce' has no setting 'kl_coef', only []"),
         *(({"top_entropy_quantile": value}, "`top_entropy_quantile` must be above 0") for value in (0.0, -0.1, 1.1)),
         (
             {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 2, "steps_per_generation": 3},
@@ -121,8 +124,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"advantage_estimator": "reinforce", "loss_type": "gmpo"}, "`loss_type='gmpo'` takes one advantage per"),
         ({"loss_type": "gmpo", "entropy_renormalize": True}, "`entropy_renormalize` has no effect with"),
-        ({"loss_type": "cpgd", "cpgd_drift_coef": -1.0}, "`cpgd_drift_coef` must be at least 0, got -1.0"),
-        ({"loss_type": "cpgd", "cpgd_drift_clamp": 0.0}, "`cpgd_drift_clamp` must be above 0, got 0.0"),
+        ({"loss_type": "cpgd(drift_coef=-1.0)"}, "`drift_coef` of 'cpgd' must be at least 0, got -1.0"),
+        ({"loss_type": "cpgd(drift_clamp=0.0)"}, "`drift_clamp` of 'cpgd' must be above 0, got 0.0"),
+        ({"loss_type": "cpgd(drift_clamp='2')"}, "`drift_clamp` of 'cpgd' must be a number, got the text '2'"),
+        ({"loss_type": "dapo(drift_coef=0.1)"}, "'dapo' has no setting 'drift_coef', only []"),
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
         *(

@@ -18,6 +18,7 @@ from trl_multimodal_rft.algorithms.losses import (
     LossInputs,
     LossOptions,
     aggregate,
+    as_loss,
     policy_drift,
 )
 from trl_multimodal_rft.rollout.score import engine_ratios
@@ -49,9 +50,10 @@ MASK = tensor([[1, 1, 1], [1, 1, 0]])
 def policy_loss(name, log_ratio, advantages, mask=None, epsilon_low=0.2, epsilon_high=0.2, *, weights=1.0, **options):
     """Calls a loss by name. The old log-probabilities are 0."""
     mask = torch.ones_like(log_ratio) if mask is None else mask
-    options = LossOptions(epsilon_low, epsilon_high, **{"drift_coef": 0.0, **options})
+    name = "cpgd(drift_coef=0.0)" if name == "cpgd" else name
+    options = LossOptions(epsilon_low, epsilon_high, **options)
     inputs = LossInputs(log_ratio, torch.zeros_like(log_ratio), advantages, mask, weights)
-    return LOSSES[name](inputs, options).loss
+    return as_loss(name)(inputs, options).loss
 
 
 def test_cpgd_golden():

@@ -45,7 +45,6 @@ from test_frozen_towers import switch_off
 from transformers import Trainer
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 
 
@@ -212,7 +211,7 @@ def as_trl(draw: Draw, config) -> dict | None:
         return None
     if draw.kind == "grpo":
         scope, filtered = (config.entropy_scope, config.entropy_source), config.top_entropy_quantile < 1
-        if not LOSSES[config.loss_type].sequence_level or (filtered and scope != ("micro_batch", "current")):
+        if not config.loss.sequence_level or (filtered and scope != ("micro_batch", "current")):
             return None
     return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}
 

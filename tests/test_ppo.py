@@ -493,7 +493,7 @@ def test_critic_of_a_quantized_policy(tmp_path):
 def value_loss_by_hand(trainer, moment, values):
     """Computes the value loss of a micro-batch token by token, and the number of clipped tokens."""
     args, batch = trainer.args, moment.batch
-    kind, steps = args.loss_type, args.gradient_accumulation_steps
+    kind, steps = args.loss.name, args.gradient_accumulation_steps
     rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
     scorable = [i for i, flag in enumerate(batch["scorable"].tolist()) if flag]
     n_scorable = sum(len(rows[i]) for i in scorable)

@@ -5,11 +5,13 @@ import ast
 import difflib
 import importlib
 import inspect
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -102,15 +104,22 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
     if not text.endswith(")"):
         return text, None
     try:
-        call: Any = ast.parse(text.strip(), mode="eval").body
-        if call.args:
+        name, _, settings = text.strip().partition("(")
+        call: Any = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
+        if call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
-        return ast.unparse(call.func), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return name, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (AttributeError, SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
         ) from None
+
+
+def spelled(name: str, settings: dict[str, Any]) -> str:
+    """The text that [`split_settings`] reads."""
+    listed = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    return f"{name}({listed})" if listed else name
 
 
 def recipe_names(recipe: Any) -> list[str]:
@@ -127,11 +136,55 @@ def recipe_names(recipe: Any) -> list[str]:
     return [*dict.fromkeys(name for each in weights for name in each)]
 
 
-def check_settings(function: Callable, name: str, settings: dict[str, Any]) -> None:
-    """Refuses settings that a function has no parameter for; it might have `**kwargs`, which takes any."""
-    names = [key for key, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
-    for key in settings.keys() - names:
-        raise ValueError(f"{name!r} has no setting {key!r}, only {names}.")
+def check_settings(
+    function: Callable, name: str, settings: dict[str, Any], names: Sequence[str] | None = None
+) -> None:
+    """
+    Raises a `ValueError` about settings that a function has no parameter for (it might have `**kwargs`, which takes
+    any), or that aren't among these `names`, and about values that its annotations exclude, see [`check_value`].
+    """
+    parameters = inspect.signature(function).parameters
+    known = [key for key, each in parameters.items() if each.kind is not each.VAR_KEYWORD] if names is None else names
+    for key, value in settings.items():
+        if key not in known:
+            raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.")
+        parameter = parameters[key]
+        check_value(f"`{key}` of {name!r}", value, parameter.annotation, f"the default is {parameter.default!r}")
+
+
+def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
+    """
+    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, or a number, with an interval
+    as `Annotated[float, "[0, 1)"]`.
+    """
+    if value is None and NoneType in get_args(annotation):
+        return
+    if NoneType in get_args(annotation):
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal and value not in get_args(annotation):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}.")
+    plain, interval = get_args(annotation)[:2] if get_origin(annotation) is Annotated else (annotation, None)
+    if plain in (bool, int, float) and isinstance(value, str):
+        wanted = "`True` or `False`" if plain is bool else "a number"
+        raise ValueError(f"{name} must be {wanted}, got the text {value!r}; write it without quotes.")
+    if interval is not None:
+        check_interval(name, value, interval, remedy)
+
+
+def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:
+    """Raises a `ValueError` about a number outside of an interval such as `"[0, 1)"`."""
+    low, high = map(float, interval[1:-1].split(", "))
+    closed_low, closed_high = interval[0] == "[", interval[-1] == "]"
+    if value is not None and (low <= value if closed_low else low < value):
+        if value <= high if closed_high else value < high:
+            return
+    if high < math.inf and closed_low and closed_high:
+        words = f"between {low:g} and {high:g}"
+    else:
+        words = f"{'at least' if closed_low else 'above'} {low:g}"
+        words += "" if high == math.inf else f" and {'at most' if closed_high else 'below'} {high:g}"
+    words += "" if value is None or math.isfinite(value) else " and finite"
+    raise ValueError(f"{name} must be {words}, got {value}; {remedy}.")
 
 
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:
@@ -151,7 +204,7 @@ def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any
         raise ValueError(f"There is no {kind} {name!r}: {error}.") from error
 
 
-def refuse_taken(names: Iterable[str], taken: Iterable[str], decorator: str) -> None:
-    """Refuses names to register that others have, whose functions they would replace in silence."""
-    if both := sorted({*names} & {*taken}):
+def check_unused(names: Iterable[str], used: Iterable[str], decorator: str) -> None:
+    """Raises about names to register that others have, whose functions they would replace in silence."""
+    if both := sorted({*names} & {*used}):
         raise ValueError(f"`@{decorator}` got the name {both[0]!r}, which is registered already; choose another one.")

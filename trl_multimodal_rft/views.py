@@ -18,7 +18,7 @@ import torch
 from .algorithms.papers import Paper, paper_of
 from .data.columns import MediaRef
 from .families import MODALITIES
-from .spelling import check_settings, load_dotted, refuse_taken, split_settings
+from .spelling import check_settings, check_unused, load_dotted, split_settings
 
 
 _GREY = 128  # pixel value
@@ -57,7 +57,7 @@ def view(name: str, **facts) -> Callable:
     """
 
     def register(function):
-        refuse_taken([name], VIEWS, "view")
+        check_unused([name], VIEWS, "view")
         VIEWS[name] = ViewType(name, paper_of(function), function, **facts)
         return function
 

@@ -67,7 +67,7 @@ CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_base
 def loss_by_hand(trainer, moment, logps, weights=None):
     """Returns the loss of a micro-batch, computed token by token."""
     args, batch = trainer.args, moment.batch
-    kind, steps = args.loss_type, args.gradient_accumulation_steps if moment.training else 1
+    kind, steps = args.loss.name, args.gradient_accumulation_steps if moment.training else 1
     mask = batch["completion_mask"].bool()
     old = batch.get("old_per_token_logps", logps.detach())
     items = batch["num_items_in_batch"].item() * (steps / args.steps_per_generation if moment.training else 1)
@@ -90,8 +90,8 @@ def loss_by_hand(trainer, moment, logps, weights=None):
             if kind == "cpgd":
                 bounded = ratio.clamp(1 - low, 1 + high).log()
                 policy = -torch.min(ratio.log() * advantage, bounded * advantage)
-                drift = min(ratio.item() - 1, args.cpgd_drift_clamp)
-                total += share * args.cpgd_drift_coef * drift * logps[i, t]
+                drift = min(ratio.item() - 1, args.loss.settings.get("drift_clamp", 2.0))
+                total += share * args.loss.settings.get("drift_coef", 0.01) * drift * logps[i, t]
             elif kind == "gmpo":
                 bounded = ratio.log().clamp(max=high) if advantage > 0 else ratio.log().clamp(min=-low)
                 mean = mean + weight[t] * bounded / max(sum(weight.values()), 1)

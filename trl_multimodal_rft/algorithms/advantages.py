@@ -9,13 +9,13 @@ scored: it enters no statistic and gets the advantage 0. Statistics are computed
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from ..spelling import refuse_taken
+from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .papers import Paper, paper_of
 from .returns import TOLERANCE, cumulative_returns, token_rewards, whiten
@@ -37,6 +37,12 @@ class Estimator:
     per_token: bool = False  # one advantage, and KL penalty, per token instead of one per completion
     kl_in_reward: bool = False  # default of the option
     kl_in_loss: Literal["k2", "k3"] = "k3"  # default estimator of a KL term in the loss
+    settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(weight='std')"`
+
+    @property
+    def spelling(self) -> str:
+        """The value of the option."""
+        return spelled(self.name, self.settings)
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -47,13 +53,30 @@ def estimator(name: str, **facts) -> Callable:
     """Decorator that registers a function as the estimator of that name, with these fields of its [`Estimator`]."""
 
     def register(function):
-        refuse_taken([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
+        check_unused([name, *([facts["alias"]] if "alias" in facts else [])], {*ESTIMATORS, *ALIASES}, "estimator")
         ESTIMATORS[name] = Estimator(name, paper_of(function), function, **facts)
         if "alias" in facts:
             ALIASES[facts["alias"]] = name
         return function
 
     return register
+
+
+# Keyword arguments of estimators that trainers have options for
+_OF_TRAINERS = ("kl_coef", "scale", "gamma", "lam", "bootstrap")
+
+
+def as_estimator(text: str) -> Estimator:
+    """
+    Looks up an estimator by its name or alias, with settings behind it (`"cpgd(weight='std')"`). Raises `KeyError` if
+    there is none, and `ValueError` if it has no such setting or value.
+    """
+    name, settings = split_settings(text)
+    chosen, settings = ESTIMATORS[ALIASES.get(name, name)], settings or {}
+    parameters = inspect.signature(chosen.function).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in _OF_TRAINERS]
+    check_settings(chosen.function, name, settings, names)
+    return replace(chosen, settings=settings)
 
 
 def described(*needs: str | None) -> str:
@@ -181,7 +204,12 @@ def reinforce_baseline(
     [REINFORCE++](https://huggingface.co/papers/2501.03262). Groups without signal stay at exactly 0, although
     whitening shifts by the mean of the batch.
 
-    See [`estimate_advantages`] for the arguments.
+    See [`estimate_advantages`] for the other arguments.
+
+    Args:
+        norm_level (`str`, *optional*, defaults to `"token"`):
+            In mean and standard deviation, every `"token"` counts once, so that long completions count more, or every
+            `"sequence"`.
     """
     groups = group_statistics(rewards, group_ids)
     weights = mask.sum(1).cpu().double() if norm_level == "token" else torch.ones_like(groups.centred)
@@ -201,7 +229,13 @@ def cpgd(
     CPGD's advantage, $\omega \cdot (R - \mathrm{mean})$ with a weight $\omega$ per group, see
     [CPGD](https://huggingface.co/papers/2505.12504).
 
-    See [`estimate_advantages`] for the arguments.
+    See [`estimate_advantages`] for the other arguments.
+
+    Args:
+        weight (`str`, *optional*, defaults to `"clip_filter_like"`):
+            Weight of a group: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or
+            `"clip_filter_like"`, which makes up for groups without signal: number of groups over groups with signal,
+            at most 3.
     """
     groups = group_statistics(rewards, group_ids)
     if weight == "std":
@@ -292,16 +326,14 @@ def estimate_advantages(
     ref_logps: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     scale: str = "group",
-    norm_level: str = "token",
-    weight: str = "clip_filter_like",
 ) -> torch.Tensor:
     r"""
     Advantages of a whole batch, by the name of an estimator or by a user's function.
 
     Args:
         name (`str` or `Callable`):
-            Name of an estimator, or a function that takes the next six arguments by name and returns advantages of
-            shape `(N,)` or `(N, T)`.
+            Name of an estimator, with settings behind it (`"cpgd(weight='std')"`), or a function that takes the next
+            six arguments by name and returns advantages of shape `(N,)` or `(N, T)`.
         rewards (`torch.Tensor`):
             Weighted and shaped rewards, `NaN` where unscorable, shape `(N,)`.
         rewards_per_func (`torch.Tensor`):
@@ -320,13 +352,6 @@ def estimate_advantages(
         scale (`str`, *optional*, defaults to `"group"`):
             [`group_norm`] divides by the standard deviation of the `"group"`, of all rewards of the `"batch"`, or by
             nothing (`"none"`).
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            In mean and standard deviation of [`reinforce_baseline`], every `"token"` counts once, so that long
-            completions count more, or every `"sequence"`.
-        weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            Weight of a group in [`cpgd`]: 1 (`"none"`), 1 over its population standard deviation (`"std"`), or
-            `"clip_filter_like"`, which makes up for groups without signal: number of groups over groups with signal,
-            at most 3.
 
     Returns:
         `torch.Tensor`: Advantages, shape `(N,)` or `(N, T)`, 0 for unscorable completions and outside the mask.
@@ -344,15 +369,18 @@ def estimate_advantages(
     }
     if callable(name):
         return _checked(name(**tensors), name, rewards, mask)
-    chosen = ESTIMATORS.get(ALIASES.get(name, name))
+    try:
+        chosen = as_estimator(name)
+    except KeyError:
+        chosen = None
     if chosen is None or chosen.needs == "critic":
         raise ValueError(f"`advantage_estimator={name!r}` can't be computed from rewards alone.")
     if kl_coef and not chosen.per_token:
         kl = approx_kl(tensors["old_logps"], tensors["ref_logps"], mask, "k1")
         tensors["rewards"] = rewards - kl_coef * kl.sum(1)
-    known = {**tensors, "kl_coef": kl_coef, "scale": scale, "norm_level": norm_level, "weight": weight}
+    known = {**tensors, "kl_coef": kl_coef, "scale": scale}
     named = inspect.signature(chosen.function).parameters
-    return chosen.function(**{name: value for name, value in known.items() if name in named})
+    return chosen.function(**{name: value for name, value in known.items() if name in named}, **chosen.settings)
 
 
 def check_estimator(function: Callable) -> None:

@@ -5,14 +5,15 @@ Policy losses, TRL's included: functions of tensors that return a loss, to be mi
 A policy loss is one function under [`policy_loss`], whose docstring holds its formula and paper.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from ..spelling import refuse_taken
+from ..spelling import check_settings, check_unused, spelled, split_settings
 from .kl import approx_kl
 from .metrics import Metric, completion_means, largest, rank_mean, scored_mean, smallest, token_mean
 from .papers import Paper, paper_of
@@ -49,7 +50,10 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of policy losses; each loss reads those that its formula names. Defaults are TRL's."""
+    """
+    Options of TRL that several policy losses read, or that TRL has for one; defaults are TRL's. Further ones of a loss
+    are keyword arguments of its function.
+    """
 
     # The ratio is clipped at `1 - epsilon_low` and `1 + epsilon_high`
     epsilon_low: float
@@ -68,8 +72,6 @@ class LossOptions:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    drift_coef: float = 0.01  # of the `policy_drift`
-    drift_clamp: float = 2.0  # largest weight of a token in it
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class LossType:
 
     name: str
     paper: Paper | None
-    function: Callable[[LossInputs, LossOptions], LossOutput]
+    function: Callable[..., LossOutput]  # of [`LossInputs`], [`LossOptions`] and its settings
     mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = "token-sum"  # of `aggregate`
     # Denominator of the sum: completions of the optimizer step, the length limit of all of them, tokens of the
     # micro-batch times the accumulation steps, or tokens of the optimizer step
@@ -96,6 +98,12 @@ class LossType:
     sequence_level: bool = False  # it supports `importance_sampling_level="sequence"`
     clips: bool = True  # it clips ratios; others soften them
     needs_advantage: bool = False  # without one, a token has no gradient, and a completion needn't be forwarded
+    settings: dict[str, Any] = field(default_factory=dict)  # behind its name, such as `"cpgd(drift_coef=0.1)"`
+
+    @property
+    def spelling(self) -> str:
+        """The value of the option."""
+        return spelled(self.name, self.settings)
 
     @property
     def is_mean(self) -> bool:
@@ -116,7 +124,7 @@ class LossType:
             [`LossOutput`]: Loss of each token, shape `(B, T)`, or of each completion, shape `(B, 1)` where it counts
             for all its tokens or `(B,)`, and metrics.
         """
-        return self.function(inputs, options)
+        return self.function(inputs, options, **self.settings)
 
     def average(self, values: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
         """
@@ -142,15 +150,29 @@ LOSSES: dict[str, LossType] = {}
 def policy_loss(name: str, **facts) -> Callable:
     """
     Decorator that registers a function of [`LossInputs`] and [`LossOptions`] as the loss of that name, with these
-    fields of its [`LossType`]; the paper is by default that of the docstring.
+    fields of its [`LossType`]; the paper is by default that of the docstring. Keyword arguments of the function are
+    settings behind the name.
     """
 
     def register(function):
-        refuse_taken([name], LOSSES, "policy_loss")
+        check_unused([name], LOSSES, "policy_loss")
         LOSSES[name] = LossType(**{"name": name, "paper": paper_of(function), "function": function, **facts})
         return function
 
     return register
+
+
+def as_loss(text: str) -> LossType:
+    """
+    Looks up a loss by its name, with settings behind it (`"cpgd(drift_coef=0.1)"`). Raises `KeyError` if there is
+    none, and `ValueError` if it has no such setting or value.
+    """
+    name, settings = split_settings(text)
+    chosen, settings = LOSSES[name], settings or {}
+    parameters = inspect.signature(chosen.function).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    check_settings(chosen.function, name, settings, names)
+    return replace(chosen, settings=settings)
 
 
 def grpo_loss(
@@ -324,8 +346,14 @@ def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     return LossOutput(loss, {"vespo/phi_seq_mean": token_mean(weight, inputs.mask)})
 
 
-@policy_loss("cpgd", needs_advantage=True)  # but for the drift
-def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
+@policy_loss("cpgd")
+def cpgd_loss(
+    inputs: LossInputs,
+    options: LossOptions,
+    *,
+    drift_coef: Annotated[float, "[0, inf]"] = 0.01,
+    drift_clamp: Annotated[float, "(0, inf]"] = 2.0,
+) -> LossOutput:
     """
     CPGD's policy gradient, clipped in the *log*-ratio at `log(1 - epsilon_low)` and `log(1 + epsilon_high)`, plus the
     [`policy_drift`], see [CPGD](https://huggingface.co/papers/2505.12504).
@@ -333,13 +361,19 @@ def cpgd_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     The gradient weight of a token is its advantage inside the clip range and 0 beyond, never ratio times advantage.
     The drift counts on all tokens, like a KL term.
 
-    See [`LossType.__call__`] for the arguments.
+    See [`LossType.__call__`] for the other arguments.
+
+    Args:
+        drift_coef (`float`, *optional*, defaults to `0.01`):
+            Coefficient of the drift.
+        drift_clamp (`float`, *optional*, defaults to `2.0`):
+            Largest weight of a token in it.
     """
     advantages = _per_token(inputs.advantages)
     log_ratio = log_ratios(inputs.logps, inputs.old_logps, inputs.mask)
     smallest_log, largest_log = math.log(1 - options.epsilon_low), math.log(1 + options.epsilon_high)
     loss = -torch.min(log_ratio * advantages, log_ratio.clamp(smallest_log, largest_log) * advantages)
-    drift = options.drift_coef * policy_drift(inputs.logps, inputs.old_logps, options.drift_clamp)
+    drift = drift_coef * policy_drift(inputs.logps, inputs.old_logps, drift_clamp)
     low, high = (log_ratio < smallest_log) & (advantages < 0), (log_ratio > largest_log) & (advantages > 0)
     return LossOutput(
         loss * inputs.weights * _correction(inputs, options) + drift, _clip_metrics(low, high, inputs.mask)

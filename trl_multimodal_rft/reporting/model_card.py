@@ -27,6 +27,7 @@ from ..data.difficulty import DifficultySampler
 from ..data.rules import BUDGET_NAMES
 from ..families import MODALITIES
 from ..rollout.views import sigmoid
+from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
 from .origins import base_metadata, is_hub_name
 
@@ -263,10 +264,11 @@ def training_lines(options: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     estimator = options.get("advantage_estimator")
     if estimator is not None:
-        gae = [f"`{name}={options[name]}`" for name in ("gamma", "lam") if estimator == "gae"]
+        is_gae = split_settings(estimator)[0] == "gae"
+        gae = [f"`{name}={options[name]}`" for name in ("gamma", "lam") if is_gae]
         lines.append(("Advantages", ", ".join([_option(estimator, "advantage_estimator"), *gae])))
     if "loss_type" in options:
-        clips = ("epsilon", "epsilon_high", "delta") if LOSSES[options["loss_type"]].clips else ()
+        clips = ("epsilon", "epsilon_high", "delta") if LOSSES[split_settings(options["loss_type"])[0]].clips else ()
         clip = [f"`{name}={options[name]}`" for name in clips if options[name] is not None]
         level = options["importance_sampling_level"]
         ratios = [f"ratios per {_option(level, 'importance_sampling_level')}"] if level != "token" else []
@@ -316,7 +318,7 @@ def _rate(processor: ProcessorMixin) -> int:
 
 def _option(value: str, name: str) -> str:
     """A value with its paper, if it has one."""
-    paper = PAPERS[name].get(value)
+    paper = PAPERS[name].get(split_settings(value)[0])
     return f"`{value}`" if paper is None else f"`{value}` ({paper.link})"
 
 

@@ -24,14 +24,14 @@ from ..spelling import did_you_mean
 # Arguments of TRL, transformers and this package by the interval that they must be in
 _IN_INTERVALS = {
     "[0, inf]": (
-        "adam_epsilon cpgd_drift_coef epsilon epsilon_high freezing_actor_steps loss_top_k max_skipped_rows "
+        "adam_epsilon epsilon epsilon_high freezing_actor_steps loss_top_k max_skipped_rows "
         "max_skipped_updates max_staleness max_tool_media media_contribution_steps media_prefetch "
         "off_policy_mask_threshold replay_buffer_size router_aux_loss_coef value_warmup_steps "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
     "[0, inf)": "beta contrast_ratio learning_rate num_train_epochs ptx_coef view_kl_coef",
     "(0, inf]": (
-        "cliprange_value cpgd_drift_clamp delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
+        "cliprange_value delta kl_horizon kl_target max_logged_megabytes sapo_temperature_neg "
         "sapo_temperature_pos view_kl_clip vllm_importance_sampling_clip_max"
     ),
     "(0, inf)": ("contrast_bonus dependency_temperature repetition_penalty temperature value_learning_rate vf_coef"),

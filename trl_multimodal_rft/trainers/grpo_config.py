@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
-from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, check_estimator, described
+from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.kl import KL_ESTIMATORS
-from ..algorithms.losses import LOSSES, LossOptions
+from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
+from ..spelling import split_settings
 from ..views import as_view
 from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
@@ -41,15 +42,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         advantage_estimator (`str` or `Callable`, *optional*, defaults to `"group_norm"`):
             How rewards become advantages: `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"` (or `"reinforce++"`),
             `"reinforce_baseline"` (or `"reinforce++_baseline"`), `"cpgd"` or `"dr_grpo"`, see
-            [`~algorithms.advantages.ESTIMATORS`]. Or a function, which is called on every process with the tensors of
+            [`~algorithms.advantages.ESTIMATORS`], with settings behind them, such as `"cpgd(weight='std')"`. Or a
+            function, which is called on every process with the tensors of
             the whole batch as keyword arguments, `rewards` of shape `(N,)`, `rewards_per_func` `(N, F)`, `group_ids`
             `(N,)`, `mask`, `old_logps` and `ref_logps` `(N, T)` (`None` if `beta` is 0), where `NaN` marks what can't
             be scored, and returns advantages of shape `(N,)` or `(N, T)`. A function can't be set on the command line;
             a checkpoint holds its name only.
-        norm_level (`str`, *optional*, defaults to `"token"`):
-            For `"reinforce_baseline"`, whether each `"token"` or each `"sequence"` counts once in the whitening.
-        cpgd_weight (`str`, *optional*, defaults to `"clip_filter_like"`):
-            For `"cpgd"`, the weight of a group: `"none"`, `"std"` or `"clip_filter_like"`.
 
         > Parameters that control the rewards
 
@@ -78,12 +76,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         > Parameters that control the loss
 
         loss_type (`str`, *optional*, defaults to `"dapo"`):
-            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"`, `"gmpo"` (`epsilon` is in log space, the
-            paper's is 0.4) or `"dual_clip"`, whose bound is `delta` (3 by default).
-        cpgd_drift_coef (`float`, *optional*, defaults to `0.01`):
-            For `loss_type="cpgd"`, coefficient of the policy drift.
-        cpgd_drift_clamp (`float`, *optional*, defaults to `2.0`):
-            For `loss_type="cpgd"`, largest weight of a token in the drift.
+            See [`~algorithms.losses.LOSSES`]: one of TRL's, or `"cpgd"` (with settings `"cpgd(drift_coef=0.01,
+            drift_clamp=2.0)"`), `"gmpo"` (`epsilon` is in log space, the paper's is 0.4) or `"dual_clip"`, whose bound
+            is `delta` (3 by default).
 
         > Parameters that control which tokens are trained on, with `top_entropy_quantile` below 1
 
@@ -130,8 +125,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         default="group_norm",
         metadata={"help": f"How rewards become advantages: {described(None, 'group')}, or in Python a function."},
     )
-    norm_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
-    cpgd_weight: str = field(default="clip_filter_like", metadata={"choices": ["none", "std", "clip_filter_like"]})
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
@@ -152,8 +145,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     )
     kl_target: float | None = None
     kl_horizon: int = 10000
-    cpgd_drift_coef: float = 0.01
-    cpgd_drift_clamp: float = 2.0
     entropy_scope: str = field(default="batch", metadata={"choices": ["batch", "sequence", "micro_batch"]})
     entropy_source: str = field(default="rollout", metadata={"choices": ["rollout", "current"]})
     entropy_renormalize: bool = False
@@ -178,17 +169,19 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
-            self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
             names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
-            if self.advantage_estimator in ESTIMATORS and self.advantage_estimator not in names:
+            name = split_settings(self.advantage_estimator)[0]
+            if ALIASES.get(name, name) not in ESTIMATORS:
+                check_choice(self, "advantage_estimator", (*names, *ALIASES))
+            self.advantage_estimator = as_estimator(self.advantage_estimator).spelling
+            if self.estimator.name not in names:
                 raise ValueError(
                     f"`advantage_estimator={self.advantage_estimator!r}` needs the values of a critic, and this "
                     f"trainer has none. Use `MultimodalPPOTrainer`, or choose one of {', '.join(map(repr, names))}."
                 )
-            check_choice(self, "advantage_estimator", (*names, *ALIASES))
         self._post_init_trl()
 
-        for name in ("norm_level", "cpgd_weight", "entropy_scope", "entropy_source"):
+        for name in ("entropy_scope", "entropy_source"):
             check_choice(self, name)
         self._check_rewards()
         self._check_kl()
@@ -205,17 +198,22 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         check_sampling(self)
 
     @property
-    def _estimator(self) -> Estimator:
-        """What is known of the estimator; of a function of the user that it is one."""
+    def estimator(self) -> Estimator:
+        """The estimator of the advantages, with its settings."""
         function = self.advantage_estimator
-        return Estimator(self._estimator_name(), None, function) if callable(function) else ESTIMATORS[function]
+        return Estimator(self._estimator_name(), None, function) if callable(function) else as_estimator(function)
+
+    @property
+    def loss(self) -> LossType:
+        """The policy loss, with its settings."""
+        return as_loss(self.loss_type)
 
     def _post_init_trl(self) -> None:
         group = self.num_generations or 0
         if group > 1:
             super().__post_init__()
             return
-        if self._estimator.needs == "group":
+        if self.estimator.needs == "group":
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`num_generations` must be at least 2, got {self.num_generations}. Raise it, or use 'reinforce'."
@@ -242,14 +240,14 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`max_completion_length` ({self.max_completion_length}); `None` switches the penalty off."
             )
         check_range(self, "reward_clip_range")
-        if self.scale_rewards != "group" and self.advantage_estimator != "group_norm":
+        if self.scale_rewards != "group" and self.estimator.name != "group_norm":
             raise ValueError(
                 f"`scale_rewards={self.scale_rewards!r}` applies to `advantage_estimator='group_norm'` only; remove "
                 "it."
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
             shaped = self.reward_running_scale or self.reward_clip_range is not None
-            if self.advantage_estimator != "group_norm" or shaped or self.kl_in_reward:
+            if self.estimator.name != "group_norm" or shaped or self.kl_in_reward:
                 raise ValueError(
                     "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
@@ -273,9 +271,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "itself; remove `kl_in_reward`."
             )
         if self.kl_in_reward is None:
-            self.kl_in_reward = self._estimator.kl_in_reward
+            self.kl_in_reward = self.estimator.kl_in_reward
         if self.kl_estimator is None:
-            self.kl_estimator = "k1" if self.kl_in_reward else self._estimator.kl_in_loss
+            self.kl_estimator = "k1" if self.kl_in_reward else self.estimator.kl_in_loss
         check_choice(self, "kl_estimator")
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
@@ -290,10 +288,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def _check_loss(self) -> None:
         # TRL checks them only after sampling
-        check_choice(self, "loss_type", tuple(LOSSES))
+        if split_settings(self.loss_type)[0] not in LOSSES:
+            check_choice(self, "loss_type", tuple(LOSSES))
         check_choice(self, "importance_sampling_level", ("token", "sequence"))
-        loss = LOSSES[self.loss_type]
-        token_level = self._estimator.per_token
+        loss = self.loss
+        token_level = self.estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"
         if token_level and loss.per_completion:
             raise ValueError(
@@ -302,7 +301,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "'reinforce_baseline'."
             )
         # Without a critic, only the penalty differs between the tokens of a completion
-        has_critic = self._estimator.needs == "critic"
+        has_critic = self.estimator.needs == "critic"
         if sequence_level and token_level and (has_critic or self.kl_in_reward):
             penalized = "" if has_critic else " with the KL divergence in the reward"
             raise ValueError(
@@ -312,7 +311,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             )
         # TRL's constructor checks it only where it makes the engine
         corrects_tokens = self.vllm_importance_sampling_mode.startswith("token")
-        if self.loss_type == "vespo" and self._corrects and not corrects_tokens:
+        if loss.name == "vespo" and self._corrects and not corrects_tokens:
             raise ValueError(
                 "`loss_type='vespo'` weighs completions itself; set `vllm_importance_sampling_mode` to "
                 f"'token_truncate' or 'token_mask', got {self.vllm_importance_sampling_mode!r}."
@@ -326,11 +325,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"`entropy_renormalize` has no effect with `loss_type={self.loss_type!r}`, whose geometric mean is "
                 "over the tokens that are trained on anyway; remove it."
             )
-        if self.loss_type == "cpgd" and self.epsilon >= 1:
+        if loss.name == "cpgd" and self.epsilon >= 1:
             raise ValueError(
                 f"`loss_type='cpgd'` clips at log(1 - epsilon), so `epsilon` ({self.epsilon}) must be below 1."
             )
-        if self.loss_type == "dual_clip":
+        if loss.name == "dual_clip":
             self.delta = _DUAL_CLIP_DELTA if self.delta is None else self.delta
             upper = 1 + self.loss_options().epsilon_high
             if self.delta <= upper:
@@ -382,7 +381,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     @property
     def _weighs_completions(self) -> bool:
-        return self.loss_type in LOSSES and LOSSES[self.loss_type].per_completion
+        return split_settings(self.loss_type)[0] in LOSSES and self.loss.per_completion
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.estimator.needs == "group"
 
     @property
     def _has_view_term(self) -> bool:
@@ -419,8 +422,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             vespo_lambda_pos=self.vespo_lambda_pos,
             vespo_k_neg=self.vespo_k_neg,
             vespo_lambda_neg=self.vespo_lambda_neg,
-            drift_coef=self.cpgd_drift_coef,
-            drift_clamp=self.cpgd_drift_clamp,
         )
 
     def to_dict(self):

@@ -18,7 +18,7 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from ..algorithms.advantages import estimate_advantages
 from ..algorithms.entropy import adapted_entropy_coef
 from ..algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ..algorithms.losses import LOSSES, LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
+from ..algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
@@ -304,12 +304,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             ref_logps=gather_rows(self.accelerator, ref_logps) if need_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if args.kl_in_reward else 0.0,
             scale=args.scale_rewards,
-            norm_level=args.norm_level,
-            weight=args.cpgd_weight,
         )
-        per_completion = LOSSES[args.loss_type].per_completion or args.importance_sampling_level == "sequence"
+        per_completion = args.loss.per_completion or args.importance_sampling_level == "sequence"
         if callable(args.advantage_estimator) and advantages.dim() == 2 and per_completion:
-            option = "loss_type" if LOSSES[args.loss_type].per_completion else "importance_sampling_level"
+            option = "loss_type" if args.loss.per_completion else "importance_sampling_level"
             raise ValueError(
                 f"`{option}={getattr(args, option)!r}` takes one advantage per completion; let the advantage "
                 "estimator return (N,)."
@@ -384,7 +382,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             scored=inputs.scored_mask,
         )
         output = grpo_loss(
-            LOSSES[args.loss_type],
+            args.loss,
             tensors,
             args.loss_options(),
             self._normalizer(inputs),
@@ -405,10 +403,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     @property
     def _uses_every_score(self) -> bool:
         args = self.args
-        drifts = (args.loss_type == "cpgd" and args.cpgd_drift_coef != 0) or not LOSSES[args.loss_type].needs_advantage
         compete = self._token_filter.is_on and args.entropy_scope != "sequence"
         terms = args.beta != 0 or self._entropy_bonus_enabled or self.aux_loss_enabled or args._has_view_term
-        return terms or drifts or compete
+        return terms or compete or not args.loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..algorithms.entropy import high_entropy_mask
-from ..algorithms.losses import LOSSES, LossOutput, Normalizer
+from ..algorithms.losses import LossOutput, Normalizer
 from ..algorithms.metrics import log_metrics, scored_mean
 from ..algorithms.views import advantage_weights, relevance_weights, view_term
 from ..forward.head import HeadRule, head_rule
@@ -99,7 +99,7 @@ def with_view_term(
     output: LossOutput, scores: Scores, inputs: Rollout, args: Any, normalizer: Normalizer
 ) -> LossOutput:
     """The loss of a micro-batch with the terms of the view, averaged like the policy loss."""
-    mask, kind = inputs.loss_mask, LOSSES[args.loss_type]
+    mask, kind = inputs.loss_mask, args.loss
     view = scores if scores.view is None else scores.view  # whose coefficients are then 0
     losses, kl = view_term(
         scores.logps,

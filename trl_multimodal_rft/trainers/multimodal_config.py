@@ -465,6 +465,11 @@ class MultimodalArguments(SamplingArguments):
             self.vllm_importance_sampling_mode = stale if self.max_staleness > 0 else "sequence_mask"
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether advantages compare the completions of a prompt."""
+        return True
+
+    @property
     def _weighs_completions(self) -> bool:
         """Whether the loss takes one weight per completion."""
         return True

@@ -110,7 +110,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
                 f"`ptx_coef` adds the likelihood of a dataset, which is that of the policy at `temperature=1`, got "
                 f"{self.temperature}. Set one of them back."
             )
-        if self._estimator.needs != "critic":
+        if self.estimator.needs != "critic":
             for name in (
                 "bootstrap_truncated",
                 "shared_trunk",

@@ -26,7 +26,7 @@ from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
 
 from ..algorithms.advantages import gae
 from ..algorithms.critic import explained_variance, ptx_loss, value_loss
-from ..algorithms.losses import LOSSES, LossInputs, LossOutput, ratio_metrics
+from ..algorithms.losses import LossInputs, LossOutput, ratio_metrics
 from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
 from ..data.fingerprint import fingerprint
@@ -179,7 +179,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     ):
         args = resolve_config(self._config_class, args, model)
         check_arguments(value_model=value_model, ptx_dataset=ptx_dataset)
-        if value_model is not None and (args.advantage_estimator != "gae" or args.shared_trunk):
+        if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
         if (ptx_dataset is not None) != (args.ptx_coef > 0):
@@ -214,7 +214,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             )
         if args.ema_decay is not None:
             self.ema = MovingAverage.of(self.model, args.ema_decay, "ema_decay")
-        if args.advantage_estimator == "gae":
+        if args.estimator.name == "gae":
             self.critic = self._make_critic(value_model)
             if args.disable_dropout:
                 disable_dropout_in_model(self.critic)
@@ -327,7 +327,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         policy = super()._loss(scores, inputs)
         if not self.model.training:
             return policy
-        args, mask, kind = self.args, inputs.loss_mask, LOSSES[self.args.loss_type]
+        args, mask, kind = self.args, inputs.loss_mask, self.args.loss
         tensors = LossInputs(scores.logps, inputs.old_per_token_logps, inputs["advantages"], mask)
         unscaled = policy.loss * self._accumulation() if kind.is_mean else policy.loss
         metrics = {"policy_loss": rank_mean(unscaled), **policy.metrics, **ratio_metrics(tensors)}

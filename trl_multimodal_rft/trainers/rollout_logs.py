@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ..algorithms.advantages import ESTIMATORS
 from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
@@ -166,8 +165,7 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, Ro
         )
         trainer.add_callback(MediaLogCallback(trainer, log))
     if trainer.reward_funcs:
-        estimator = ESTIMATORS.get(args.advantage_estimator or "rloo")  # TRL's RLOO has nothing to choose
-        hint = EqualRewardsHint(grouped=estimator is not None and estimator.needs == "group")
+        hint = EqualRewardsHint(grouped=args.compares_groups)
         trainer.add_callback(hint)
 
     def display() -> CompactLogCallback | None:

@@ -8,9 +8,10 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from transformers import GenerationConfig
 
-from ...algorithms.advantages import ALIASES, ESTIMATORS
+from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
 from ...data.rules import DEFAULT_RULES, MediaRules
 from ...data.unread import check_ignored
+from ...spelling import split_settings
 from ...trainers.multimodal_config import check_choice, check_range
 from ...trainers.ppo_config import MultimodalPPOConfig
 
@@ -24,7 +25,7 @@ class ExperienceConfig:
     Args:
         advantage_estimator (`str`, *optional*, defaults to `"group_norm"`):
             `"group_norm"` (or `"grpo"`), `"rloo"`, `"reinforce"`, `"reinforce_baseline"`, `"cpgd"`, `"dr_grpo"` or
-            `"gae"`.
+            `"gae"`, with settings as in [`MultimodalGRPOConfig`].
         n_samples_per_prompt (`int`, *optional*, defaults to `8`):
             Completions of each prompt.
         micro_rollout_batch_size (`int`, *optional*, defaults to `8`):
@@ -50,8 +51,6 @@ class ExperienceConfig:
     advantage_estimator: str = "group_norm"
     n_samples_per_prompt: int = 8
     micro_rollout_batch_size: int = 8
-    norm_level: str = "token"
-    cpgd_weight: str = "clip_filter_like"
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     kl_in_reward: bool | None = None
     soft_overlong_cache: int | None = None
@@ -66,15 +65,17 @@ class ExperienceConfig:
     media_rules: MediaRules = DEFAULT_RULES
 
     def __post_init__(self):
-        self.advantage_estimator = ALIASES.get(self.advantage_estimator, self.advantage_estimator)
-        check_choice(self, "advantage_estimator", tuple(ESTIMATORS))
+        name = split_settings(self.advantage_estimator)[0]
+        if ALIASES.get(name, name) not in ESTIMATORS:
+            check_choice(self, "advantage_estimator", tuple(ESTIMATORS))
+        self.advantage_estimator = self.estimator.spelling
         for each in fields(MultimodalPPOConfig):
             if hasattr(self, each.name) and "choices" in each.metadata:
                 check_choice(self, each.name, each.metadata["choices"])
         for name in ("n_samples_per_prompt", "micro_rollout_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.n_samples_per_prompt < 2 and ESTIMATORS[self.advantage_estimator].needs == "group":
+        if self.n_samples_per_prompt < 2 and self.estimator.needs == "group":
             raise ValueError(
                 f"`advantage_estimator={self.advantage_estimator!r}` compares the completions of a prompt, so "
                 f"`n_samples_per_prompt` must be at least 2, got {self.n_samples_per_prompt}."
@@ -84,7 +85,12 @@ class ExperienceConfig:
         check_range(self, "reward_clip_range")
         check_ignored(self.ignored_media_columns)
         if self.kl_in_reward is None:
-            self.kl_in_reward = self.advantage_estimator in ("gae", "reinforce", "rloo")
+            self.kl_in_reward = self.estimator.name in ("gae", "reinforce", "rloo")
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the advantages, with its settings."""
+        return as_estimator(self.advantage_estimator)
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 f"The reference is an actor for temperature {initial_model.temperature}, the policy for "
                 f"{actor.temperature}, so that their KL divergence has no meaning; make them equal."
             )
-        needs_critic = strategy.advantage_estimator == "gae"
+        needs_critic = strategy.estimator.name == "gae"
         if needs_critic != (critic is not None):
             problem = "none was passed" if needs_critic else "one was passed, which would not be used"
             raise ValueError(f"`advantage_estimator={strategy.advantage_estimator!r}`: {problem} as `critic`.")

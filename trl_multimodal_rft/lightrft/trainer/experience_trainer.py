@@ -20,7 +20,6 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...algorithms.critic import explained_variance
-from ...algorithms.losses import LOSSES
 from ...data.features import undecoded
 from ...data.rows import EndlessRows
 from ...encoding.prompts import EncodedPrompt
@@ -358,7 +357,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             status["critic_loss" if name == "value_loss" else name] = value
         self._clear_metrics()
         status.pop("value_learning_rate", None)  # which is `critic_lr`
-        if "policy_loss" in status and not LOSSES[self.args.loss_type].is_mean:
+        if "policy_loss" in status and not self.args.loss.is_mean:
             # Which is that of an update, split over its micro-batches
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status

@@ -57,7 +57,7 @@ def check_strategy(strategy: MultimodalPPOConfig, actor: Actor, critic: nn.Modul
     """Raises if the config has options without effect, or doesn't match the models."""
     if not isinstance(strategy, MultimodalPPOConfig):
         raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
-    if critic is not None and strategy.advantage_estimator != "gae":
+    if critic is not None and strategy.estimator.name != "gae":
         raise ValueError(
             f"`critic` was passed, which `advantage_estimator={strategy.advantage_estimator!r}` doesn't use; change "
             "one of them."
@@ -183,7 +183,7 @@ def joined_optimizers(
     """One optimizer and one schedule from those of policy and critic, `None` without any."""
     optimizers: dict[str, Any] = {"actor_optim": actor_optim}
     schedulers: dict[str, Any] = {"actor_scheduler": actor_scheduler}
-    if config.advantage_estimator == "gae":
+    if config.estimator.name == "gae":
         optimizers["critic_optim"], schedulers["critic_scheduler"] = critic_optim, critic_scheduler
     elif critic_optim is not None or critic_scheduler is not None:
         raise ValueError(

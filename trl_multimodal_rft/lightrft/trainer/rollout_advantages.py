@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ...algorithms.advantages import ESTIMATORS, estimate_advantages, gae
+from ...algorithms.advantages import estimate_advantages, gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, token_rewards, whiten
 from ...algorithms.shaping import RunningScale
@@ -42,7 +42,7 @@ class RolloutAdvantages:
         """
         args, accelerator = self.strategy, self.strategy.accelerator
         sizes = [len(each.sequences) for each in experiences]
-        in_groups = ESTIMATORS[args.advantage_estimator].needs == "group"
+        in_groups = args.estimator.needs == "group"
         if in_groups and sum(sizes) % args.n_samples_per_prompt != 0:
             raise ValueError(
                 f"There are {sum(sizes)} samples, which are no whole groups of {args.n_samples_per_prompt}; pass all "
@@ -74,8 +74,6 @@ class RolloutAdvantages:
                 group_ids=torch.arange(len(rewards), device=rewards.device) // args.n_samples_per_prompt,
                 mask=self._gather(_joined(experiences, "action_mask").int()),
                 kl_coef=self._kl_coef,
-                norm_level=args.norm_level,
-                weight=args.cpgd_weight,
                 **logps,
             )
         return experiences, list(self._local(rewards).split(sizes))
@@ -84,7 +82,7 @@ class RolloutAdvantages:
         """Advantages and returns of all experiences from the results of [`process_experiences`]."""
         args, rewards = self.strategy, torch.cat(rewards)
         mask = _joined(experiences, "action_mask")
-        if not ESTIMATORS[args.advantage_estimator].per_token:
+        if not args.estimator.per_token:
             advantages = returns = torch.where(mask, rewards[:, None], 0)
             sums = torch.cat([each.info["reward"] for each in experiences])
         else:
@@ -92,7 +90,7 @@ class RolloutAdvantages:
             logps = [_joined(experiences, name) for name in names]
             per_token = token_rewards(rewards, mask, *logps, kl_coef=self._kl_coef)
             scorable = mask & ~rewards.isnan()[:, None]
-            if args.advantage_estimator == "gae":
+            if args.estimator.name == "gae":
                 values, bootstrap = _joined(experiences, "values"), None
                 if all("bootstrap" in each.info for each in experiences):
                     bootstrap = torch.cat([each.info["bootstrap"] for each in experiences])
