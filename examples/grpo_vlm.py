@@ -58,7 +58,7 @@ def main() -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.add_callback(CompactLogCallback(trainer))
+    trainer.add_callback(CompactLogCallback())
     trainer.train()
     trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The report of `trl-multimodal-rft check` on a dataset matches the results on its rows."""
 
+import json
 import os
 import signal
 import sys
@@ -168,9 +169,9 @@ def test_streams_and_files(tmp_path, capsys):
         assert "2 of 5 rows (40 %) in `images[1]`, `images[0]`" in report and "cannot read this image" in report
         media = table(report, "kind")["image"]
         assert (media["rows"], media["min"], media["max"], media["all"]) == ("4", "1", "3", "7")
-    for rule, value in (("max_image_pixels", 100), ("allowed_media_folders", tmp_path / "folder")):
+    for rule, value in (("max_image_pixels", 100), ("allowed_media_folders", [str(tmp_path / "folder")])):
         words = ["--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0, *options[:2]]
-        run(*words, f"--{rule}", value, status=1)
+        run(*words, "--media_rules", json.dumps({rule: value}), status=1)
         report = capsys.readouterr().out
         assert "4 of 5 rows (80 %) would not train." in report and f"`{rule}`" in report
 
@@ -251,7 +252,16 @@ def test_sizes_and_limits(tmp_path, capsys):
     rows.append({"prompt": user("What happens?"), "image": None, "video": str(tmp_path / "film.mp4")})
     Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     words = ["--dataset_name", tmp_path / "rows", "--model_name_or_path", saved("qwen2_5_vl"), "--num_workers", 0]
-    words += ["--max_image_pixels", 50_000, "--max_pixels", 6000, "--min_pixels", 5000, "--max_frames", 8]
+    words += [
+        "--media_rules",
+        '{"max_image_pixels": 50000}',
+        "--max_pixels",
+        6000,
+        "--min_pixels",
+        5000,
+        "--max_frames",
+        8,
+    ]
     run(*words, "--video_fps", 5, "--max_completion_length", 20, "--vllm_max_model_length", 60, status=1)
     report = capsys.readouterr().out
     sizes, limits = table(report, "size"), table(report, "limit")

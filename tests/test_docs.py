@@ -530,7 +530,7 @@ def test_site_is_built(tmp_path):
     # A parsed list, not a raw block
     assert "<b><code>packing</code></b>" in config
     # Defaults come from the docstrings, and types appear once
-    assert "2**31" in config and "DEFAULT_RULES.max" not in config
+    assert "0.992" in config and "DEFAULT_RULES.max" not in config
     signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")

@@ -152,6 +152,8 @@ def test_a_model_without_a_base_model_scores_by_the_states_of_its_decoder():
     scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.flatten()
     torch.testing.assert_close(scored, expected, rtol=0, atol=2e-5)
     torch.testing.assert_close(gradients(model, scored, weights), expected_gradients, rtol=1e-4, atol=1e-4)
+    masked = model(input_ids=ids, labels=ids.masked_fill(ids < 25, -100), fused_lm_head=True).log_probs.flatten()
+    assert torch.equal(masked, torch.where(ids[0, 1:] < 25, 0, scored))
     assert model(input_ids=ids).logits.size(-1) == model.get_output_embeddings().out_features  # the head is back
 
 

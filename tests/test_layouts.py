@@ -365,7 +365,10 @@ def test_options_and_rules(files, tmp_path, capsys):
             ["--template", "{problem}"],
             r"the layout 'llava' doesn't support `--template`, only \['--media_dir'",
         ),
-        (["--allowed_media_folders", "other"], r"row 0, column 'images\[0\]': .*allowed_media_folders"),
+        (
+            ["--media_rules", '{"allowed_media_folders": ["other"]}'],
+            r"row 0, column 'images\[0\]': .*allowed_media_folders",
+        ),
         (["--output_dir", str(tmp_path / "data")], "data' isn't an empty folder"),
     ):
         with pytest.raises(SystemExit):

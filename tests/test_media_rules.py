@@ -60,16 +60,16 @@ def one_outside(folder) -> Dataset:
 @pytest.mark.parametrize("config_class", CONFIGS.values())
 def test_rules_are_options_of_every_config(config_class, tmp_path):
     own = {"use_cpu": True, "bf16": False}
-    assert config_class(str(tmp_path), **own).media_rules == DEFAULT_RULES
-    line = (
-        f"--output_dir {tmp_path} --use_cpu true --bf16 false --allowed_media_protocols file memory "
-        "--allowed_media_folders /a /b --allowed_media_domains example.com --max_media_bytes 5 --max_image_pixels 6 "
-        "--max_audio_seconds 7.5 --max_video_seconds inf --max_video_pixels 8 --media_timeout 9 "
-        f"--media_dir {tmp_path}"
+    assert config_class(str(tmp_path), **own).rules == DEFAULT_RULES
+    limits = (
+        '{"allowed_media_protocols": ["file", "memory"], "allowed_media_folders": ["/a", "/b"], '
+        '"allowed_media_domains": ["example.com"], "max_media_bytes": 5, "max_image_pixels": 6, '
+        '"max_audio_seconds": 7.5, "max_video_seconds": Infinity, "max_video_pixels": 8, "media_timeout": 9}'
     )
-    (args,) = TrlParser(config_class).parse_args_and_config(line.split())
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--media_dir", str(tmp_path)]
+    (args,) = TrlParser(config_class).parse_args_and_config([*words, "--media_rules", limits])
     rules = MediaRules(("file", "memory"), ("/a", "/b"), ("example.com",), 5, 6, 7.5, math.inf, 8, 9.0, str(tmp_path))
-    assert args.media_rules == rules and copy.deepcopy(args).media_rules == rules
+    assert args.rules == rules and copy.deepcopy(args).rules == rules
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,9 @@ def test_rules_are_options_of_every_config(config_class, tmp_path):
         ({"allowed_media_folders": "/data"}, r"`allowed_media_folders` must be a list.*write \['/data'\]"),
         ({"allowed_media_domains": ["https://a.b/c"]}, "`allowed_media_domains` has 'https://a.b/c'; write hosts"),
         ({"allowed_media_protocols": ["s3://"]}, "`allowed_media_protocols` has 's3://'; write names"),
+        ({"max_media_bites": 5}, "`media_rules` has no limit 'max_media_bites'. Did you mean `max_media_bytes`?"),
+        ({"media_dir": "."}, "`media_rules` has no limit 'media_dir'. `media_dir` is an option of its own"),
+        ({"max_media_bytes": "5 MB"}, "`max_media_bytes` must be a number, got the text '5 MB'"),
         ({"max_media_bytes": 0}, "`max_media_bytes` must be positive, got 0"),
         ({"max_audio_seconds": math.nan}, "`max_audio_seconds` must be positive, got nan"),
         ({"media_timeout": -1.0}, "`media_timeout` must be positive, got -1.0"),
@@ -85,7 +88,7 @@ def test_rules_are_options_of_every_config(config_class, tmp_path):
 )
 def test_rules_that_make_no_sense(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        CONFIGS["grpo"](str(tmp_path), use_cpu=True, bf16=False, **options)
+        CONFIGS["grpo"](str(tmp_path), use_cpu=True, bf16=False, media_rules=options)
 
 
 def test_references_carry_the_rules_wherever_they_stand():
@@ -108,8 +111,14 @@ def test_references_carry_the_rules_wherever_they_stand():
 OPTIONS = {"self_check": False, "max_steps": 1, "shuffle_dataset": False}
 
 
+def options_of(media_dir=None, **limits):
+    return {"media_dir": media_dir, "media_rules": limits}
+
+
 def by_trainer(trainer_class):
-    return lambda folder, tmp_path, serve, **ours: run(trainer_class, FAMILY, one_outside(folder), **OPTIONS, **ours)
+    return lambda folder, tmp_path, serve, **ours: run(
+        trainer_class, FAMILY, one_outside(folder), **OPTIONS, **options_of(**ours)
+    )
 
 
 def by_supervised(folder, tmp_path, serve, **ours):
@@ -121,12 +130,12 @@ def by_supervised(folder, tmp_path, serve, **ours):
         objects={"ptx_dataset": outside},
         ptx_coef=1.0,
         **OPTIONS,
-        **ours,
+        **options_of(**ours),
     )
 
 
 def by_evaluation_of_a_trainer(folder, tmp_path, serve, **ours):
-    trainer = make_trainer(InjectedOurs, FAMILY, rows(folder / "own" / "i.png"), tmp_path, **ours)
+    trainer = make_trainer(InjectedOurs, FAMILY, rows(folder / "own" / "i.png"), tmp_path, **options_of(**ours))
     evaluate_trainer(trainer, one_outside(folder))
 
 
@@ -137,7 +146,7 @@ def by_evaluation(folder, tmp_path, serve, **ours):
 
 def by_reward(folder, reward, **ours):
     ignored = {"ignored_media_columns": ["image"]}
-    run(InjectedOurs, FAMILY, one_outside(folder), reward=reward, **ignored, **OPTIONS, **ours)
+    run(InjectedOurs, FAMILY, one_outside(folder), reward=reward, **ignored, **OPTIONS, **options_of(**ours))
 
 
 def by_remote_reward(folder, tmp_path, serve, **ours):
@@ -226,10 +235,16 @@ def test_changed_files_in_the_folder_are_another_dataset(folder, tmp_path):
 def test_protocols_and_hosts_of_the_user(folder, site):  # noqa: F811
     with fsspec.open("memory://i.png", "wb") as file:
         file.write((folder / "own" / "i.png").read_bytes())
-    run(InjectedOurs, FAMILY, rows("memory://i.png"), allowed_media_protocols=[*PROTOCOLS, "memory"], **OPTIONS)
+    run(
+        InjectedOurs,
+        FAMILY,
+        rows("memory://i.png"),
+        media_rules={"allowed_media_protocols": [*PROTOCOLS, "memory"]},
+        **OPTIONS,
+    )
     url = f"http://127.0.0.1:{site.server_port}\\@allowed.example/i.png"
     with pytest.raises(MediaError, match="row 0, column 'image': its URL has a backslash"):
-        run(InjectedOurs, FAMILY, rows(url), allowed_media_domains=["allowed.example"], **OPTIONS)
+        run(InjectedOurs, FAMILY, rows(url), media_rules={"allowed_media_domains": ["allowed.example"]}, **OPTIONS)
     assert not site.asked
 
     def read(path, **rules):

@@ -3,7 +3,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 
 # Also the order in which media without a placeholder precede the text
@@ -36,19 +42,19 @@ AUDIO_EXTRACTORS = ("feature_extractor", "audio_processor")
 _STREAMING = "it consumes one audio frame per generated token, so there is no prompt/completion split"
 
 
-def _qwen3_omni_tokens(model, frames):
+def _qwen3_omni_tokens(model: "PreTrainedModel", frames: "torch.Tensor") -> "torch.Tensor":
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
     return _get_feat_extract_output_lengths(frames, model.get_encoder(modality="audio").n_window)
 
 
-def _llama4_query_scale(attention, places):
+def _llama4_query_scale(attention: "Llama4TextAttention", positions: "torch.Tensor") -> "torch.Tensor | None":
     if not attention.attn_temperature_tuning or attention.use_rope:
         return None
-    return ((places + 1) // attention.floor_scale).float().log1p() * attention.attn_scale + 1
+    return ((positions + 1) // attention.floor_scale).float().log1p() * attention.attn_scale + 1
 
 
-def _whisper_window(processor) -> float:
+def _whisper_window(processor: "ProcessorMixin") -> float:
     return processor.feature_extractor.n_samples / processor.feature_extractor.sampling_rate
 
 
@@ -311,7 +317,7 @@ FAMILIES = (
 )
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: "torch.nn.Module | PreTrainedConfig | str") -> Family:
     """
     The row of a model.
 
@@ -326,7 +332,7 @@ def family_of(model: Any) -> Family:
     return next((family for family in FAMILIES if model_type in family.model_types), Family())
 
 
-def family_of_processor(processor: Any) -> Family:
+def family_of_processor(processor: "ProcessorMixin | PreTrainedTokenizerBase") -> Family:
     """The row of a processor."""
     names = [cls.__name__ for cls in type(processor).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.processors), Family())

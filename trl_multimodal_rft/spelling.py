@@ -105,11 +105,11 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
         return text, None
     try:
         name, _, settings = text.strip().partition("(")
-        call: Any = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
-        if call.args or not isinstance(call.func, ast.Name):
+        call = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
         return name, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (AttributeError, SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
@@ -122,7 +122,7 @@ def spelled(name: str, settings: dict[str, Any]) -> str:
     return f"{name}({listed})" if listed else name
 
 
-def recipe_names(recipe: Any) -> list[str]:
+def recipe_names(recipe: dict[str, dict[str, float]] | str) -> list[str]:
     """Names of the functions in a `reward_recipe`, each once."""
     weights = [*recipe.values()] if isinstance(recipe, dict) else []
     if not weights or not all(

@@ -9,7 +9,7 @@ random generator. It returns an array of the same shape, so that a prompt keeps 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import PIL.Image
@@ -23,6 +23,8 @@ from .spelling import check_settings, check_unused, load_dotted, split_settings
 
 _GREY = 128  # pixel value
 _DIFFUSION_STEPS = 1000
+
+M = TypeVar("M", np.ndarray, torch.Tensor, PIL.Image.Image)  # a decoded medium
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,30 @@ class ViewType:
 VIEWS: dict[str, ViewType] = {}
 
 
-def view(name: str, **facts) -> Callable:
+def view(
+    name: str, kinds: tuple[str, ...] = MODALITIES, strength: str | None = None, needs_other: bool = False
+) -> Callable:
     """
     Decorator that registers a function as a view.
 
     Args:
         name (`str`):
             Name of the view in configs.
-        **facts:
-            Further fields of its [`ViewType`]: the `kinds` of media that it applies to, and which setting is its
-            `strength`, for a schedule.
+        kinds (`tuple[str, ...]`, *optional*):
+            Modalities that it applies to, by default all.
+        strength (`str`, *optional*):
+            Which setting a schedule scales.
+        needs_other (`bool`, *optional*, defaults to `False`):
+            Whether it shows a medium of another row, which it gets as `other`.
 
     Returns:
         `Callable`: The decorator. It takes a function of a medium (pixels `(T, H, W, 3)` or samples `(S,)`), a
         `numpy.random.Generator` and settings, which returns an array of the same shape.
     """
 
-    def register(function):
+    def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         check_unused([name], VIEWS, "view")
-        VIEWS[name] = ViewType(name, paper_of(function), function, **facts)
+        VIEWS[name] = ViewType(name, paper_of(function), function, kinds, strength, needs_other)
         return function
 
     return register
@@ -98,7 +105,7 @@ class View:
         full = self.settings.get(name, inspect.signature(self.type.function).parameters[name].default)
         return replace(self, settings={**self.settings, name: type(full)(full * factor)})
 
-    def __call__(self, medium: Any, place: int, other: Any = None) -> Any:
+    def __call__(self, medium: M, place: int, other: M | None = None) -> M:
         """
         The view of a decoded medium (a PIL image, frames `(T, H, W, 3)` or `(T, 3, H, W)`, or samples `(S,)`), in the
         same form. Raises `ValueError` if the view changes its shape.
@@ -113,8 +120,9 @@ class View:
             )
         changed = changed.astype(given.dtype, copy=False)
         if isinstance(medium, PIL.Image.Image):
-            return PIL.Image.fromarray(changed[0])
-        return torch.from_numpy(changed).permute(0, 3, 1, 2) if isinstance(medium, torch.Tensor) else changed
+            return cast(M, PIL.Image.fromarray(changed[0]))
+        is_tensor = isinstance(medium, torch.Tensor)
+        return cast(M, torch.from_numpy(changed).permute(0, 3, 1, 2) if is_tensor else changed)
 
 
 def as_view(given: "str | Callable | View") -> View:
@@ -142,7 +150,7 @@ def as_view(given: "str | Callable | View") -> View:
     return View(known, settings or {})
 
 
-def _as_array(medium: Any) -> np.ndarray:
+def _as_array(medium: np.ndarray | torch.Tensor | PIL.Image.Image) -> np.ndarray:
     """Pixels `(T, H, W, 3)`, or samples `(S,)`."""
     if isinstance(medium, PIL.Image.Image):
         return np.array(medium.convert("RGB"))[None]

@@ -20,10 +20,7 @@ VIEWS = ["papo", "vppo", "mapo"]
 VIEWS_IN_PARTS = ["papo_token_budget"]
 FOR_EACH_ENGINE = "whole_groups_checkpointed"
 # The rest of the slow run
-IN_DEFAULT_RUN = {
-    "ddp": ["skipped_rows", "clips", "straddling_group", "views", "exchanged", "ppo_images", "papo"],
-    "fsdp2": [FOR_EACH_ENGINE, "vppo"],
-}
+IN_DEFAULT_RUN = {"ddp": ["straddling_group"]}
 DDP = "straddling_group straddling_groups skipped_rows whole_groups shuffled clips mixed_rows isolated_media".split()
 DDP += ["rloo", "views", "one_image", "without_signal", "asynchronous", FOR_EACH_ENGINE]
 DDP += [*TOKEN_BUDGET, *SPLIT, *ADAPTERS, *LOSSES, *ALGORITHMS, *VIEWS, *VIEWS_IN_PARTS, "papo_without_media"]

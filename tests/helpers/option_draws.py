@@ -11,7 +11,7 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.losses import LOSSES
-from trl_multimodal_rft.data.rules import RULE_NAMES
+from trl_multimodal_rft.data.rules import OWN_NAMES
 from trl_multimodal_rft.trainers.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 
@@ -137,7 +137,8 @@ NEUTRAL = {
 
 # Options without use here, because these runs have no files, tools or engine
 NOT_DRAWN = {
-    *(name for name in RULE_NAMES if name not in VALUES),
+    *(name for name in OWN_NAMES if name not in VALUES),
+    "media_rules",
     *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     *("max_tool_calling_iterations", "max_tool_media", "vllm_engine_kwargs", "vllm_sync_adapter"),

@@ -5,7 +5,7 @@ import argparse
 import json
 import os
 
-from ..data.rules import BUDGET_NAMES, RULE_NAMES
+from ..data.rules import BUDGET_NAMES, OWN_NAMES
 from ..scripts.options import Key, Parser, read_config, shipped
 
 
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 }
 # Options of the trainer's config
 _OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "trust_remote_code")
-_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *RULE_NAMES)
+_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES, "media_rules")
 _OF_MEMORY = ("shared_trunk", "beta", "view_kl_coef", "per_device_train_batch_size", "num_generations", "packing")
 _OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
 _OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
@@ -151,4 +151,4 @@ def prepare(parser: Parser) -> None:
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    parser.add_options("grpo", *(name for name in RULE_NAMES if name not in ("media_dir", *BUDGET_NAMES)))
+    parser.add_options("grpo", "media_rules")

@@ -25,7 +25,7 @@ from ..data.columns import MEDIA_COLUMNS, MediaError, iter_refs, without_credent
 from ..data.features import undecoded
 from ..data.named import load_rows
 from ..data.rows import DatasetRows, Row
-from ..data.rules import RULE_NAMES, MediaRules
+from ..data.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.sizes import media_size
 from ..data.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
@@ -51,6 +51,10 @@ _LIMITED = {
     "max_frames": ("sampled frames of a video",),
     "max_video_pixels": ("pixels of all sampled frames",),
 }
+
+
+def _rules(args: argparse.Namespace) -> MediaRules:
+    return rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES})
 
 
 @dataclass
@@ -79,7 +83,7 @@ class RowChecker(torch.utils.data.Dataset):
     ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
-        rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES})
+        rules = _rules(args)
         self.encoder = PromptEncoder(
             model,
             processor,
@@ -198,7 +202,7 @@ def limits_of(
     if window is not None:
         limits["the model's window"] = "seconds of a sound", window
     for option, sizes in _LIMITED.items():
-        if (value := getattr(args, option)) is not None:
+        if (value := getattr(_rules(args), option)) is not None:
             limits |= {f"`{option}`" + " of frames" * (size == "pixels of a video"): (size, value) for size in sizes}
     return limits
 

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from .. import data
 from ..data.folders import check_empty, write_folder
-from ..data.rules import BUDGET_NAMES, RULE_NAMES, MediaRules
+from ..data.rules import rules_of
 from .arguments import LAYOUTS
 
 
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> None:
     """Converts and writes a dataset, and prints its splits and columns."""
     check_empty(args.output_dir)
     dataset = convert(args)
-    rules = MediaRules(**{name: getattr(args, name) for name in RULE_NAMES if name not in BUDGET_NAMES})
-    write_folder(dataset, args.output_dir, rules)
+    write_folder(dataset, args.output_dir, rules_of(args.media_rules, media_dir=args.media_dir))
     for split, rows in dataset.items():
         print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")

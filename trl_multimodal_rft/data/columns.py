@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import PIL.Image
@@ -17,6 +17,11 @@ import PIL.Image
 from ..families import MODALITIES
 from .rules import DEFAULT_RULES, MediaRules
 
+
+if TYPE_CHECKING:
+    from datasets import Audio, Image, Video
+
+T = TypeVar("T")
 
 # Dataset column -> kind of its media. A column with the name of the kind holds one medium, the plural a list.
 MEDIA_COLUMNS = {
@@ -140,7 +145,7 @@ class Encoded:
     """A medium as a dataset stores it, with the feature that decodes it. It is never copied."""
 
     value: dict[str, Any]  # with "bytes", "path", or both
-    feature: Any
+    feature: "Audio | Image | Video"
 
     @property
     def kind(self) -> str:
@@ -181,6 +186,11 @@ class MediaRef:
     row: int
     rules: MediaRules = DEFAULT_RULES
 
+    @property
+    def stored(self) -> Any:
+        """The raw value, also of a feature that decodes it."""
+        return self.source.value if isinstance(self.source, Encoded) else self.source
+
     def error(self, message: str) -> MediaError:
         """
         Returns an error that names the row and the column.
@@ -205,15 +215,14 @@ class MediaRef:
         Returns:
             `str`: The text to show.
         """
-        value = self.source.value if isinstance(self.source, Encoded) else self.source
-        for source in value.values() if isinstance(value, dict) else [value]:
+        for source in self.stored.values() if isinstance(self.stored, dict) else [self.stored]:
             if isinstance(source, str):  # the whole value is the URL
                 text = text.replace(source, shown_url(source))
         return re.sub(rf"[^\s'\"]{{{_LONGEST_WORD},}}", lambda word: shortened(word[0]), without_credentials(text))
 
     def _file(self) -> str:
         """The name of a file whose bytes the row holds."""
-        value = self.source.value if isinstance(self.source, Encoded) else self.source
+        value = self.stored
         if not isinstance(value, dict) or value.get("bytes") is None or not value.get("path"):
             return ""
         return f" ({self.shown(str(value['path']))})"
@@ -375,7 +384,7 @@ def find_media(value: Any, place: str = "") -> Iterator[tuple[str, str | None, A
                 yield from find_media(item, f"{place}.{key}" if place else str(key))
 
 
-def iter_refs(value: Any) -> Iterator[MediaRef]:
+def iter_refs(value: MediaRef | Sequence | Mapping | None) -> Iterator[MediaRef]:
     if isinstance(value, MediaRef):
         yield value
     elif isinstance(value, list):
@@ -385,21 +394,22 @@ def iter_refs(value: Any) -> Iterator[MediaRef]:
         yield from iter_refs(list(value.values()))
 
 
-def strip_media(value: Any) -> Any:
+def strip_media(value: T) -> T:
     """
     Makes messages fit for logs: each [`MediaRef`] becomes a text such as `"<audio>"` and each message content one
     string, so that all rows have one type and can be written as JSON or Parquet.
     """
     if isinstance(value, MediaRef):
-        return repr(value)
+        return cast(T, repr(value))
     if isinstance(value, list):
-        return [strip_media(item) for item in value]
-    if isinstance(value, dict):
-        if "role" in value and "content" in value:
-            blocks = _as_blocks(value)["content"] or []
-            value = {**value, "content": "".join(str(block.get("text", f"<{block['type']}>")) for block in blocks)}
-        return {key: strip_media(item) for key, item in value.items()}
-    return value
+        return cast(T, [strip_media(item) for item in value])
+    if not isinstance(value, dict):
+        return value
+    stripped = {key: strip_media(item) for key, item in value.items()}
+    if "role" in value and "content" in value:
+        blocks = _as_blocks(value)["content"] or []
+        stripped["content"] = "".join(str(block.get("text", f"<{block['type']}>")) for block in blocks)
+    return cast(T, stripped)
 
 
 def as_text(messages: str | list[dict[str, Any]], roles: bool = True) -> str:
@@ -468,7 +478,7 @@ def _holds_several(kind: str, value: Any) -> bool:
     return hasattr(first, "get_frames_at") or (isinstance(first, Encoded) and first.kind == "video")
 
 
-def check_decoded(text: Any, column: str, row: int) -> None:
+def check_decoded(text: str | Sequence | None, column: str, row: int) -> None:
     """Refuses a serialized list of messages, which would become the text of a user message."""
     if not isinstance(text, str) or not re.match(r"\s*\[\s*\{", text):
         return
@@ -609,23 +619,21 @@ def _parse_block(block: dict[str, Any], where: str, row: int) -> dict[str, Any]:
             "{'type': 'audio', 'audio': ...}"
         )
     if kind is not None:
-        options = {key: _plain(item) for key, item in block.items() if key not in _HINTS}
+        options = {key: item for key, item in block.items() if key not in _HINTS}
+        options |= {key: item.item() for key, item in options.items() if getattr(item, "ndim", None) == 0}
         ref = MediaRef(kind, sources[0] if sources else None, options, where, row)
         _check_options(ref)
         return {"type": kind, kind: ref}
     if name not in _TEXT_KEYS:
         return {"type": name, **block}
-    held = [key for key, item in block.items() if key not in _TEXT_HINTS and _is_filled(item)]
+    empty = [key for key, item in block.items() if isinstance(item, (str, list, dict)) and not item]
+    held = [key for key in block if key not in _TEXT_HINTS and key not in empty]
     if _TEXT_KEYS[name] not in block or not {*held} <= {_TEXT_KEYS[name]}:
         raise MediaError(
             f"row {row}, column '{where}': a block of type '{name}' has its text in '{_TEXT_KEYS[name]}' and nothing "
             f"else, got {held}; rename the key of the text, and remove other keys"
         )
     return {"type": "text", "text": block[_TEXT_KEYS[name]]}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _check_options(ref: MediaRef) -> None:
@@ -660,14 +668,10 @@ def _source(key: str, value: Any) -> Any:
     return value
 
 
-def _is_filled(value: object) -> bool:
-    return not isinstance(value, (str, list, dict)) or len(value) > 0
-
-
 def _is_stray(key: str, value: Any, files: bool) -> bool:
     """Whether an unread key of a block holds media; with `files`, texts that name media files count."""
     if key in _MEDIA_KEYS:
-        return _is_filled(value)
+        return not isinstance(value, (str, list, dict)) or len(value) > 0
     if isinstance(value, str) and not files:
         return False
     return any(files or not isinstance(medium, str) for _, _, medium in find_media(value, key))

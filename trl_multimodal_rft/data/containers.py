@@ -5,9 +5,15 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from .columns import MediaRef
+
+
+if TYPE_CHECKING:
+    from av import AudioStream, VideoStream
+
+S = TypeVar("S", "AudioStream", "VideoStream")
 
 
 # Starts of the files that FFmpeg may open: media containers and streams, no playlists
@@ -107,14 +113,14 @@ def _png_bytes(header: bytes) -> int:
     return total
 
 
-def best_stream(container: Any, kind: Literal["audio", "video"]) -> Any:
+def best_stream(streams: "tuple[S, ...]") -> "S | None":
     """The stream that the program `ffmpeg` takes: a default one, or that with most pixels or channels; covers last."""
 
-    def rank(stream: Any) -> int:
-        size = stream.width * stream.height if kind == "video" else stream.channels
+    def rank(stream: "AudioStream | VideoStream") -> int:
+        size = stream.width * stream.height if stream.type == "video" else stream.channels
         return 0 if stream.disposition & _COVER else size + 5_000_000 * (stream.disposition & _DEFAULT)
 
-    return max(getattr(container.streams, kind), key=rank, default=None)
+    return max(streams, key=rank, default=None)
 
 
 def is_indexed(stream: BinaryIO) -> bool:
@@ -123,9 +129,9 @@ def is_indexed(stream: BinaryIO) -> bool:
     that decoders can seek. In others, such as AVI and MPEG-TS, the number and the time of a frame may be wrong.
     """
     _skip_tags(stream)
-    found = _INDEXED.match(stream.read(8))
+    start = stream.read(8)
     stream.seek(0)
-    return found is not None
+    return _INDEXED.match(start) is not None
 
 
 def has_idr_picture(packet: bytes, extradata: bytes | None) -> bool:

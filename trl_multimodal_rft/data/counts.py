@@ -2,7 +2,6 @@
 """Counts the media of prompts without decoding or copying them."""
 
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -63,7 +62,7 @@ def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[
         rows = np.arange(first, first + len(chunk))
         first += len(chunk)
         messages, rows = _items(chunk, rows)
-        blocks, rows = _items(_field(messages, "content"), rows)
+        blocks, rows = (None, rows) if messages is None else _items(_field(messages, "content"), rows)
         if blocks is None:
             continue
         types = _field(blocks, "type").to_pylist()
@@ -80,17 +79,15 @@ def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[
     return counted, waiting
 
 
-def _items(lists: pa.Array | None, rows: np.ndarray) -> tuple[pa.Array | None, np.ndarray]:
+def _items(lists: pa.Array, rows: np.ndarray) -> tuple[pa.Array | None, np.ndarray]:
     """The items of lists and the row of each; none for texts."""
-    if lists is None or any(is_text(lists.type) for is_text in (pa.types.is_string, pa.types.is_large_string)):
+    if any(is_text(lists.type) for is_text in (pa.types.is_string, pa.types.is_large_string)):
         return None, rows
     lengths = _lengths(lists)
     return (None if pa.types.is_null(lists.type) else lists.flatten()), np.repeat(rows, lengths)
 
 
-def _field(structs: pa.Array | None, name: str) -> Any:
-    if structs is None:
-        return None
+def _field(structs: pa.Array, name: str) -> pa.Array:
     if not pa.types.is_struct(structs.type) or structs.type.get_field_index(name) < 0:
         raise _Unknown
     return pc.struct_field(structs, name)

@@ -14,7 +14,7 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
-from .columns import Encoded, MediaRef
+from .columns import MediaRef
 from .loading import decoding, encoded_source, load_image, load_video, read_audio, require_module
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
@@ -56,14 +56,13 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
     (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
     """
     with decoding(ref):
-        file: Any = _source_file(ref)
-        suffix = None
+        file, suffix = _source_file(ref), None
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
             with open_file(ref, file) as stream:
                 head = stream.read(_HEAD)
             starts = _VIEWABLE[ref.kind].items()
             suffix = next((each for each, start in starts if re.match(start, head, re.DOTALL)), None)
-        if suffix is None:
+        if suffix is None or file is None:
             suffix, encode = _ENCODERS[ref.kind]
             file = encode(ref)
 
@@ -76,7 +75,7 @@ def encode_medium(ref: MediaRef, max_bytes: float) -> EncodedMedium:
 
 def _source_file(ref: MediaRef) -> str | bytes | None:
     """Local path or bytes of a medium that is a file, `None` for decoded values."""
-    source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
+    source = ref.stored
     if hasattr(source, "_hf_encoded"):  # a decoder that `datasets` has made of a file
         source = source._hf_encoded
     if isinstance(source, dict) and source.get("array") is None:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, cast, overload
 
+import pyarrow as pa
 from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Video
+from datasets.features.features import FeatureType
 
 from ..versions import is_torchcodec_usable
 from .columns import Encoded, MediaRef
@@ -16,6 +18,9 @@ from .loading import check_file, decoding, encoded_source, install
 from .nested import feature_leaves, is_media_feature, map_features, map_items
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
+
+
+D = TypeVar("D")
 
 
 class _Stored:
@@ -38,7 +43,15 @@ class _StoredVideo(_Stored, Video):
 _STORED = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
 
-def undecoded(dataset: Any) -> Any:
+@overload
+def undecoded(dataset: IterableDataset) -> IterableDataset: ...
+
+
+@overload
+def undecoded(dataset: D) -> "D | StoredRows": ...
+
+
+def undecoded(dataset: D) -> "D | IterableDataset | StoredRows":
     """A dataset whose rows hold the media of features that decode as [`~data.columns.Encoded`]."""
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
@@ -48,11 +61,11 @@ def undecoded(dataset: Any) -> Any:
         stream = dataset.decode(num_threads=0).cast(_stored(features))
         return stream.map(partial(_encoded_row, features=features))
     if isinstance(dataset, Dataset) and dataset.format["type"] is None:
-        return _StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
+        return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
     return dataset
 
 
-class _StoredRows:
+class StoredRows:
     """The rows of a dataset as they are stored. Casting the dataset would copy its files, of nested features."""
 
     def __init__(self, dataset: Dataset):
@@ -64,21 +77,21 @@ class _StoredRows:
         return len(self._tables)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        table: Any = self._tables[indices]
+        table = cast(pa.Table, self._tables[indices])
         columns = self._stored.decode_batch(table.to_pydict())  # of other features
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
 
 
-def restore_media(value: Any) -> Any:
+def restore_media(value: D) -> D:
     """Undoes [`~data.columns.rows_to_messages`] for functions that read prompts."""
     if isinstance(value, MediaRef):
-        return Decoded(value) if isinstance(value.source, Encoded) else value.source
+        return cast(D, Decoded(value) if isinstance(value.source, Encoded) else value.source)
     if isinstance(value, list):
-        return [restore_media(item) for item in value]
+        return cast(D, [restore_media(item) for item in value])
     if isinstance(value, dict):
         options = [item.options for item in value.values() if isinstance(item, MediaRef)]
-        return {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {})
+        return cast(D, {key: restore_media(item) for key, item in value.items()} | (options[0] if options else {}))
     return value
 
 
@@ -86,7 +99,7 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
     """Rows as their dataset gives them, for functions that read columns."""
     shared: dict[int, Decoded] = {}
 
-    def decoded(value: Any, place: str, row: int) -> Any:
+    def decoded(value: D, place: str, row: int) -> D | Decoded:
         if not isinstance(value, Encoded):
             return value
         if id(value) not in shared:
@@ -99,7 +112,7 @@ def restore_rows(rows: Sequence[Mapping[str, Any]], rules: MediaRules = DEFAULT_
     ]
 
 
-def as_encoded(value: Any) -> Any:
+def as_encoded(value: D) -> D:
     """Undoes [`restore_media`] and [`restore_rows`] for functions that decode media themselves."""
     return map_items(value, lambda item, place: _ref(item).source if type(item) is Decoded else item)
 
@@ -120,13 +133,13 @@ class Decoded:
     def __getattr__(self, name: str):
         return getattr(_medium(self), name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any):
         setattr(_medium(self), name, value)
 
     def __repr__(self):  # which logs of whole rows write
         return repr(_ref(self))
 
-    def __eq__(self, other):
+    def __eq__(self, other: object):
         return _medium(self) == (_medium(other) if type(other) is Decoded else other)
 
     def __enter__(self):
@@ -156,15 +169,10 @@ def _ref(decoded: Decoded) -> MediaRef:
 
 
 def _medium(decoded: Decoded) -> Any:
-    medium = object.__getattribute__(decoded, "_medium")
-    if medium is None:
-        medium = _decode(_ref(decoded))
-        object.__setattr__(decoded, "_medium", medium)
-    return medium
-
-
-def _decode(ref: MediaRef) -> Any:
-    """Decodes a medium by its feature, if the rules allow its source and the file is safe to open."""
+    """The medium by its feature, if the rules allow its source and the file is safe to open."""
+    if (medium := object.__getattribute__(decoded, "_medium")) is not None:
+        return medium
+    ref = _ref(decoded)
     with decoding(ref):
         file = fetch_file(ref, encoded_source(ref))
         with open_file(ref, file) as stream:
@@ -181,20 +189,22 @@ def _decode(ref: MediaRef) -> Any:
                 "files yourself"
             )
             raise ImportError(str(error))
-        return feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
+        medium = feature.decode_example({**value, "path" if isinstance(file, str) else "bytes": file})
+    object.__setattr__(decoded, "_medium", medium)
+    return medium
 
 
-def _is_medium(feature: Any) -> bool:
+def _is_medium(feature: FeatureType | None) -> bool:
     """Whether the loaders decode a feature's media as the feature does, which they don't in another mode or stream."""
     decodes = is_media_feature(feature) and feature.decode
     return decodes and getattr(feature, "mode", None) is None and getattr(feature, "stream_index", None) is None
 
 
-def _holds_media(feature: Any) -> bool:
+def _holds_media(feature: FeatureType | None) -> bool:
     return any(_is_medium(leaf) for _, leaf in feature_leaves(feature))
 
 
-def _stored(feature: Any) -> Any:
+def _stored(feature: FeatureType) -> FeatureType:
     """A feature, or features, that leave media as they are stored."""
     if isinstance(feature, dict):
         return type(feature)({key: _stored(item) for key, item in feature.items()})
@@ -212,5 +222,5 @@ def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
     }
 
 
-def _encoded(value: Any, feature: Any, place: str) -> Any:
+def _encoded(value: D, feature: FeatureType, place: str) -> D | Encoded:
     return Encoded(value, feature) if _is_medium(feature) and isinstance(value, dict) else value

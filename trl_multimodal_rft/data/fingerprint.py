@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
@@ -27,7 +27,7 @@ def fingerprint(dataset: Rows | None, media_dir: str | None = None) -> dict[str,
         return {}
     columns = sorted(dataset.column_names)
     numbers = [*range(0, len(dataset), -(-len(dataset) // _ROWS) or 1)]
-    table: Any = dataset.with_format("arrow")[numbers] if numbers else None
+    table = cast(pa.Table, dataset.with_format("arrow")[numbers])
     sums = {}
     for i, number in enumerate(numbers):
         parts = (part for column in columns for part in _parts(table.slice(i, 1)[column], media_dir or ""))
@@ -51,7 +51,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-def _parts(values: Any, media_dir: str) -> Iterator[bytes]:
+def _parts(values: pa.ChunkedArray | pa.Array, media_dir: str) -> Iterator[bytes]:
     """The bytes of Arrow values, independent of their chunks."""
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:

@@ -6,11 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
+from datasets.features.features import FeatureType
 
 from .columns import MediaRef
 from .nested import feature_leaves, is_media_feature, map_features
@@ -20,6 +21,8 @@ from .sources import fetch_file, open_file
 
 # Most bytes and rows of a row group, and bytes after which another file begins
 _GROUP_BYTES, _GROUP_ROWS, _FILE_BYTES = 2**26, 1000, 2**29
+
+T = TypeVar("T")
 
 
 def write_folder(dataset: Dataset | DatasetDict, folder: str | os.PathLike, rules: MediaRules = DEFAULT_RULES) -> None:
@@ -95,8 +98,8 @@ def _write_split(rows: Dataset, folder: Path, split: str, rules: MediaRules) -> 
 def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.Table]:
     """Row groups, with the bytes of their media."""
 
-    def embedded(value: Any, feature: Any, place: str) -> Any:
-        if not is_media_feature(feature) or value is None or (value["path"] is None and value["bytes"] is None):
+    def embedded(value: T, feature: FeatureType, place: str) -> T | dict[str, str | bytes | None]:
+        if not is_media_feature(feature) or not isinstance(value, dict) or value["path"] is value["bytes"] is None:
             return value
         path, data = value["path"], value["bytes"]
         if data is None:
@@ -105,7 +108,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
                 data = stream.read()
         return {"bytes": data, "path": None if path is None else os.path.basename(path)}
 
-    tables: Any = rows.with_format("arrow")
+    tables = rows.with_format("arrow")
     media = [
         column
         for column, feature in rows.features.items()
@@ -113,7 +116,7 @@ def _groups(rows: Dataset, schema: pa.Schema, rules: MediaRules) -> Iterator[pa.
     ]
     group, size = [], 0
     for number in range(len(rows)):
-        table = tables[number : number + 1]
+        table = cast(pa.Table, tables[number : number + 1])
         for column in media:
             value = map_features(table[column][0].as_py(), rows.features[column], embedded, column)
             field = schema.field(column)

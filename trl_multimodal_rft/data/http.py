@@ -10,13 +10,16 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urljoin
 
 import requests
 import urllib3
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Temporary errors
@@ -49,10 +52,6 @@ class TooLarge(Exception):
     """A response that exceeds the limit of bytes."""
 
 
-class TooManyRedirects(Exception):
-    """A request that was redirected too often."""
-
-
 def ask(
     method: str,
     url: str,
@@ -70,7 +69,7 @@ def ask(
 ) -> Answer:
     """Sends a request until a server answers."""
     deadline = time.monotonic() + seconds
-    attempt, opened = 0, []
+    attempt, opened = 0, list[HTTPConnection]()
     while True:
         attempt += 1
         until = deadline if seconds_each is None else min(deadline, time.monotonic() + seconds_each)
@@ -90,8 +89,9 @@ def ask(
             reason = type(error).__name__
         finally:  # ends the thread, which a server may keep busy by endless `100 Continue`
             for connection in opened:
-                with suppress(OSError, AttributeError):  # it is closed, or not yet open
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+                if (sock := connection.sock) is not None:
+                    with suppress(OSError):  # it is closed
+                        sock.shutdown(socket.SHUT_RDWR)
         wait = min(wait, _LONGEST_WAIT)
         if attempt == attempts or time.monotonic() + wait > deadline:
             tried = "" if attempts == 1 else f", after {attempt} attempt{'s' * (attempt > 1)} within {seconds:g} s"
@@ -119,23 +119,18 @@ def within(until: float, function: Callable[[], T]) -> T:
         raise NoAnswer("no complete response in time") from None
 
 
-def started(work: Callable[..., T], *given: Any) -> Future[T]:
+def started(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """The result of work in a thread that doesn't keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work(*given))
+            future.set_result(work(*args, **kwargs))
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def _open(make: Callable[..., Any], opened: list[Any], **settings: Any) -> Any:
-    opened.append(make(**settings))
-    return opened[-1]
 
 
 def _attempt(
@@ -147,7 +142,7 @@ def _attempt(
     json: dict[str, Any] | None,
     session: requests.Session,
     may_visit: Callable[[str], None] | None,
-    opened: list[Any],
+    opened: list[HTTPConnection],
 ) -> tuple[Answer, float]:
     for _ in range(_MOST_REDIRECTS + 1):
         if may_visit is not None:
@@ -159,10 +154,10 @@ def _attempt(
         auth = None if may_visit is None else lambda request: request
         request = session.prepare_request(requests.Request(method, url, headers=headers, json=json, auth=auth))
         settings: dict[str, Any] = {**session.merge_environment_settings(request.url, {}, True, None, None)}
-        adapter: Any = session.get_adapter(request.url or url)
-        if may_visit is not None:
+        adapter = session.get_adapter(request.url or url)
+        if may_visit is not None and isinstance(adapter, HTTPAdapter):
             tls = {key: settings[key] for key in ("verify", "proxies", "cert")}
-            pool = adapter.get_connection_with_tls_context(request, **tls)
+            pool: Any = adapter.get_connection_with_tls_context(request, **tls)
             pool.ConnectionCls = partial(_open, pool.ConnectionCls, opened)
         # Not by the session, which reads the whole body of a redirect
         with adapter.send(request, timeout=(min(left, to_connect), left), **settings) as response:
@@ -174,7 +169,12 @@ def _attempt(
             wait = response.headers.get("Retry-After", "")
             answer = Answer(response.status_code, body, is_html, response.headers.get("Date", ""))
             return answer, float(wait) if wait.isdecimal() else 0.0
-    raise TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
+    raise requests.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
+
+
+def _open(make: type[HTTPConnection], opened: list[HTTPConnection], **settings) -> HTTPConnection:
+    opened.append(make(**settings))
+    return opened[-1]
 
 
 def _body(response: requests.Response, until: float, max_bytes: int) -> bytes:

@@ -4,7 +4,7 @@
 import math
 import time
 from io import BytesIO
-from typing import Any, BinaryIO
+from typing import IO, BinaryIO, cast
 
 import numpy as np
 import PIL.Image
@@ -47,9 +47,9 @@ def open_image(ref: MediaRef, stream: BinaryIO) -> PIL.Image.Image:
     stream.seek(0)
     most = _MOST_GIF_HEADER if stream.read(4) == b"GIF8" else 2 * size + _SPARE
     stream.seek(0)
-    opened: Any = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
+    opened = _Opened(ref, stream, time.monotonic() + ref.rules.media_timeout, most)
     PIL.Image.init()  # which registers the formats
-    image = PIL.Image.open(opened, formats=_IMAGE_FORMATS)
+    image = PIL.Image.open(cast("IO[bytes]", opened), formats=_IMAGE_FORMATS)
     opened.most = math.inf
     if image.format in ("JPEG", "MPO"):
         piece = max(2**10, _JPEG_WORK // max(1, image.width * image.height))
@@ -126,5 +126,5 @@ def check_exif(ref: MediaRef, image: PIL.Image.Image) -> None:
     while data and data.startswith(b"Exif\0\0"):
         data = data[6:]
     if data:
-        entries: Any = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE)
-        PIL.Image.Exif().load_from_fp(entries)
+        entries = Bounded(ref, BytesIO(data), time.monotonic() + ref.rules.media_timeout, 2 * len(data) + _SPARE)
+        PIL.Image.Exif().load_from_fp(cast("IO[bytes]", entries))

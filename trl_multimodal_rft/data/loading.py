@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
 import PIL.Image
@@ -20,11 +20,15 @@ from transformers import image_utils
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ..versions import is_torchcodec_usable
-from .columns import Encoded, MediaError, MediaRef
+from .columns import MediaError, MediaRef
 from .containers import best_stream, check_complete, check_container, has_idr_picture, is_chained, is_indexed
 from .images import check_exif, check_object, check_pixels, load_pixels, open_image
 from .sources import fetch_file, open_file
 
+
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from torchcodec.decoders import VideoDecoder
 
 _LOUDEST = 16.0  # larger floats were never scaled to -1 to 1
 _LOUDEST_24_BITS = 2**23  # 32-bit integers up to this hold 16 or 24 bits, which would be nearly silent
@@ -76,7 +80,7 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            stream = open_file(ref, fetch_file(ref, image))
+            stream = open_source(ref)
             image = open_image(ref, stream)
         check_object(ref, image)
         if 0 in image.size:
@@ -215,7 +219,12 @@ def load_video(
                 raise ref.error("the frames have different sizes; resize them to one size")
             piece = piece if resize_fn is None else resize_fn(piece, len(indices))
             if frames is None:
-                _check_frames(ref, len(indices), piece)
+                _, height, width, _ = piece.shape
+                if len(indices) * height * width > ref.rules.max_video_pixels:
+                    raise ref.error(
+                        f"{len(indices)} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} "
+                        "pixels; choose fewer by 'nframes' or 'fps', or raise `max_video_pixels`"
+                    )
                 frames = np.empty((len(indices), *piece.shape[1:]), np.uint8)
             frames[done : done + len(piece)] = piece
             done += len(piece)
@@ -297,7 +306,7 @@ def decoding(ref: MediaRef) -> Iterator[None]:
     except (MediaError, ImportError):
         raise
     except Exception as error:
-        source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
+        source = ref.stored
         if isinstance(source, dict) and source.get("bytes") is None:
             source = source.get("path") or source.get("url")
         # Shortened last, as half a secret isn't recognized
@@ -322,13 +331,18 @@ def install(extra: str) -> str:
 
 
 def encoded_source(ref: MediaRef) -> Any:
-    source = ref.source.value if isinstance(ref.source, Encoded) else ref.source
+    """What a loader reads: the file that stored values hold or name, or a decoded value."""
+    source = ref.stored
     if not isinstance(source, dict):
         return source
     for key in ("bytes", "path", "url"):
         if source.get(key) is not None:
             return source[key]
     raise ref.error(f"a dictionary of {sorted(source)}; give 'bytes', 'path' or 'url'")
+
+
+def open_source(ref: MediaRef) -> BinaryIO:
+    return open_file(ref, fetch_file(ref, encoded_source(ref)))
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
@@ -417,7 +431,7 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
     elif isinstance(source, tuple):
         array, rate = source
     elif not isinstance(source, (np.ndarray, torch.Tensor, list)):
-        with open_file(ref, fetch_file(ref, encoded_source(ref))) as stream:
+        with open_source(ref) as stream:
             yield from _decode_file(ref, stream, check)
         return
     yield _of_array(ref, array), None if rate is None else float(rate)
@@ -469,16 +483,16 @@ def _samples_of_packets(stream: BinaryIO) -> int:
     """The number of samples in all packets, without decoding them."""
     stream.seek(0)
     with require_module("av", "audio").open(stream) as container:
-        sound = best_stream(container, "audio")
-        samples = sum(packet.duration or 0 for packet in container.demux(sound)) * sound.time_base * sound.sample_rate
-        return round(samples)
+        (sound,) = container.streams.audio
+        ticks = sum(packet.duration or 0 for packet in container.demux(sound))
+        return round(ticks * sound.time_base * sound.sample_rate)
 
 
 def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
     av = require_module("av", "audio")
     stream.seek(0)
     with av.open(stream) as container:
-        sound = best_stream(container, "audio")
+        sound = best_stream(container.streams.audio)
         if sound is None:
             raise ref.error("the file has no audio; remove the row")
         floats, count = av.AudioResampler(format="fltp"), 0
@@ -546,15 +560,6 @@ def _check_video(ref: MediaRef, metadata: VideoMetadata) -> None:
     check_pixels(ref, (metadata.width or 0, metadata.height or 0))
 
 
-def _check_frames(ref: MediaRef, count: int, frames: np.ndarray) -> None:
-    height, width = frames.shape[1:3]
-    if count * height * width > ref.rules.max_video_pixels:
-        raise ref.error(
-            f"{count} frames of {width} x {height} are more than {ref.rules.max_video_pixels:,} pixels; choose fewer "
-            "by 'nframes' or 'fps', or raise `max_video_pixels`"
-        )
-
-
 @contextmanager
 def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
     """The metadata of a video, and a function that reads frames of it."""
@@ -564,7 +569,7 @@ def open_video(ref: MediaRef) -> Iterator[tuple[VideoMetadata, _Frames]]:
     elif hasattr(source, "get_frames_at"):
         yield _torchcodec_frames(ref, source)
     else:
-        with open_file(ref, fetch_file(ref, source)) as stream:
+        with open_source(ref) as stream:
             check_container(ref, stream)
             check_complete(ref, stream)
             if "sample_fps" in ref.options:
@@ -607,14 +612,13 @@ def _listed_frames(ref: MediaRef, source: np.ndarray | torch.Tensor | list) -> t
     return metadata, read
 
 
-def _torchcodec_frames(ref: MediaRef, decoder: Any) -> tuple[VideoMetadata, _Frames]:
+def _torchcodec_frames(ref: MediaRef, decoder: "VideoDecoder") -> tuple[VideoMetadata, _Frames]:
     header = decoder.metadata
-    metadata = VideoMetadata(
-        header.num_frames, header.average_fps, header.width, header.height, header.duration_seconds
-    )
+    height, width = header.height or 0, header.width or 0
+    metadata = VideoMetadata(header.num_frames or 0, header.average_fps, width, height, header.duration_seconds)
 
     def read(indices: list[int]) -> Iterator[np.ndarray]:
-        at_once = max(1, _PIXELS_AT_ONCE // (header.width * header.height))
+        at_once = max(1, _PIXELS_AT_ONCE // max(1, height * width))
         for i in range(0, len(indices), at_once):
             batch = decoder.get_frames_at(indices[i : i + at_once])
             if (batch.pts_seconds.diff() <= 0).any():
@@ -625,9 +629,9 @@ def _torchcodec_frames(ref: MediaRef, decoder: Any) -> tuple[VideoMetadata, _Fra
     return metadata, read
 
 
-def _is_mirrored(frame: Any) -> bool:
+def _is_mirrored(frame: "VideoFrame") -> bool:
     """Whether the display matrix mirrors a frame, which a rotation doesn't."""
-    matrix = frame.side_data.get("DISPLAYMATRIX")
+    matrix = cast("memoryview | None", frame.side_data.get("DISPLAYMATRIX"))
     return matrix is not None and np.linalg.det(np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2]) < 0
 
 
@@ -638,7 +642,7 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     """
     av = require_module("av", "video")
     with av.open(stream) as container:
-        video = best_stream(container, "video")
+        video = best_stream(container.streams.video)
         if video is None:
             raise ref.error("the file has no video; remove the row")
         average = video.average_rate if container.duration else None  # else it is FFmpeg's default
@@ -670,11 +674,11 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
     return VideoMetadata(count, fps, *size, duration=count / fps), index if exact and independent else None
 
 
-def _decoded(stream: BinaryIO) -> Generator[Any]:
+def _decoded(stream: BinaryIO) -> "Generator[VideoFrame]":
     """All frames of a video in the order of FFmpeg."""
     stream.seek(0)
     with require_module("av", "video").open(stream) as container:
-        yield from container.decode(best_stream(container, "video"))
+        yield from container.decode(best_stream(container.streams.video))
 
 
 def _decode_frames(stream: BinaryIO, indices: list[int]) -> Iterator[np.ndarray]:

@@ -24,11 +24,10 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
             kind = "a file" if path.is_file() else "a folder of `save_to_disk`"
             raise ValueError(f"{kind} has no configurations, so leave out {config!r}")
         if path is not None and is_saved(path):
-            rows: Any = datasets.load_from_disk(path)
-            if isinstance(rows, dict):
-                if split not in rows:
-                    raise ValueError(f"it has the splits {sorted(rows)}, not {split!r}")
-                rows = rows[split]
+            saved = datasets.load_from_disk(path)
+            if isinstance(saved, dict) and split not in saved:
+                raise ValueError(f"it has the splits {sorted(saved)}, not {split!r}")
+            rows = saved[split] if isinstance(saved, dict) else saved
             rows = rows.to_iterable_dataset() if streaming else rows
         else:
             rows = datasets.load_dataset(**load_arguments(name, split), name=config, split=split, streaming=streaming)

@@ -3,15 +3,17 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, cast
 
 from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
+from datasets.features.features import FeatureType
 
 
 Rows = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
-def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
     """The features in a nested one that hold values, each with the key that it is stored under."""
     if isinstance(feature, (List, LargeList)):
         yield from feature_leaves(feature.feature, key)
@@ -22,26 +24,29 @@ def feature_leaves(feature: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, feature
 
 
-def is_media_feature(feature: Any) -> bool:
+def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | Video]:
     return isinstance(feature, (Audio, Image, Video))
 
 
-def map_features(value: Any, feature: Any, change: Callable[[Any, Any, str], Any], place: str = "") -> Any:
+def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], place: str = "") -> T:
     """A nested value in which `change(item, feature, place)` replaces what the leaves of its feature describe."""
     if isinstance(feature, dict) and isinstance(value, dict):
-        return {key: map_features(item, feature[key], change, f"{place}.{key}") for key, item in value.items()}
+        items = value.items()
+        return cast(T, {key: map_features(item, feature[key], change, f"{place}.{key}") for key, item in items})
     if isinstance(feature, (List, LargeList)) and isinstance(value, list):
-        return [map_features(item, feature.feature, change, f"{place}[{i}]") for i, item in enumerate(value)]
+        return cast(T, [map_features(item, feature.feature, change, f"{place}[{i}]") for i, item in enumerate(value)])
     return change(value, feature, place)
 
 
-def map_items(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
+def map_items(value: T, change: Callable[[Any, str], Any], place: str = "") -> T:
     """Nested lists and dictionaries in which `change(item, place)` replaces the rest. Unchanged parts are reused."""
     # By its type, since `isinstance` decodes a `Decoded`
     if issubclass(type(value), list):
-        items = [map_items(item, change, f"{place}[{i}]") for i, item in enumerate(value)]
-        return items if any(map(operator.is_not, items, value)) else value
+        before = cast(list, value)
+        items = [map_items(item, change, f"{place}[{i}]") for i, item in enumerate(before)]
+        return cast(T, items) if any(map(operator.is_not, items, before)) else value
     if issubclass(type(value), dict):
-        held = {key: map_items(item, change, f"{place}.{key}") for key, item in value.items()}
-        return held if any(map(operator.is_not, held.values(), value.values())) else value
+        fields = cast(dict, value)
+        held = {key: map_items(item, change, f"{place}.{key}") for key, item in fields.items()}
+        return cast(T, held) if any(map(operator.is_not, held.values(), fields.values())) else value
     return change(value, place)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from transformers.utils import logging
@@ -21,11 +21,13 @@ from .columns import MediaError
 
 logger = logging.get_logger(__name__)
 
+T = TypeVar("T")
+
 # How often, while a row is read, the workers are polled for one that was killed
 _POLL_SECONDS = 1.0
 
 
-class PrefetchPool:
+class PrefetchPool(Generic[T]):
     """
     Reads rows in forked workers, which start with the first row. If no worker can be forked, `take` reads.
 
@@ -34,7 +36,7 @@ class PrefetchPool:
     little; these workers send bytes through a pipe.
     """
 
-    def __init__(self, read: Callable[[int], Any], num_workers: int = 1):
+    def __init__(self, read: Callable[[int], T], num_workers: int = 1):
         self._read = read
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
@@ -50,14 +52,14 @@ class PrefetchPool:
         for job in before.values():
             job.cancel()
 
-    def take(self, row: int) -> Any:
+    def take(self, row: int) -> T:
         """Returns a row that was read, and drops it here."""
         job = self._jobs.pop(row, None) or self._submit(row)
         try:
-            found = self._result(job)
+            data = self._result(job)
         except BrokenProcessPool:
-            found = self._isolate(row)
-        return self._read(row) if found is None else pickle.loads(found)
+            data = self._isolate(row)
+        return self._read(row) if data is None else pickle.loads(data)
 
     def close(self) -> None:
         """Ends the workers, and drops all rows."""
@@ -74,8 +76,7 @@ class PrefetchPool:
             # If it was killed while it sent a row, the pool's thread waits for the rest, until the pipe is closed
             for worker in self._workers:
                 worker.kill()
-            queue: Any = self._pool._result_queue
-            queue._writer.close()
+            vars(self._pool._result_queue)["_writer"].close()
             raise BrokenProcessPool
         return job.result()
 
@@ -121,10 +122,10 @@ class PrefetchPool:
             self._workers = [*self._pool._processes.values()]
 
 
-_read: Callable[[int], Any]
+_read: Callable[[int], object]
 
 
-def _start(read: Callable[[int], Any]) -> None:
+def _start(read: Callable[[int], object]) -> None:
     global _read
     _read = read
     torch.set_num_threads(1)  # the parent's other threads don't exist here
@@ -135,14 +136,14 @@ def _start(read: Callable[[int], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    parent: Any = multiprocessing.parent_process()
-    multiprocessing.connection.wait([parent.sentinel])
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     os._exit(1)
 
 
 def _work(row: int) -> bytes | None:
-    found = _read(row)
+    result = _read(row)
     try:
-        return pickle.dumps(found, protocol=5)  # five times as fast as the default for tensors
+        return pickle.dumps(result, protocol=5)  # five times as fast as the default for tensors
     except (pickle.PicklingError, TypeError, AttributeError):  # of decoders
         return None

@@ -2,7 +2,7 @@
 """Rows of a dataset with their stored media."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ from datasets import Dataset
 
 from .columns import MEDIA_COLUMNS, TEACHER
 from .features import undecoded
+
+
+T = TypeVar("T")
 
 
 class Row(dict):
@@ -72,7 +75,7 @@ def _with_arrays(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **media}
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: T) -> T | np.ndarray | list | dict:
     if isinstance(value, dict):
         return {key: _as_array(item) for key, item in value.items()}
     if not isinstance(value, list) or not value:

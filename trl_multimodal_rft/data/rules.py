@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ..spelling import did_you_mean
+
 
 # Files, web servers, the Hub, object stores, and archives within them
 PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "zip", "tar", "gzip")
@@ -80,7 +82,10 @@ class MediaRules:
             if name in ("media_dir", "use_audio_in_video"):
                 continue
             if isinstance(value, str):
-                raise ValueError(f"`{name}` must be a list, got {value!r}; write [{value!r}].")
+                remedy = f"must be a list, got {value!r}; write [{value!r}]"
+                if not name.startswith("allowed"):
+                    remedy = f"must be a number, got the text {value!r}; write it without quotes"
+                raise ValueError(f"`{name}` {remedy}.")
             if name.startswith("allowed") and value is not None:
                 object.__setattr__(self, name, tuple(value))
             elif value is not None and not value > 0:
@@ -103,7 +108,36 @@ class MediaRules:
 DEFAULT_RULES = MediaRules()
 
 BUDGET_NAMES = ("min_pixels", "max_pixels", "video_fps", "max_frames", "use_audio_in_video")
-RULE_NAMES = tuple(each.name for each in fields(MediaRules))
+# Rules with an option of their own, and those of the option `media_rules`
+OWN_NAMES = ("media_dir", *BUDGET_NAMES)
+LIMIT_NAMES = tuple(each.name for each in fields(MediaRules) if each.name not in OWN_NAMES)
+
+
+def rules_of(limits: dict[str, Any] | str | None, **options) -> MediaRules:
+    """
+    Makes the rules of a run from its option `media_rules`, and from the others about media.
+
+    Args:
+        limits (`dict[str, Any]`, *optional*):
+            Sources and sizes by the names of fields of [`MediaRules`].
+        **options:
+            Further fields.
+
+    Returns:
+        [`MediaRules`]: The rules.
+
+    Raises:
+        `ValueError`: If a name is unknown, or a value out of range.
+    """
+    limits = limits or {}
+    if isinstance(limits, str):
+        raise ValueError(f"`media_rules` must be a dictionary such as {{'max_audio_seconds': 60}}, got {limits!r}.")
+    for name in limits:
+        if name not in LIMIT_NAMES:
+            remedy = f"`{name}` is an option of its own." if name in OWN_NAMES else ""
+            remedy = remedy or did_you_mean(name, LIMIT_NAMES).strip() or f"There are {', '.join(LIMIT_NAMES)}."
+            raise ValueError(f"`media_rules` has no limit {name!r}. {remedy}")
+    return MediaRules(**limits, **options)
 
 
 def budgets_of(config: Any) -> dict[str, Any]:

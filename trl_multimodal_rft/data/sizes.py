@@ -2,10 +2,8 @@
 """Sizes of media as they are in their files, from headers where these have them."""
 
 import math
-import os
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -13,8 +11,7 @@ import torch
 
 from .columns import MediaRef
 from .images import open_image
-from .loading import decoding, encoded_source, holds_frames, open_video, read_pieces
-from .sources import fetch_file, open_file
+from .loading import decoding, encoded_source, holds_frames, open_source, open_video, read_pieces
 
 
 def media_size(ref: MediaRef) -> dict[str, float]:
@@ -27,13 +24,12 @@ def media_size(ref: MediaRef) -> dict[str, float]:
     if isinstance(source, str) and "://" in source and not source.startswith("file://"):
         return {}
     # Only headers are read, and sounds up to their limit
-    rules: Any = replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf)
-    ref = replace(ref, rules=rules)
+    ref = replace(ref, rules=replace(ref.rules, max_image_pixels=2**63, max_video_seconds=math.inf))
     with decoding(ref):
         if ref.kind == "audio":
             return {"seconds": _seconds(ref)}
         if ref.kind == "image":
-            return {"pixels": _pixels(ref, source)}
+            return {"pixels": _pixels(ref)}
         if holds_frames(ref):
             return {}
         with open_video(ref) as (metadata, _):
@@ -42,15 +38,20 @@ def media_size(ref: MediaRef) -> dict[str, float]:
             return {"frames": metadata.total_num_frames, "seconds": seconds, "pixels": pixels}
 
 
-def _pixels(ref: MediaRef, source) -> int:
+def _pixels(ref: MediaRef) -> int:
+    source = encoded_source(ref)
     if isinstance(source, (np.ndarray, torch.Tensor, list)):
         shape = np.shape(source)
         edges = shape if len(shape) == 2 else sorted(shape)[1:]  # without the channels
         return math.prod(edges)
     if isinstance(source, PIL.Image.Image):
         return source.width * source.height
-    with open_file(ref, fetch_file(ref, os.fspath(source) if isinstance(source, os.PathLike) else source)) as stream:
+    with open_source(ref) as stream:
         return math.prod(open_image(ref, stream).size)
+
+
+class _Beyond(Exception):
+    """Ends decoding."""
 
 
 def _seconds(ref: MediaRef) -> float:
@@ -63,16 +64,9 @@ def _seconds(ref: MediaRef) -> float:
         if longest > ref.rules.max_audio_seconds:
             raise _Beyond
 
-    try:
-        with closing(read_pieces(ref, None, check)) as pieces:
-            for piece, rate in pieces:
-                heard += len(piece)
-                if rate is None or longest * rate > heard + 1:
-                    break  # the header had it
-    except _Beyond:
-        pass
+    with suppress(_Beyond), closing(read_pieces(ref, None, check)) as pieces:
+        for piece, rate in pieces:
+            heard += len(piece)
+            if rate is None or longest * rate > heard + 1:
+                break  # the header had it
     return longest
-
-
-class _Beyond(Exception):
-    """Ends decoding."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from .columns import MediaRef
 from .containers import check_container
-from .loading import decoding, encoded_source, holds_frames, load_audio, require_module
-from .sources import fetch_file, open_file
+from .loading import decoding, holds_frames, load_audio, open_source, require_module
 
 
 def load_sound_of_video(
@@ -19,7 +18,7 @@ def load_sound_of_video(
     """The sound of a video within its span as [`load_audio`] gives it, `None` if the video has none."""
     if holds_frames(ref) or hasattr(ref.source, "get_frames_at"):
         return None
-    with decoding(ref), open_file(ref, fetch_file(ref, encoded_source(ref))) as stream:
+    with decoding(ref), open_source(ref) as stream:
         check_container(ref, stream)
         with require_module("av", "video").open(stream) as container:
             if not container.streams.audio:

@@ -14,7 +14,7 @@ import zipfile
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
@@ -22,7 +22,7 @@ import fsspec
 import requests
 
 from .columns import MediaError, MediaRef, shown_url
-from .http import NoAnswer, TooLarge, TooManyRedirects, ask, host_of, within
+from .http import NoAnswer, TooLarge, ask, host_of, within
 
 
 # Protocols that connect to any host in a URL, rather than to a configured store
@@ -39,13 +39,14 @@ _MOST_AT_ONCE = 2**26  # bytes of an archive in one read, such as its list of fi
 _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
-def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> Any:
+def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
     """Fetches a file within the limits of its medium's rules: bytes, or a local path."""
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _limited(ref, bytes(source))
-    path = os.fspath(source)
-    if path[:5].lower() == "data:":
-        return _limited(ref, _from_data_uri(ref, path))
+    path = source if isinstance(source, (bytes, bytearray, memoryview)) else os.fspath(source)
+    if not isinstance(path, str) or path[:5].lower() == "data:":
+        data = _from_data_uri(ref, path) if isinstance(path, str) else bytes(path)
+        if len(data) > ref.rules.max_media_bytes:
+            raise _too_large(ref)
+        return data
     if "://" not in path and "::" not in path:
         return _local(ref, path)
     *archives, link = _links(path)
@@ -70,13 +71,18 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     until = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened: Any = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
+        opened = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
         with closing(opened):
-            stream: Any = opened
+            stream = cast("IO[bytes]", opened)
             for archive in reversed(archives):
-                kind, _, name = archive.partition("://")
-                stream = _ARCHIVES[kind](ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), name.strip("/"))
-            return _read(ref, Bounded(ref, stream, until))
+                protocol, _, name = archive.partition("://")
+                stream = _ARCHIVES[protocol](ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), name.strip("/"))
+            data, bounded = BytesIO(), Bounded(ref, stream, until)
+            while chunk := bounded.read(_CHUNK):  # without a second copy
+                data.write(chunk)
+                if data.tell() > ref.rules.max_media_bytes:
+                    raise _too_large(ref)
+            return data.getvalue()
 
     try:
         return within(until, read)
@@ -92,7 +98,14 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
 class Bounded:
     """A stream of which every read raises once its time or its number of bytes is used up."""
 
-    def __init__(self, ref: MediaRef, stream: Any, until: float, most: float = math.inf, at_once: float = math.inf):
+    def __init__(
+        self,
+        ref: MediaRef,
+        stream: IO[bytes],
+        until: float,
+        most: float = math.inf,
+        at_once: float = math.inf,
+    ):
         self.most, self.until = most, until
         self._ref, self._stream, self._at_once, self._read = ref, stream, at_once, 0
 
@@ -102,14 +115,14 @@ class Bounded:
             raise self._ref.error(f"not read within {seconds:g} s; remove the row, or raise `media_timeout`")
         if size is not None and size > self._at_once:
             raise self._ref.error(f"the archive has {size:,} bytes of headers; split it, or remove the row")
-        data = self._stream.read(size)
+        data = self._stream.read(-1 if size is None else size)
         self._read += len(data)
         if self._read > self.most:
             remedy = "save it without metadata, or remove the row"
             raise self._ref.error(f"its metadata takes more than {self.most:,} bytes; {remedy}")
         return data
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
 
@@ -137,8 +150,8 @@ def _links(path: str) -> list[str]:
     return [link, *_links(rest)] if chained and link.partition("://")[0] in _ARCHIVES else [path]
 
 
-def _in_zip(ref: MediaRef, stream: Any, name: str) -> Any:
-    archive = zipfile.ZipFile(stream)
+def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
+    archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others can't be read in chunks
         raise ref.error(f"'{name}' is compressed by method {member.compress_type}; compress it by 'deflate'")
@@ -147,46 +160,30 @@ def _in_zip(ref: MediaRef, stream: Any, name: str) -> Any:
     return archive.open(member)
 
 
-def _in_tar(ref: MediaRef, stream: Any, name: str) -> Any:
+def _in_tar(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     packed = stream.read(2) == b"\x1f\x8b"
     stream.seek(0)
-    archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else stream, mode="r:")
-    found = None
+    archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else cast("IO[bytes]", stream), mode="r:")
+    file = None
     while (member := archive.next()) is not None:
         archive.members.clear()  # which would grow with the archive
-        found = member if member.name.strip("/") == name else found
-    if found is None or not found.isreg():
+        file = member if member.name.strip("/") == name else file
+    if file is None or not file.isreg():
         raise ref.error(f"no file '{name}' in the archive; correct the name or remove the row")
-    if found.size > ref.rules.max_media_bytes:
+    if file.size > ref.rules.max_media_bytes:
         raise _too_large(ref)
-    return archive.extractfile(found)
+    return archive.extractfile(file)
 
 
-def _in_gzip(ref: MediaRef, stream: Any, name: str) -> Any:
-    unpacked = gzip.GzipFile(fileobj=stream)
-    return Bounded(ref, unpacked, stream.until, at_once=_MOST_AT_ONCE)
+def _in_gzip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
+    unpacked = cast("IO[bytes]", gzip.GzipFile(fileobj=cast("IO[bytes]", stream)))
+    return cast("IO[bytes]", Bounded(ref, unpacked, stream.until, at_once=_MOST_AT_ONCE))
 
 
 _ARCHIVES = {"zip": _in_zip, "tar": _in_tar, "gzip": _in_gzip}
 
 
-def _read(ref: MediaRef, stream: Any) -> bytes:
-    """Reads a whole stream without a second copy."""
-    data = BytesIO()
-    while chunk := stream.read(_CHUNK):
-        data.write(chunk)
-        if data.tell() > ref.rules.max_media_bytes:
-            raise _too_large(ref)
-    return data.getvalue()
-
-
-def _limited(ref: MediaRef, data: bytes) -> bytes:
-    if len(data) > ref.rules.max_media_bytes:
-        raise _too_large(ref)
-    return data
-
-
-def _too_large(ref: MediaRef):
+def _too_large(ref: MediaRef) -> MediaError:
     return ref.error(f"more than {ref.rules.max_media_bytes:,} bytes; remove the row or raise `max_media_bytes`")
 
 
@@ -219,13 +216,13 @@ def rooted(ref: MediaRef, path: str | os.PathLike) -> str:
 
 def _local(ref: MediaRef, path: str) -> str:
     _check_protocol(ref, "file")
-    given, path = path, rooted(ref, path)
-    if _BASE64.fullmatch(given.rstrip()) and not os.path.isfile(path):
+    written, path = path, rooted(ref, path)
+    if _BASE64.fullmatch(written.rstrip()) and not os.path.isfile(path):
         raise ref.error("base64 text, not a path; put 'data:;base64,' before it")
     _check_file(ref, os.path.realpath(path), 0)
     if not os.path.isfile(path):
         where = ""
-        if not os.path.isabs(given):
+        if not os.path.isabs(written):
             folder = ref.rules.media_dir and f"`media_dir`, '{ref.rules.media_dir}'"
             where = f" (relative paths start from {folder or 'the working directory; `media_dir` names another'})"
         raise ref.error(f"no such file: '{os.path.abspath(path)}'{where}; correct the path or remove the row")
@@ -267,15 +264,17 @@ def _download(ref: MediaRef, url: str) -> bytes:
         _check_domain(ref, url)
 
     try:
-        limits = {"seconds": ref.rules.media_timeout, "max_bytes": ref.rules.max_media_bytes}
-        answer = ask("GET", url, attempts=_ATTEMPTS, may_visit=may_visit, **limits)
+        limit = ref.rules.max_media_bytes
+        answer = ask(
+            "GET", url, seconds=ref.rules.media_timeout, attempts=_ATTEMPTS, max_bytes=limit, may_visit=may_visit
+        )
     except TooLarge:
         raise _too_large(ref) from None
     except NoAnswer as error:
         remedy = "correct the URL, remove the row, or raise `media_timeout`"
         raise ref.error(f"cannot download '{url}' ({error}); {remedy}") from None
-    except (TooManyRedirects, requests.RequestException) as error:
-        reason = str(error) if isinstance(error, TooManyRedirects) else type(error).__name__
+    except requests.RequestException as error:
+        reason = str(error) if isinstance(error, requests.TooManyRedirects) else type(error).__name__
         raise ref.error(f"cannot download '{url}' ({reason}); correct the URL or remove the row") from None
     if answer.status not in (200, 203):  # 206 would be a part
         raise ref.error(f"'{url}' returns status {answer.status}; correct the URL or remove the row")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Audio, Dataset, LargeList, List, Value, Video
+from datasets.features.features import FeatureType
 
 from ..families import MODALITIES
 from .columns import MEDIA_COLUMNS, Encoded, MediaError, _absent, _holds_several, block_kind, find_media, shown_url
@@ -211,7 +212,7 @@ def _look(dataset: Rows, reads: Collection[str], ignored: Collection[str]) -> tu
     return features, rows, any(key in keys or block_kind(key) is not None for key in leaves)
 
 
-def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
+def _in_column(column: str, feature: FeatureType | None, values: list) -> _Unread | None:
     """Media in a column, if any: what certainly is a medium takes precedence over what may name one."""
     for place, kind, how in _in_feature(feature, column):
         return _Unread(column, place, kind, isinstance(feature, (List, LargeList)), how, certain=True)
@@ -230,7 +231,7 @@ def _in_column(column: str, feature: Any, values: list) -> _Unread | None:
     return None
 
 
-def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str]]:
+def _in_feature(feature: FeatureType | None, place: str) -> Iterator[tuple[str, str | None, str]]:
     """Place and kind of the media in a feature, and how they were recognized."""
     name = type(feature).__name__
     if name in _FEATURES:
@@ -246,7 +247,7 @@ def _in_feature(feature: Any, place: str) -> Iterator[tuple[str, str | None, str
         yield place, None, "bytes"
 
 
-def _holds_text(feature: Any) -> bool:
+def _holds_text(feature: FeatureType) -> bool:
     leaves = [leaf for _, leaf in feature_leaves(feature)]
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 

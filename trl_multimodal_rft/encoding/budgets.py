@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
@@ -12,6 +12,11 @@ from transformers.video_utils import VideoMetadata
 
 from ..data.columns import MediaRef
 from ..data.loading import evenly_spaced, holds_frames
+
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
+    from transformers.video_processing_utils import BaseVideoProcessor
 
 
 # Of Gemma 4
@@ -58,7 +63,7 @@ def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int 
     return height, width
 
 
-def size_factor(processor: Any) -> int:
+def size_factor(processor: "BaseImageProcessor | BaseVideoProcessor | None") -> int:
     """The number of pixels whose multiples a processor of images or videos keeps as sizes, 1 if it has none."""
     patch, merge = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     return patch * merge if isinstance(patch, int) and isinstance(merge, int) else 1
@@ -84,7 +89,7 @@ def at_most(sample: Callable[..., Any], most: int, metadata: VideoMetadata) -> l
     return indices if len(indices) <= most else [indices[i] for i in evenly_spaced(len(indices), most)]
 
 
-def own_terms(processor: Any, most: float) -> dict[str, Any]:
+def own_terms(processor: "BaseImageProcessor | BaseVideoProcessor | None", most: float) -> dict[str, Any]:
     """
     Arguments of an image processor that enlarges images to its own canvas, in its terms: its number of tiles, its
     longest edge or its number of tokens. Other processors need only smaller images.
@@ -95,7 +100,7 @@ def own_terms(processor: Any, most: float) -> dict[str, Any]:
     if tiles is not None and getattr(processor, "min_patches", None) is not None:
         return {"max_patches": min(tiles, max(processor.min_patches, int(most // (size["height"] * size["width"]))))}
     if (tokens := getattr(processor, "max_soft_tokens", None)) is not None:
-        area = (processor.patch_size * processor.pooling_kernel_size) ** 2
+        area = (getattr(processor, "patch_size", 0) * getattr(processor, "pooling_kernel_size", 0)) ** 2
         while tokens * area > most and tokens > _FEWEST_SOFT_TOKENS:
             tokens //= 2  # it takes 70, 140, and so on
         return {"max_soft_tokens": tokens}

@@ -7,24 +7,25 @@ import torch
 
 from ..data.columns import KNOWN_TYPES, THOUGHT_TYPES, MediaError, MediaRef, block_kind
 from ..families import family_of_processor
+from .processors import Processor
 
 
-def write_chat(messages: list[dict[str, Any]], processor, place: str, **template_kwargs) -> str:
+def write_chat(messages: list[dict[str, Any]], processor: Processor, place: str, **template_kwargs: Any) -> str:
     """Renders the chat template."""
     try:
-        return processor.apply_chat_template(messages, tokenize=False, **template_kwargs)
+        return str(processor.apply_chat_template(messages, tokenize=False, **template_kwargs))
     except Exception as error:  # templates raise any type
         raise template_error(error, processor, template_kwargs, place) from error
 
 
-def has_template(processor, template_kwargs: dict[str, Any]) -> bool:
+def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
     """Whether the processor can render messages."""
     given = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
     # Mistral's tokenizers have no template, but rules
     return bool(given) or family_of_processor(processor).takes_base64_audio
 
 
-def template_error(error: Exception, processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
+def template_error(error: Exception, processor: Processor, template_kwargs: dict[str, Any], place: str) -> MediaError:
     """The error for a chat template that raised or is missing."""
     name = type(processor).__name__
     if not has_template(processor, template_kwargs):
@@ -34,12 +35,13 @@ def template_error(error: Exception, processor, template_kwargs: dict[str, Any],
     return MediaError(f"{place}: {problem}")
 
 
-def check_each(refs: list[MediaRef], decoded: dict[int, Any], processor, processor_kwargs: dict[str, Any]) -> None:
+def check_each(
+    refs: list[MediaRef], decoded: dict[int, Any], processor: Processor, processor_kwargs: dict[str, Any]
+) -> None:
     """Raises for the image or the video that the processor rejects in isolation, too."""
     videos = 0
     for ref in refs:
-        medium: Any = decoded[id(ref)]
-        size = ""
+        medium, size = decoded[id(ref)], ""
         try:
             if ref.kind == "image":
                 size = "an image of {} x {} pixels".format(*medium.size)
@@ -74,10 +76,7 @@ def check_text(messages: str | list[dict[str, Any]], refs: list[MediaRef], token
 
 
 def check_blocks(
-    messages: list[dict[str, Any]],
-    processor: Any,
-    template_kwargs: dict[str, Any],
-    row: int | None = None,
+    messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], row: int | None = None
 ) -> None:
     """Refuses blocks of types that the chat template silently ignores: it renders them like an unknown type."""
     for m, message in enumerate(messages):
@@ -90,11 +89,8 @@ def check_blocks(
             unknown = [*content[:b], {"type": "-"}, *content[b + 1 :]]
             others = [*messages[:m], {**message, "content": unknown}, *messages[m + 1 :]]
             try:
-                written, other = (
-                    processor.apply_chat_template(chat, tokenize=False, **template_kwargs)
-                    for chat in (messages, others)
-                )
-            except Exception:  # a template that raises knows its types
+                written, other = (write_chat(chat, processor, "", **template_kwargs) for chat in (messages, others))
+            except MediaError:  # a template that raises knows its types
                 continue
             if written == other:
                 raise MediaError(

@@ -3,15 +3,19 @@
 
 from collections.abc import Callable, Collection
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 
 from ..data.columns import MediaError
+from .processors import Processor
 
 
 logger = logging.get_logger(__name__)
+
+M = TypeVar("M", str, list)
+T = TypeVar("T")
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -79,12 +83,7 @@ def _tokens_in(text: str, tokenizer: PreTrainedTokenizerBase, tokens: Collection
     return [token for token in found if tokenizer.convert_tokens_to_ids(token) in ids]
 
 
-def checked_texts(
-    value: Any,
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
-    mode: Literal["allow", "warn", "raise", "strip"],
-    place: str,
-) -> Any:
+def checked_texts(value: T, processor: Processor, mode: Literal["allow", "warn", "raise", "strip"], place: str) -> T:
     """[`checked_text`] of all texts in messages or content."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     tokens = control_tokens(tokenizer)
@@ -92,22 +91,18 @@ def checked_texts(
 
 
 def checked_prompt(
-    prompt: str | list[dict[str, Any]],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
-    mode: Literal["allow", "raise", "strip"] | None,
-    row: int,
-    column: str = "prompt",
-) -> Any:
+    prompt: M, processor: Processor, mode: Literal["allow", "raise", "strip"] | None, row: int, column: str = "prompt"
+) -> M:
     """[`checked_texts`] of a column of a row. A plain text may hold control tokens."""
     allowed = "allow" if isinstance(prompt, str) else mode or "warn"
     return checked_texts(prompt, processor, allowed, f"row {row}, column '{column}'")
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: T, change: Callable[[str], str]) -> T:
     if isinstance(value, str):
-        return change(value)
+        return cast(T, change(value))
     if isinstance(value, dict):
-        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+        return cast(T, {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()})
     if not isinstance(value, list):
         return value
     changed = []
@@ -117,4 +112,4 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
         if (kept := change(joined)) != joined:
             blocks = [{**blocks[0], "text": kept}]
         changed += [_map_texts(block, change) for block in blocks]
-    return changed
+    return cast(T, changed)

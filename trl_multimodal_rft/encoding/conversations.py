@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data.columns import MediaError, iter_refs
 from ..families import family_of
 from .checks import check_blocks
 from .join import continued_field, join_media
+from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine_position_ids, prompt_position_ids
 
 
@@ -54,7 +55,7 @@ class Conversation(EncodedPrompt):
 def encode_turn(
     history: Sequence[dict[str, Any]],
     results: Sequence[dict[str, Any]],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    processor: Processor,
     model: PreTrainedModel,
     *,
     ends: Collection[str],
@@ -105,12 +106,13 @@ def normalize_tool_calls(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _rendered(messages, processor, template_kwargs, add_generation_prompt: bool) -> str:
+def _rendered(
+    messages: list[dict[str, Any]], processor: Processor, template_kwargs: dict[str, Any], add_generation_prompt: bool
+) -> str:
     if isinstance(processor, ProcessorMixin):
         messages = prepare_multimodal_messages(messages)
-    return processor.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-    )
+    options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+    return str(processor.apply_chat_template(messages, tokenize=False, **options))
 
 
 def encode_prefix(
@@ -118,7 +120,7 @@ def encode_prefix(
     completion_ids: list[int],
     turns: Sequence[tuple[int, EncodedPrompt]],
     model: PreTrainedModel,
-    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
+    processor: Processor | None = None,
 ) -> EncodedPrompt:
     """A prompt and a completion up to the end of its last result, as a prompt for the next turn."""
     n = len(completion_ids)

@@ -6,14 +6,15 @@ import io
 import itertools
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import ProcessorMixin
 from transformers.image_utils import SizeDict
 from transformers.utils import logging
 
@@ -33,7 +34,11 @@ from ..data.soundtrack import load_sound_of_video
 from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
 from ..views import View
 from .budgets import at_most, budgeted_frames, budgeted_image, own_terms, size_factor, with_budgets
+from .processors import Processor
 
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 logger = logging.get_logger(__name__)
 
@@ -60,7 +65,7 @@ _QWEN_FPS = 2.0
 
 def decode_media(
     refs: list[MediaRef],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    processor: Processor,
     audio_overlong: Literal["raise", "truncate"],
     view: View | None = None,
 ) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -130,7 +135,7 @@ def _kind(ref: MediaRef) -> str:
     return ref.kind
 
 
-def check_hears_videos(processor) -> None:
+def check_hears_videos(processor: Processor) -> None:
     """Refuses `use_audio_in_video` for processors without it."""
     if not family_of_processor(processor).hears_videos:
         raise ValueError(
@@ -154,7 +159,7 @@ def _common_rate(videos: list[MediaRef], metadata: list[dict[str, Any]]) -> floa
 
 
 def _decode(
-    ref: MediaRef, processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
+    ref: MediaRef, processor: Processor, audio_overlong: Literal["raise", "truncate"], resized: set[str]
 ) -> tuple[Any, dict[str, Any] | None]:
     """A medium and the metadata of a video. Kinds in `resized` are resized here, others by the processor."""
     if ref.kind == "audio":
@@ -178,7 +183,7 @@ def _decode(
     return load_video(ref, sampler, lambda frames, count: budgeted_frames(frames, ref.options, factor))
 
 
-def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]:
+def _qwen_video(ref: MediaRef, processor: Processor) -> tuple[torch.Tensor, dict[str, Any]]:
     """A video, sampled and resized by the options of its block within the processor's limits, or by the processor."""
     video_processor, options = processor.video_processor, ref.options
     _check_fits_a_token(ref, video_processor)
@@ -208,7 +213,9 @@ def _qwen_video(ref: MediaRef, processor) -> tuple[torch.Tensor, dict[str, Any]]
     return frames, {**metadata, "fps": metadata["fps"] or _QWEN_FPS}
 
 
-def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> np.ndarray:
+def _resized_frames(
+    video_processor: "Qwen2VLVideoProcessor", limits: SizeDict | dict[str, int], frames: np.ndarray, count: int
+) -> np.ndarray:
     """Some of `count` frames, of shape (N, H, W, 3), resized as the processor resizes all of them."""
     if not video_processor.do_resize:
         return frames
@@ -228,7 +235,7 @@ def _resized_frames(video_processor, limits, frames: np.ndarray, count: int) -> 
     return resized.permute(0, 2, 3, 1).numpy()
 
 
-def _check_fits_a_token(ref: MediaRef, processor) -> None:
+def _check_fits_a_token(ref: MediaRef, processor: "Qwen2VLImageProcessor | Qwen2VLVideoProcessor") -> None:
     side, most = processor.patch_size * processor.merge_size, ref.options.get("max_pixels")
     if most is not None and most < side**2:
         raise ref.error(f"`max_pixels` of {most} is less than the {side} x {side} pixels of a token; raise it")
@@ -236,7 +243,7 @@ def _check_fits_a_token(ref: MediaRef, processor) -> None:
         raise ref.error("`max_frames` of 1 is less than the two frames of a token; raise it")
 
 
-def _pixel_limits(size, options: dict[str, Any], count: int = 1) -> dict[str, float]:
+def _pixel_limits(size: SizeDict | dict[str, int], options: dict[str, Any], count: int = 1) -> dict[str, float]:
     """Limits of an image or a frame if `size` bounds `count` of them. The option for one limit can move the other."""
     return {
         "min_pixels": min(size["shortest_edge"] / count, options.get("max_pixels", math.inf)),
@@ -250,7 +257,7 @@ def _base64_wav(waveform: np.ndarray, rate: int) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
+def _audio_limits(ref: MediaRef, processor: Processor) -> tuple[int, float | None]:
     """The processor's sampling rate in Hz, and the longest audio that its encoder sees whole, in seconds."""
     extractor = next((getattr(processor, name) for name in AUDIO_EXTRACTORS if hasattr(processor, name)), None)
     if extractor is None:
@@ -259,7 +266,7 @@ def _audio_limits(ref: MediaRef, processor) -> tuple[int, float | None]:
     return extractor.sampling_rate, None if limit is None else limit(processor)
 
 
-def _frame_sampler(ref: MediaRef, processor):
+def _frame_sampler(ref: MediaRef, processor: Processor) -> Callable[..., Sequence[int]] | None:
     """The processor's function that samples frames, `None` if the block selects them or all are used."""
     if not hasattr(processor, "video_processor"):
         raise ref.error(f"{type(processor).__name__} takes no video; use a model that does, or drop the column")
@@ -274,7 +281,7 @@ def _frame_sampler(ref: MediaRef, processor):
     return partial(video_processor.sample_frames, **{**settings, **sampling})
 
 
-def frame_sampling(processor) -> dict[str, Any] | None:
+def frame_sampling(processor: Processor) -> dict[str, Any] | None:
     """Arguments by which a processor samples frames of a file, `None` if it uses all of them."""
     video_processor, family = processor.video_processor, family_of_processor(processor)
     has_rate = any(getattr(video_processor, name, None) is not None for name in ("fps", "num_frames"))
@@ -286,7 +293,7 @@ def frame_sampling(processor) -> dict[str, Any] | None:
 def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
     """Puts decoded media into messages."""
 
-    def block(part):
+    def block(part: dict[str, Any]) -> dict[str, Any]:
         kind, value = part["type"], part.get(part["type"])
         if not isinstance(value, MediaRef):
             return part

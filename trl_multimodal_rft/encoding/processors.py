@@ -1,15 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Loads and checks the processor of a model."""
 
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..families import AUDIO_EXTRACTORS
 from .model_folders import naming_what_is_missing
 
 
-def load_processor(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> ProcessorMixin | PreTrainedTokenizerBase:
+Processor = ProcessorMixin | PreTrainedTokenizerBase
+
+
+def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Processor:
     """Loads a processor as it was saved. `padding_side` and `truncation_side` would change more than the tokenizer."""
     with naming_what_is_missing(name, "processor"):
         processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -17,7 +18,7 @@ def load_processor(
     return processor
 
 
-def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) -> None:
+def check_processor(processor: Processor | None) -> None:
     """Refuses a processor that pads audio on another side than its default. The tokenizer's sides don't matter."""
     for part in AUDIO_EXTRACTORS:
         extractor = getattr(processor, part, None)
@@ -32,12 +33,12 @@ def check_processor(processor: ProcessorMixin | PreTrainedTokenizerBase | None) 
             )
 
 
-def _default_side(extractor) -> str | None:
+def _default_side(extractor: FeatureExtractionMixin | None) -> str | None:
     """The side on which an extractor pads by default."""
-    if not hasattr(extractor, "padding_side"):
+    if extractor is None or not hasattr(extractor, "padding_side"):
         return None
     settings = {name: value for name, value in extractor.to_dict().items() if name != "padding_side"}
     try:
-        return type(extractor).from_dict(settings).padding_side
+        return getattr(type(extractor).from_dict(settings), "padding_side", None)
     except TypeError:  # the extractor can't be loaded from its settings
         return extractor.padding_side

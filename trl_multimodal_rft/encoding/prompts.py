@@ -8,12 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
@@ -27,6 +27,7 @@ from ..views import View
 from .budgets import with_budgets
 from .checks import check_blocks, check_each, check_placeholders, check_text, has_template, of_row, template_error
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs
+from .processors import Processor
 
 
 logger = logging.get_logger(__name__)
@@ -167,7 +168,7 @@ class EncodedPrompt:
         return {**self.__dict__, "decoded": (), "mask_cache": {}, "on_device": {}}
 
 
-def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, set]:
+def placeholder_token_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> dict[str, set]:
     """
     Ids of placeholder tokens by modality: `<modality>_token_id`, `<modality>_token_index` and
     `<modality>_pad_token_id` of the model's config, its sub-configs and the processor, as families differ.
@@ -179,12 +180,12 @@ def placeholder_token_ids(model: PreTrainedModel, processor: Any) -> dict[str, s
     return {kind: {v for v in ids if isinstance(v, int)} for kind, ids in values.items()}
 
 
-def all_placeholder_ids(model: PreTrainedModel, processor: Any) -> set[int]:
+def all_placeholder_ids(model: PreTrainedModel, processor: Processor | PreTrainedModel | None) -> set[int]:
     """The ids of [`placeholder_token_ids`], of all modalities."""
     return set().union(*placeholder_token_ids(model, processor).values())
 
 
-def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase) -> list[str]:
+def placeholder_tokens(model: PreTrainedModel, processor: Processor) -> list[str]:
     """The tokens of [`placeholder_token_ids`] as text."""
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     tokens = tokenizer.convert_ids_to_tokens(sorted(all_placeholder_ids(model, processor)))
@@ -193,7 +194,7 @@ def placeholder_tokens(model: PreTrainedModel, processor: ProcessorMixin | PreTr
 
 def encode_prompt(
     messages: str | list[dict[str, Any]],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    processor: Processor,
     model: PreTrainedModel,
     *,
     template_kwargs: dict[str, Any] | None = None,
@@ -266,7 +267,7 @@ def encode_prompt(
 
 def encode_messages(
     messages: str | list[dict[str, Any]],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    processor: Processor,
     model: PreTrainedModel,
     *,
     template_kwargs: dict[str, Any] | None = None,
@@ -274,7 +275,7 @@ def encode_messages(
     keep_decoded: bool = False,
     view: View | None = None,
     row: int | None = None,
-    **processor_options,
+    **processor_options: bool,
 ) -> EncodedPrompt:
     """Encodes messages without positions, which depend on what precedes them."""
     refs = list(iter_refs(messages))
@@ -332,16 +333,15 @@ def _needed_media(model_class: type[PreTrainedModel]) -> list[str]:
 def processor_outputs(
     messages: str | list[dict[str, Any]],
     refs: list[MediaRef],
-    processor: ProcessorMixin | PreTrainedTokenizerBase,
+    processor: Processor,
     decoded: dict[int, Any],
     processor_kwargs: dict[str, Any],
     template_kwargs: dict[str, Any] | None = None,
     row: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Calls a processor on one prompt with these media, as transformers documents it."""
-    encoded: Any
     if isinstance(messages, str) or not is_conversational({"prompt": messages}):
-        encoded = processor(text=[messages], return_tensors="pt")
+        encoded: Mapping[str, torch.Tensor | list] = processor(text=[messages], return_tensors="pt")
     else:
         if refs and not isinstance(processor, ProcessorMixin):
             raise refs[0].error(
@@ -353,15 +353,11 @@ def processor_outputs(
         if processor_kwargs and SOUNDS not in processor_kwargs:
             options["processor_kwargs"] = _flat(processor_kwargs)
         try:
-            encoded = _with_sounds(messages, refs, processor, decoded, processor_kwargs, options) or (
-                processor.apply_chat_template(
-                    [replace_refs(messages, decoded)],
-                    tokenize=True,
-                    return_dict=True,
-                    return_tensors="pt",
-                    **options,
-                )
-            )
+            if SOUNDS in processor_kwargs:
+                encoded = _with_sounds(messages, refs, processor, decoded, processor_kwargs, options)
+            else:
+                chats, form = [replace_refs(messages, decoded)], {"return_dict": True, "return_tensors": "pt"}
+                encoded = cast(dict, processor.apply_chat_template(chats, tokenize=True, **form, **options))
         except ImportError:
             raise
         except Exception as error:  # templates and processors raise any type
@@ -390,14 +386,12 @@ def answer_options(messages: list[dict[str, Any]], template_kwargs: dict[str, An
 def _with_sounds(
     messages: list[dict[str, Any]],
     refs: list[MediaRef],
-    processor,
+    processor: Processor,
     decoded: dict[int, Any],
     processor_kwargs: dict[str, Any],
     options: dict[str, Any],
-) -> Mapping[str, Any] | None:
-    """Calls a processor on one prompt whose videos it hears, `None` if there are none."""
-    if SOUNDS not in processor_kwargs:
-        return None
+) -> Mapping[str, torch.Tensor]:
+    """Calls a processor on one prompt whose videos it hears."""
     given = {**processor_kwargs, "videos_kwargs": {**processor_kwargs["videos_kwargs"]}}
     text = processor.apply_chat_template(replace_refs(messages, decoded), tokenize=False, **options)
     sounds = iter(given.pop(SOUNDS))
@@ -425,7 +419,7 @@ def _with_sounds(
     )
 
 
-def _prepared(messages: list[dict[str, Any]], processor, row: int | None) -> list[dict[str, Any]]:
+def _prepared(messages: list[dict[str, Any]], processor: Processor, row: int | None) -> list[dict[str, Any]]:
     """Messages for processors, which support fewer roles than tokenizers."""
     if not isinstance(processor, ProcessorMixin):
         return messages

@@ -2,7 +2,7 @@
 """Encodes rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from ..families import family_of, family_of_processor
 from .checks import write_chat
 from .control_tokens import checked_prompt
 from .join import continued_field
+from .processors import Processor
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 
 
@@ -29,7 +30,7 @@ class SupervisedSequence(EncodedPrompt):
             Mask of the tokens in the loss, shape `(P,)`, boolean.
     """
 
-    learned: Any = None
+    learned: torch.Tensor = field(kw_only=True)
 
     def first(self, n: int, *, from_end: bool = False) -> "SupervisedSequence":
         """
@@ -57,7 +58,7 @@ class SupervisedSequence(EncodedPrompt):
 
 def encode_sequence(
     row: Mapping[str, Any],
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    processing_class: Processor,
     model: PreTrainedModel,
     *,
     completion_only: bool | None = None,
@@ -161,7 +162,7 @@ def _check_learned(sequence: SupervisedSequence, n_prompt: int, model: PreTraine
         )
 
 
-def check_answers(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+def check_answers(processing_class: Processor) -> None:
     """Refuses processors that can't encode supervised rows."""
     if (obstacle := family_of_processor(processing_class).without_answers) is not None:
         name = type(processing_class).__name__
@@ -185,7 +186,7 @@ def given_labels(row: Mapping[str, Any], completion_only: bool | None = None) ->
 
 def given_sequence(
     row: Mapping[str, Any],
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    processing_class: Processor,
     model: PreTrainedModel,
     completion_only: bool | None = None,
 ) -> SupervisedSequence:
@@ -229,9 +230,7 @@ def given_sequence(
     return sequence
 
 
-def encode_text(
-    text: str, number: int, processing_class: ProcessorMixin | PreTrainedTokenizerBase, model: PreTrainedModel
-) -> SupervisedSequence:
+def encode_text(text: str, number: int, processing_class: Processor, model: PreTrainedModel) -> SupervisedSequence:
     """
     Encodes a text with its end, tokenized as by TRL. See [`given_sequence`] for the other arguments.
 
@@ -266,7 +265,14 @@ def _followed(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
     )
 
 
-def _assistant_mask(messages: list, sequence, processing_class, model, template_kwargs: dict, options: dict):
+def _assistant_mask(
+    messages: list,
+    sequence: SupervisedSequence,
+    processing_class: Processor,
+    model: PreTrainedModel,
+    template_kwargs: dict,
+    options: dict,
+) -> torch.Tensor:
     """
     The mask of the assistant's tokens. The template renders the conversation up to each turn. The tokens that media
     add to it depend only on the number of media so far.
@@ -274,7 +280,7 @@ def _assistant_mask(messages: list, sequence, processing_class, model, template_
     row, n_media = options["row"], len(list(iter_refs(messages)))
     tokenizer, ids = _tokenizer(processing_class), sequence.input_ids.tolist()
 
-    def rendered(n: int, **kwargs) -> list[int]:
+    def rendered(n: int, **kwargs: bool) -> list[int]:
         text = write_chat(messages[:n], processing_class, f"row {row}", **{**template_kwargs, **kwargs})
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -301,7 +307,7 @@ def _assistant_mask(messages: list, sequence, processing_class, model, template_
 
 def encode_supervised(
     rows: list[dict[str, Any]],
-    processing_class: ProcessorMixin | PreTrainedTokenizerBase,
+    processing_class: Processor,
     model: PreTrainedModel,
     end_ids: list[int],
     *,
@@ -358,7 +364,7 @@ def encode_supervised(
     return encoded, padded, mask
 
 
-def _tokenizer(processing_class) -> PreTrainedTokenizerBase:
+def _tokenizer(processing_class: Processor) -> PreTrainedTokenizerBase:
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
@@ -367,11 +373,11 @@ def _encode_pair(
     prompt: list,
     completion: list,
     name: str,
-    processing_class,
+    processing_class: Processor,
     model: PreTrainedModel,
     template_kwargs: dict[str, Any],
     end: str = "",
-    **options,
+    **options: Any,
 ) -> tuple[EncodedPrompt, list[int]]:
     """Encodes a prompt and its completion: without media, a pair of texts gets its end and no template."""
     if _is_text(columns) and next(iter_refs(prompt), None) is None:
@@ -387,14 +393,21 @@ def _ended(text: str, end: str) -> str:
     return text if text.endswith(end) else text + end
 
 
-def _check_text_only(ids: list[int], processing_class, model: PreTrainedModel, row: str) -> None:
+def _check_text_only(ids: list[int], processing_class: Processor, model: PreTrainedModel, row: str) -> None:
     placeholders = all_placeholder_ids(model, processing_class)
     if not placeholders.isdisjoint(ids):
         found = _tokenizer(processing_class).convert_ids_to_tokens(next(i for i in ids if i in placeholders))
         raise ValueError(f"{row}: the completion contains {found!r}, a placeholder of media; remove it.")
 
 
-def _checked(row: Mapping[str, Any], messages: list, n: int, processing_class, mode: Any, number: int) -> list:
+def _checked(
+    row: Mapping[str, Any],
+    messages: list,
+    n: int,
+    processing_class: Processor,
+    mode: Literal["allow", "raise", "strip"] | None,
+    number: int,
+) -> list:
     """Checks control tokens in the messages of a row, of which the first `n` are its prompt, or in its texts."""
     if _is_text(row) and next(iter_refs(messages), None) is None:
         for column in ("prompt", "completion"):
@@ -432,7 +445,9 @@ def _chat(row: Mapping[str, Any], name: str, short: str) -> tuple[list, list]:
     return prompt, completion
 
 
-def _rendered(prompt: list, completion: list, processing_class, template_kwargs: dict, row: str) -> tuple[str, str]:
+def _rendered(
+    prompt: list, completion: list, processing_class: Processor, template_kwargs: dict, row: str
+) -> tuple[str, str]:
     """Renders the chat template without and with the completion."""
     if processing_class.chat_template is None and template_kwargs.get("chat_template") is None:
         raise ValueError(
@@ -449,7 +464,7 @@ def _rendered(prompt: list, completion: list, processing_class, template_kwargs:
     return before, whole
 
 
-def _ids_after(before: str, whole: str, processing_class) -> list[int]:
+def _ids_after(before: str, whole: str, processing_class: Processor) -> list[int]:
     """Ids of the text in `whole` after `before`."""
     tokenizer = _tokenizer(processing_class)
     first, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))

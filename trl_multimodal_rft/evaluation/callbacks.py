@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..reporting.events import EventPart
 from ..trainers.base import MultimodalTrainer
 from .config import EvaluationConfig
 from .evaluator import _check_trainer, _named, evaluate_trainer
@@ -84,7 +85,7 @@ class GenerationEvalCallback(TrainerCallback):
         self._logged: dict[str, float] = {}  # its metrics
         self._last_step = -1
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         self._last_step = -1
         # Early stopping reads the metrics, so it has to run after this callback. The handler is iterating over the old
         # list
@@ -92,11 +93,11 @@ class GenerationEvalCallback(TrainerCallback):
         stopping = [each for each in handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         handler.callbacks = [each for each in handler.callbacks if each not in stopping] + stopping
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:
             self._evaluate(state, control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self.freq == "epoch" and state.global_step != self._last_step:
             self._evaluate(state, control)
 
@@ -106,7 +107,7 @@ class GenerationEvalCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         metrics: dict[str, float] | None = None,
-        **kwargs,
+        **_: EventPart,
     ):
         # A trainer with several datasets evaluates more than once in a step, and `freq` comes before it
         current = self.trainer.is_in_train and state.global_step == self._last_step
@@ -123,7 +124,7 @@ class GenerationEvalCallback(TrainerCallback):
             return False
         return self.result is None or name in self._logged
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # The trainer may have loaded the best weights since
         if state.global_step != self._last_step or args.load_best_model_at_end:
             self._evaluate(state, control)

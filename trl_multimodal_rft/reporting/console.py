@@ -7,13 +7,16 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from itertools import chain
+from typing import Any
 
-from datasets import Dataset
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.optim import Optimizer
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
+    ProcessorMixin,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -28,8 +31,10 @@ from ..data.loading import load_image, read_audio
 from ..encoding.prompts import placeholder_token_ids
 from ..models.parts import count_parts, rates_of_parts
 from ..models.wrapped import unwrapped
+from .events import EventPart
 
 
+PRINTERS = (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)  # transformers'
 _LONGEST_TEXT = 2000  # characters of a prompt or completion
 # Rewards that are 1 for a right answer and 0 for a wrong one
 _ACCURACIES = ("accuracy_reward", "choice_reward")
@@ -44,74 +49,89 @@ class CompactLogCallback(TrainerCallback):
     It replaces the progress bar and the dictionaries that transformers prints. Log files, trackers and `log_history`
     keep all metrics.
 
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer of this package, whose callbacks that print logs are removed.
+    Trainers of this package remove transformers' callbacks that print logs when they train with this one.
 
     Example:
     ```python
-    trainer = MultimodalGRPOTrainer(...)
-    trainer.add_callback(CompactLogCallback(trainer))
+    trainer = MultimodalGRPOTrainer(..., callbacks=[CompactLogCallback()])
     trainer.train()
     ```
     """
 
-    def __init__(self, trainer: Trainer):
-        for printer in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
-            trainer.remove_callback(printer)
-        self.trainer = trainer
-        self._needs_parts = self._needs_example = True
+    def __init__(self):
+        self.needs_example = True
+        self._trainer_name: str | None = None  # until the parts of the model are shown
         self._since = 0.0  # start of the time that isn't in `_seconds` yet
         self._seconds, self._steps = 0.0, 0  # of training since the last line
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._show_parts(state)
-        self._needs_example, self._since, self._seconds, self._steps = True, time.perf_counter(), 0.0, 0
+    def begin(self, trainer_name: str) -> None:
+        """
+        Prepares for a run. Trainers call it when they begin to train.
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._needs_parts = True
+        Args:
+            trainer_name (`str`):
+                Name of the trainer's class.
+        """
+        self._trainer_name, self.needs_example = trainer_name, True
 
-    def _show_parts(self, state: TrainerState) -> None:
-        if self._needs_parts and state.is_world_process_zero:
-            self._needs_parts = False
-            model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        optimizer: Optimizer,
+        **_: EventPart,
+    ):
+        self._show_parts(args, state, model, optimizer)
+        self._since, self._seconds, self._steps = time.perf_counter(), 0.0, 0
+
+    def _show_parts(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        if self._trainer_name is not None and state.is_world_process_zero:
+            model = extract_model_from_parallel(model)
             trained = type(unwrapped(None, model)).__name__
-            print(f"{type(self.trainer).__name__} trains {trained} for {state.max_steps} steps:")
+            print(f"{self._trainer_name} trains {trained} for {state.max_steps} steps:")
+            self._trainer_name = None
+            rates = rates_of_parts(model, args)
             # An optimizer that was passed has its own rates
-            made_here = getattr(self.trainer, "_made_optimizer", False)
-            rates = rates_of_parts(model, self.trainer.args) if made_here else {}
-            print(*parts_lines(count_parts(model), rates), sep="\n", flush=True)
+            held = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
+            show_parts(model, rates if held.issuperset(chain(*rates.values())) else {})
 
     def show_example(
         self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
         input_ids: Sequence[int],
-        messages: Any,
+        messages: str | list[dict[str, Any]] | None,
         answer_ids: Sequence[int],
-        reference: Any = None,
+        reference: str | float | list | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> None:
         """
         Shows the input and output, or target, of the model once per run. Trainers call it with the first example.
 
         Args:
+            model ([`~transformers.PreTrainedModel`]):
+                The trained model, without wrappers.
+            processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
+                Its processing class.
             input_ids (`Sequence[int]`):
                 Prompt, with expanded placeholders.
-            messages (`Any`):
+            messages (`str` or `list[dict]`, *optional*):
                 The messages of the prompt, with its media.
             answer_ids (`Sequence[int]`):
                 A completion, or the target tokens.
-            reference (`Any`, *optional*):
+            reference (`str`, `float` or `list`, *optional*):
                 Solution of the row.
             rewards (`Mapping[str, float]`, *optional*):
                 Rewards of the completion by function; `None` for a target.
         """
-        if not self._needs_example or not self.trainer.is_world_process_zero():
+        if not self.needs_example:
             return
-        self._needs_example = False
-        trained: Any = self.trainer.model
-        model = unwrapped(self.trainer.accelerator, trained)
-        processor: Any = self.trainer.processing_class
-        tokenizer = getattr(processor, "tokenizer", processor)
+        self.needs_example = False
+        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         placeholders = placeholder_token_ids(model, processor)
         media = described_media(messages)
         prompt = prompt_text(input_ids, tokenizer, placeholders, media)
@@ -127,28 +147,36 @@ class CompactLogCallback(TrainerCallback):
             print(f"rewards: {', '.join(shown)}")
         print(end="", flush=True)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         now = time.perf_counter()  # before other callbacks evaluate
         self._seconds, self._steps, self._since = self._seconds + now - self._since, self._steps + 1, now
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._steps == state.global_step == 1 and not control.should_log and state.is_world_process_zero:
             self._print(state, self._pace(state))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._since = time.perf_counter()
 
     on_save = on_evaluate
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        model: nn.Module,
+        optimizer: Optimizer,
+        **_: EventPart,
+    ):
         if not state.is_world_process_zero or not logs:
             return
-        if self.trainer.is_in_train:  # other callbacks may log before this one begins
-            self._show_parts(state)
+        self._show_parts(args, state, model, optimizer)  # other callbacks may log before this one begins
         if "train_runtime" in logs:
             self._print(state, [f"trained in {_duration(logs['train_runtime'])}"])
         elif any(name.startswith("eval_") for name in logs):
-            self._print(state, evaluation_parts(logs, self.trainer.eval_dataset))
+            self._print(state, evaluation_parts(logs))
             self._since = time.perf_counter()
         else:
             self._print(state, [*metric_parts(logs), *self._pace(state)])
@@ -166,21 +194,17 @@ class CompactLogCallback(TrainerCallback):
         print(" | ".join([f"step {state.global_step}/{state.max_steps}", *parts]), flush=True)
 
 
-def waiting_display(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
-    """The one of these callbacks that waits for the first example."""
-    displays = (each for each in callbacks if isinstance(each, CompactLogCallback) and each._needs_example)
-    return next(displays, None)
+def console_of(callbacks: Iterable[TrainerCallback]) -> CompactLogCallback | None:
+    """Returns the one of these callbacks that writes to the console."""
+    return next((each for each in callbacks if isinstance(each, CompactLogCallback)), None)
 
 
 # Parts of the model
 
 
-def show_parts(trainer: Trainer) -> None:
-    """Prints the parts of the model, what is trained of them and at which rates, where no callback does."""
-    callbacks = trainer.callback_handler.callbacks
-    if trainer.is_world_process_zero() and not any(isinstance(each, CompactLogCallback) for each in callbacks):
-        model = cast(nn.Module, trainer.model)
-        print(*parts_lines(count_parts(model), rates_of_parts(model, trainer.args)), sep="\n", flush=True)
+def show_parts(model: nn.Module, rates: Mapping[str, Sequence[float]]) -> None:
+    """Prints the parts of a model, what is trained of them, and the learning rates."""
+    print(*parts_lines(count_parts(model), rates), sep="\n", flush=True)
 
 
 def parts_lines(parts: Mapping[str, tuple[int, int]], rates: Mapping[str, Sequence[float]] | None = None) -> list[str]:
@@ -204,7 +228,7 @@ def _count(number: int) -> str:
 # Prompts
 
 
-def described_media(messages: str | list[dict[str, Any]]) -> dict[str, list[str | None]]:
+def described_media(messages: str | list[dict[str, Any]] | None) -> dict[str, list[str | None]]:
     """Durations and sizes of media, by kind."""
     described: dict[str, list[str | None]] = {}
     for ref in iter_refs(messages):
@@ -305,9 +329,9 @@ def metric_parts(logs: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def evaluation_parts(logs: Mapping[str, Any], datasets: Dataset | dict[str, Dataset] | None) -> list[str]:
-    """The main metrics of an evaluation."""
-    names = [name for name in (datasets if isinstance(datasets, dict) else ()) if f"eval_{name}_runtime" in logs]
+def evaluation_parts(logs: Mapping[str, Any]) -> list[str]:
+    """The main metrics of an evaluation, with the dataset's name if it is one of several."""
+    names = [match[1] for name in logs if (match := re.fullmatch("eval_(.+)_samples_per_second", name))]
     prefixes = [f"eval_{name}_" for name in names[:1]] + ["eval_"]
     plain = {}
     for name, value in logs.items():

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..data.loading import require_module
 from ..families import MODALITIES
+from .events import EventPart
 
 
 if TYPE_CHECKING:
@@ -197,16 +198,16 @@ class TrainingCurvesCallback(TrainerCallback):
         self._next_time = -math.inf
         self._has_ended = False
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
         self._next_time = -math.inf
         self._has_ended = False
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         # Other callbacks may evaluate and log after the end of training
         if self._has_ended or time.perf_counter() >= self._next_time:
             self._write(args, state)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._has_ended = True
         self._write(args, state)
 

@@ -7,6 +7,8 @@ import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .events import EventPart
+
 
 logger = get_logger(__name__)
 
@@ -47,7 +49,7 @@ class EqualRewardsHint(TrainerCallback):
         differs = live if self.grouped else (known - known.mean()).abs() > 1e-6 * known.mean().abs()
         self._since = None if differs.any() or not len(known) else step if self._since is None else self._since
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
         steps = 0 if None in self._named or self._since is None else state.global_step - self._since
         constant = {name: found for name, found in constant_rewards(history).items() if found[0] >= self.patience}

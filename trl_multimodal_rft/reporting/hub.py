@@ -2,14 +2,16 @@
 """Publishing on the Hub: private folders and failed uploads."""
 
 import shlex
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import PushInProgress
+
+from .events import EventPart
 
 
 logger = get_logger(__name__)
@@ -26,11 +28,10 @@ def how_to_upload(repo: str, folder: str, private: bool) -> str:
 
 
 def is_running(push: PushInProgress | None) -> bool:
-    """Whether a `PushInProgress` is still uploading."""
     return push is not None and not push.is_done()
 
 
-def warn_of_failures(push: Any, checkpoint: Path) -> None:
+def warn_of_failures(jobs: Iterable[Future], checkpoint: Path) -> None:
     """Warns of uploads that fail in the background, whose errors would go unnoticed."""
 
     def warn(job: Future) -> None:
@@ -38,17 +39,15 @@ def warn_of_failures(push: Any, checkpoint: Path) -> None:
             reason = " ".join(str(job.exception()).split())
             logger.warning(f"{checkpoint} was not published, or not all of it: {reason} Training continues.")
 
-    for job in push.jobs:
+    for job in jobs:
         job.add_done_callback(warn)
 
 
 class SaveBeforePush(TrainerCallback):
     """Saves the model before its repository is created, in case the Hub refuses."""
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+    def __init__(self, save: Callable[[], None]):
+        self.save = save
 
-    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if self.trainer.hub_model_id is None:
-            self.trainer.save_model(_internal_call=True)
-            self.trainer.create_model_card()
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
+        self.save()

@@ -4,7 +4,7 @@
 import html
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Audio, Features, Image, List, Video
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils import is_rich_available
+from trl import GRPOConfig, RLOOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.columns import FROM_TOOL, MEDIA_COLUMNS, MediaError, as_text, iter_refs
 from ..data.encode import EncodedMedium, encode_medium, spread_frames
 from ..data.loading import load_image, read_audio, require_module
+from .events import EventPart
 from .hub import PRIVATE
 
 
@@ -37,6 +40,7 @@ logger = get_logger(__name__)
 
 _FEATURES = {"image": Image(), "audio": Audio(), "video": Video()}
 
+TABLES = "completions"  # their folder
 _FRAMES_SHOWN = 8  # of a video, in boards that show images alone
 
 # Columns of media that tools returned
@@ -276,48 +280,56 @@ class MediaLogCallback(TrainerCallback):
     Media are gathered in events that all processes reach, which `log` needn't be.
     """
 
-    def __init__(self, trainer: Any, log: MediaLog):
-        self.trainer, self.log = trainer, log
-        self.folder = Path(trainer.args.output_dir, PRIVATE)
+    def __init__(
+        self,
+        log: MediaLog,
+        args: GRPOConfig | RLOOConfig,
+        handler: CallbackHandler,
+        tables: Mapping[str, Any],
+        columns: Collection[str],
+        has_tools: bool,
+    ):
+        self.log, self.args, self.handler = log, args, handler
+        self.tables, self.columns, self.has_tools = tables, columns, has_tools  # TRL's tables, the dataset's columns
+        self.folder = Path(str(args.output_dir), PRIVATE)
         self._writer: SummaryWriter | None = None  # TensorBoard's, for logs that aren't published
         self._logged: tuple[int, int] | None = None  # step and `n_seen` of the last table
         self._evaluating = False
-        if trainer.accelerator.is_main_process:
-            tables = self.folder / "completions"
-            tables.mkdir(parents=True, exist_ok=True)
-            if getattr(trainer, "commit_scheduler", None) is not None:  # TRL's, for `log_completions_hub_repo`
-                trainer.commit_scheduler.folder_path = tables.resolve()
+        if log.process_index == 0:
+            (self.folder / TABLES).mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
-                Path(trainer.args.output_dir, tables.name).rmdir()  # TRL's empty one
+                Path(str(args.output_dir), TABLES).rmdir()  # TRL's empty one
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if control.should_log or control.should_training_stop:
             self.log.gather()
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if not self._evaluating:  # else the metrics are logged before the media are gathered
             self._write(state.global_step)
 
-    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart
+    ):
         self._evaluating = True
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         self._evaluating = False
         self.log.gather()
         self._write(state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
     def _write(self, step: int) -> None:
         """Prints the table of completions, writes it to the output folder and sends it to the trackers."""
-        trainer, log, logs = self.trainer, self.log, self.trainer._logs
+        log, logs = self.log, self.tables
         is_last = self._logged == (step, log.n_seen)  # the final log of training
-        if not trainer.accelerator.is_main_process or not logs["prompt"] or is_last:
+        if log.process_index != 0 or not logs["prompt"] or is_last:
             return
         self._logged = step, log.n_seen
         if is_rich_available():
@@ -327,20 +339,20 @@ class MediaLogCallback(TrainerCallback):
                 logs.get("rewards", {}),
                 logs.get("advantages"),
                 step,
-                trainer.num_completions_to_print,
+                self.args.num_completions_to_print,  # pyrefly: ignore[bad-argument-type]
                 extra=dict(logs.get("extra", {})),
             )
         table = {"step": [step] * len(logs["prompt"]), "prompt": logs["prompt"], "completion": logs["completion"]}
         if "rewards" in logs:
             table |= {**logs["rewards"], **logs["extra"], "advantage": logs["advantages"]}
         frame, media = pd.DataFrame(table), log.rows()
-        columns = [*trainer.card_notes.columns, *(_TOOL_COLUMNS if trainer.tools else ())]
-        path = self.folder / "completions" / f"completions_{step:05d}.parquet"
-        write_parquet(frame, media, path, columns if trainer.log_multimodal else ())
+        columns = [*self.columns, *(_TOOL_COLUMNS if self.has_tools else ())]
+        path = self.folder / TABLES / f"completions_{step:05d}.parquet"
+        write_parquet(frame, media, path, columns if self.args.log_multimodal else ())
         self._send(*self._shown(frame, media), step)
 
     def _shown(self, frame: pd.DataFrame, media: list[PromptMedia]) -> tuple[pd.DataFrame, list[PromptMedia]]:
-        if self.trainer.log_unique_prompts:
+        if self.args.log_unique_prompts:
             # Prompts with media may share their text
             keys = pd.Series(list(zip(frame["prompt"].astype(str), self.log.groups(), strict=True)))
             kept = ~keys.duplicated()
@@ -352,7 +364,7 @@ class MediaLogCallback(TrainerCallback):
         return frame.assign(**rounded, **texts), media
 
     def _send(self, frame: pd.DataFrame, media: list[PromptMedia], step: int) -> None:
-        trackers = self.trainer.args.report_to
+        trackers = self.args.report_to or ()
         with TemporaryDirectory() as folder:
             if "wandb" in trackers:
                 wandb = require_module("wandb", "logging")
@@ -360,14 +372,14 @@ class MediaLogCallback(TrainerCallback):
                     wandb.log(wandb_table(frame, media, Path(folder)))
             if "trackio" in trackers:
                 require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
-        for callback in self.trainer.callback_handler.callbacks:
+        for callback in self.handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 write_tensorboard(self._private_writer(callback), frame, media, step)
 
     def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
         """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
         folder = Path(callback.logging_dir or "runs").absolute()
-        if not folder.is_relative_to(Path(self.trainer.args.output_dir).absolute()):
+        if not folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):
             return callback.tb_writer
         if self._writer is None:
             self._writer = type(callback.tb_writer)(str(self.folder / "runs" / folder.name))

@@ -13,7 +13,14 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment
-from transformers import ProcessorMixin, is_wandb_available
+from torch import nn
+from transformers import (
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerState,
+    TrainingArguments,
+    is_wandb_available,
+)
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..algorithms.advantages import ESTIMATORS
@@ -22,10 +29,12 @@ from ..algorithms.kl import KL_ESTIMATORS, AdaptiveKLController
 from ..algorithms.losses import LOSSES
 from ..algorithms.papers import Paper, paper_of
 from ..algorithms.shaping import RunningScale, contrast_bonus
+from ..checks.self_check import SelfCheck
 from ..data.columns import without_credentials
 from ..data.difficulty import DifficultySampler
 from ..data.rules import BUDGET_NAMES
 from ..families import MODALITIES
+from ..models.wrapped import unwrapped
 from ..rollout.views import sigmoid
 from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
@@ -181,11 +190,30 @@ def quick_start(
     return template.render(values)
 
 
-def write_card(trainer, model_name: str | None, dataset_name: str | None) -> None:
+@dataclass
+class CardRun:
+    """The facts of a run that its model card tells."""
+
+    args: TrainingArguments
+    state: TrainerState
+    model: nn.Module  # with its adapter
+    processor: ProcessorMixin | PreTrainedTokenizerBase
+    notes: CardNotes
+    trainer_name: str
+    paper: dict[str, str]  # of the method, as TRL has it
+    repository: str  # on the Hub, or a folder
+    max_new_tokens: int
+    template_kwargs: dict[str, Any]
+    training: list[tuple[str, str]]
+    folders: list[tuple[str, str]]  # further ones of the model
+    self_check: SelfCheck | None = None
+
+
+def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -> None:
     """Replaces TRL's model card in the output folder, and keeps its metadata."""
-    path, kinds = Path(trainer.args.output_dir, "README.md"), trainer.card_notes.modalities
-    history, name = trainer.state.log_history, model_name or Path(trainer.args.output_dir).name
-    loaded_from = get_config_model_id(trainer.model.config)
+    folder, kinds, history = Path(str(run.args.output_dir)), run.notes.modalities, run.state.log_history
+    path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
+    loaded_from = get_config_model_id(base.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
     data.pop("licence", None)  # TRL's placeholder
@@ -196,13 +224,10 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
     data.model_name = (name if in_text(name) == name else "model") if named else None
-    adapter = is_peft_model(trainer.model)
-    base_model = loaded_from if adapter else None
+    adapter = is_peft_model(run.model)
     if adapter:
         data.library_name = "peft"
-    args, ordered = trainer.args, [kind for kind in MODALITIES if kind in kinds]
-    model_class = type(trainer._unwrapped(trainer.model)).__name__
-    folder = trainer.hub_model_id or args.output_dir
+    ordered, model_class = [kind for kind in MODALITIES if kind in kinds], type(base).__name__
     packages = {**_VERSIONS, "PEFT": "peft"} if adapter else _VERSIONS
     card = ModelCard.from_template(
         data,
@@ -211,34 +236,30 @@ def write_card(trainer, model_name: str | None, dataset_name: str | None) -> Non
         base_model=data.get("base_model") and linked_repository(data["base_model"]),
         dataset=dataset_name and linked_repository(dataset_name, "datasets/"),
         reports=_reports(),
-        columns=_listed(in_code(name) for name in sorted(trainer.card_notes.columns)),
+        columns=_listed(in_code(name) for name in sorted(run.notes.columns)),
         task=task_of(kinds),
         kinds=_listed(["text", *("images" if kind == "image" else kind for kind in ordered)]),
-        method=Paper(trainer._name, trainer._paper["id"]).link,
+        method=Paper(run.trainer_name, run.paper["id"]).link,
         adapter=adapter,
         model_class=model_class,
         quick_start=quick_start(
             model_class,
-            folder,
+            run.repository,
             ordered,
-            trainer.max_completion_length,
-            base_model,
-            _rate(trainer.processing_class) if "audio" in kinds else None,
-            trainer.chat_template_kwargs,
-            **_asked(trainer.card_notes.conversations),
+            run.max_new_tokens,
+            loaded_from if adapter else None,
+            _rate(run.processor) if "audio" in kinds else None,
+            run.template_kwargs,
+            **_asked(run.notes.conversations),
         ),
-        training=[
-            *trainer._training_lines(),
-            ("Updates", trainer.state.global_step),
-            *held_out_lines(history),
-        ],
-        curves=CURVES if Path(args.output_dir, CURVES).exists() else None,
-        folders=trainer._published_folders(model_class, folder),
+        training=[*run.training, ("Updates", run.state.global_step), *held_out_lines(history)],
+        curves=CURVES if (folder / CURVES).exists() else None,
+        folders=run.folders,
         versions=[(name, version(package)) for name, package in packages.items()],
-        trainer_name=trainer._name,
-        paper=Paper(trainer._paper["title"], trainer._paper["id"]).link,
-        citation=trainer._paper["citation"],
-        self_check=trainer.checks.self_check if hasattr(trainer, "checks") else None,
+        trainer_name=run.trainer_name,
+        paper=Paper(run.paper["title"], run.paper["id"]).link,
+        citation=run.paper["citation"],
+        self_check=run.self_check,
     )
     card.save(path)
 
@@ -310,7 +331,7 @@ def _divergence(options: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rate(processor: ProcessorMixin) -> int:
+def _rate(processor: ProcessorMixin | PreTrainedTokenizerBase) -> int:
     """Sampling rate of a processor's audio."""
     names = ("feature_extractor", "audio_processor")
     return next(getattr(processor, name) for name in names if hasattr(processor, name)).sampling_rate

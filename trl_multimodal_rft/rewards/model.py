@@ -196,7 +196,7 @@ class RewardModel:
     def _batches(self, rows: list[_Row]) -> list[list[int]]:
         """Indices of the rows of each forward. If the model isolates media, their shapes are equal."""
         groups: dict[tuple | None, list[int]] = {}
-        isolate = family_of(self).isolate is not None
+        isolate = family_of(self.config).isolate is not None
         for i, row in enumerate(rows):
             shapes = tuple((name, tuple(value.shape[1:])) for name, value in sorted(row.media.items()))
             groups.setdefault(shapes if isolate else None, []).append(i)

@@ -287,7 +287,7 @@ class RowStream:
         return _Read(row, prompt, next(decoded), messages, teachers, next(decoded))
 
     def _complete(self, read: "list[_Read]") -> list[EncodedRow]:
-        columns = restore_rows([each.row for each in read], self._args.media_rules)
+        columns = restore_rows([each.row for each in read], self._args.rules)
         return [
             EncodedRow(each.row.number, restored, each.row, placed, each.prompt, each.teachers)
             for each, restored, placed in zip(read, columns, self._placed(read), strict=True)

@@ -44,7 +44,7 @@ def run(
         given: dict[str, Any] = {**trainer_inputs(script_args, training_args, model_args), **inputs}
         trainer = trainer_class(**given, callbacks=[*curves(), ScriptCallback(script_args)])
         if not script_args.disable_compact_log:
-            trainer.add_callback(CompactLogCallback(trainer))
+            trainer.add_callback(CompactLogCallback())
         trainer.train(resume_from_checkpoint=checkpoint_of(training_args))
         if not script_args.dry_run:
             trainer.save_model()

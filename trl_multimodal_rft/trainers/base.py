@@ -135,7 +135,7 @@ class MultimodalTrainer(CheckpointMixin):
             datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
             uses_tools=bool(tools) or factory is not None,
         )
-        self.toolbox = Environments(tools or (), factory, args.media_rules)
+        self.toolbox = Environments(tools or (), factory, args.rules)
         processors = kwargs.pop("reward_processing_classes", None)
         sources = reward_sources(reward_funcs, processors, self.toolbox, needed=not args.is_distillation)
 
@@ -171,7 +171,7 @@ class MultimodalTrainer(CheckpointMixin):
             self.processing_class,
             {"chat_template": self.chat_template, **self.chat_template_kwargs, "tools": self.tools or None},
             args.audio_overlong,
-            args.media_rules,
+            args.rules,
             args.ignored_media_columns or (),
             args.special_tokens_in_text,
             keep_decoded=args.keeps_decoded,
@@ -213,7 +213,7 @@ class MultimodalTrainer(CheckpointMixin):
 
         logs = {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
-        rewarding = Rewarding(functions, self.chat_template_kwargs, args.media_rules, *how)
+        rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
         log = MetricLog(self._metrics, lambda: self.model.training)
         parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
         sizes = self.num_generations, self.num_generations_eval

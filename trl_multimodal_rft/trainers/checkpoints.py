@@ -18,11 +18,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from ..data.fingerprint import fingerprint
 from ..forward.features import learned_ways, restore_ways
 from ..models.critic import policy_alone
-from ..models.parts import freeze
+from ..models.parts import freeze, rates_of_parts
 from ..models.wrapped import is_unsharded, unwrapped
-from ..reporting.console import show_parts
+from ..reporting.console import PRINTERS, console_of, show_parts
 from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
-from ..reporting.model_card import CardNotes, in_code, training_lines, write_card
+from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from .arguments import check_keywords
 from .checkpoint_files import (
@@ -82,6 +82,10 @@ class CheckpointMixin(Trainer):
     _metrics: Any
     _stream: Any
     card_notes: CardNotes
+    _name: Any  # these two are TRL's, for a card
+    _paper: Any
+    max_completion_length: Any
+    chat_template_kwargs: Any
     in_flight: Any = None  # an [`~rollout.in_flight.InFlight`] with `max_staleness`
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
@@ -90,7 +94,6 @@ class CheckpointMixin(Trainer):
     _saved_classes: tuple[type, ...] = SAVED_CLASSES  # in the state of the rollouts
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
-    _made_optimizer = False  # or was given one, whose rates are its own
     _n_skipped = 0  # successive updates
     _checked_step: int | None = None  # the latest whose weights were checked before sampling
 
@@ -101,10 +104,15 @@ class CheckpointMixin(Trainer):
     def _add_checkpoint_callbacks(self) -> None:
         """Saves before a push, and on signals in place of transformers' callback, which doesn't wait for the step."""
         self.add_callback(_RestoreState(self))
-        self.add_callback(SaveBeforePush(self))
+        self.add_callback(SaveBeforePush(self._save_without_repository))
         if self.args.enable_jit_checkpoint:
             self._end_on_signal = EndOnSignal(self._any_process)
             self.add_callback(self._end_on_signal)
+
+    def _save_without_repository(self) -> None:
+        if self.hub_model_id is None:
+            self.save_model(_internal_call=True)
+            self.create_model_card()
 
     # Resuming
 
@@ -151,6 +159,11 @@ class CheckpointMixin(Trainer):
             stack.callback(self._stream.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
+            console = console_of(self.callback_handler.callbacks)
+            if console is not None:
+                console.begin(type(self).__name__)
+                for printer in PRINTERS:
+                    self.remove_callback(printer)
             return super().train(checkpoint, *args, **kwargs)
 
     def _invalidate_engine(self) -> None:
@@ -184,17 +197,17 @@ class CheckpointMixin(Trainer):
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         """Fingerprints of the datasets that are trained on, by the names of their arguments."""
-        return {"train_dataset": fingerprint(self.train_dataset, self.args.media_rules.media_dir)}
+        return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
         freeze(self.model, self.args.freeze)  # adapters that were loaded, or switched on again, train whole
         optimizer = super().create_optimizer(model)
         refuse_one_rate(self)
-        self._made_optimizer = is_new or self._made_optimizer
         self._group_parameters(is_new)
         if is_new and (self.args.freeze or self.args.learning_rates):
-            show_parts(self)
+            if self.is_world_process_zero() and console_of(self.callback_handler.callbacks) is None:
+                show_parts(self.model, rates_of_parts(self.model, self.args))
         return optimizer
 
     def _group_parameters(self, is_new: bool) -> None:
@@ -432,7 +445,7 @@ class CheckpointMixin(Trainer):
                 shutil.copytree(folder / name, Path(args.output_dir, name), dirs_exist_ok=True)
         self._push_from_checkpoint(str(folder))
         self._uploaded = folder
-        warn_of_failures(self.push_in_progress, folder)
+        warn_of_failures(self.push_in_progress.jobs, folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """
@@ -449,7 +462,24 @@ class CheckpointMixin(Trainer):
         tags = {tags} if isinstance(tags, str) else set(tags or ())
         super().create_model_card(model_name, dataset_name, sorted(tags | self.card_notes.modalities))
         if self.is_world_process_zero():
-            write_card(self, model_name, dataset_name)
+            model = self.accelerator.unwrap_model(self.model)
+            repository = self.hub_model_id or self.args.output_dir
+            run = CardRun(
+                self.args,
+                self.state,
+                model,
+                self.processing_class,
+                self.card_notes,
+                self._name,
+                self._paper,
+                repository,
+                self.max_completion_length,
+                self.chat_template_kwargs,
+                self._training_lines(),
+                self._published_folders(type(unwrapped(None, model)).__name__, repository),
+                self.checks.self_check if hasattr(self, "checks") else None,
+            )
+            write_card(run, model_name, dataset_name)
 
     def _training_lines(self) -> list[tuple[str, str]]:
         """What the card says about the method."""

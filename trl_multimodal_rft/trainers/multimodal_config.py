@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from ..data.rules import DEFAULT_RULES, RULE_NAMES, MediaRules
+from ..data.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.unread import check_ignored
 from ..rollout.views import as_schedule
 from ..views import as_view
@@ -80,30 +80,13 @@ class MediaArguments(KnownKeywords):
         max_skipped_rows (`float`, *optional*, defaults to `0.1`):
             How many rows may be skipped before the run ends with an error: a number, or below 1 a share of the
             dataset's rows, in streams of 1,000.
-        allowed_media_protocols (`list[str]`, *optional*):
-            Protocols of the URLs that rows may name, those of each link of a chained URL included. By default `file`
-            (paths), web servers, stores of objects, the Hub, and archives within them. What is named here replaces
-            these.
-        allowed_media_folders (`list[str]`, *optional*):
-            Folders in which local files that rows name must be, links followed. `None` allows all.
-        allowed_media_domains (`list[str]`, *optional*):
-            Hosts of the web servers that rows name, and of those that they redirect to. `None` allows all.
-        max_media_bytes (`int`, *optional*, defaults to `2**31`):
-            Largest file of a medium.
-        max_image_pixels (`int`, *optional*, defaults to `100_000_000`):
-            Most pixels of an image, and of a frame of a video.
-        max_audio_seconds (`float`, *optional*, defaults to `3600.0`):
-            Longest sound that is decoded. The model's window is another limit, see `audio_overlong`.
-        max_video_seconds (`float`, *optional*, defaults to `14400.0`):
-            Longest video of which frames are decoded.
-        max_video_pixels (`int`, *optional*, defaults to `2**29`):
-            Most pixels of all frames of a video together, as the processor gets them.
-        media_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds in which a download must be complete, all attempts together, and as many for unpacking it from an
-            archive, and for decoding an image.
+        media_rules (`dict[str, Any]` or `str`, *optional*):
+            From where media may come, and how large they may be, by names of fields of [`~data.rules.MediaRules`];
+            JSON on a command line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. What it
+            leaves out keeps its default.
         media_dir (`str`, *optional*):
             Folder that relative paths of media in rows start from. By default the working directory. Files must be in
-            `allowed_media_folders` all the same.
+            the `allowed_media_folders` of `media_rules` all the same.
         min_pixels (`int`, *optional*):
             Images, and frames of videos, with fewer pixels are enlarged to this many. A block's own value wins, and by
             default the processor decides, as with the next three.
@@ -141,15 +124,7 @@ class MediaArguments(KnownKeywords):
     media_prefetch: int = 1
     on_media_error: str = field(default="raise", metadata={"choices": ["raise", "skip"]})
     max_skipped_rows: float = 0.1
-    allowed_media_protocols: list[str] = field(default_factory=lambda: list(DEFAULT_RULES.allowed_media_protocols))
-    allowed_media_folders: list[str] | None = None
-    allowed_media_domains: list[str] | None = None
-    max_media_bytes: int = DEFAULT_RULES.max_media_bytes
-    max_image_pixels: int = DEFAULT_RULES.max_image_pixels
-    max_audio_seconds: float = DEFAULT_RULES.max_audio_seconds
-    max_video_seconds: float = DEFAULT_RULES.max_video_seconds
-    max_video_pixels: int = DEFAULT_RULES.max_video_pixels
-    media_timeout: float = DEFAULT_RULES.media_timeout
+    media_rules: dict | str | None = None
     media_dir: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -164,7 +139,7 @@ class MediaArguments(KnownKeywords):
         for name in ("checkpointing", "checkpointing_kwargs"):
             if getattr(self, f"activation_{name}", False) is None:
                 setattr(self, f"activation_{name}", getattr(self, f"gradient_{name}"))
-        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates"]  # which may be JSON
+        self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]  # which may be JSON
         check_values(self)
         check_packages(self)
         if not torch.accelerator.is_available():
@@ -187,12 +162,12 @@ class MediaArguments(KnownKeywords):
         if self.special_tokens_in_text is not None:
             check_choice(self, "special_tokens_in_text")
         check_ignored(self.ignored_media_columns)
-        _ = self.media_rules  # which checks them
+        _ = self.rules  # which checks them
 
     @property
-    def media_rules(self) -> MediaRules:
-        """What rows may name, and how much of it is read."""
-        return MediaRules(**{name: getattr(self, name) for name in RULE_NAMES})
+    def rules(self) -> MediaRules:
+        """Allowed sources and sizes of media, and their budgets."""
+        return rules_of(self.media_rules, **{name: getattr(self, name) for name in OWN_NAMES})
 
     def __getstate__(self):
         # Saved with the model, and published with it

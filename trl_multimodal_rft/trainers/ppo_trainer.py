@@ -382,7 +382,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
-            media_rules=self.args.media_rules,
+            media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
@@ -390,7 +390,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     def _fingerprints(self):
         if self._ptx_dataset is None:
             return super()._fingerprints()
-        own = fingerprint(self._ptx_dataset, self.args.media_rules.media_dir)
+        own = fingerprint(self._ptx_dataset, self.args.rules.media_dir)
         return {**super()._fingerprints(), "ptx_dataset": own}
 
     def _batches(self) -> dict[str, Any]:

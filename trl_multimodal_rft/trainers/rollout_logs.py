@@ -13,9 +13,9 @@ from ..algorithms.metrics import PendingMetrics
 from ..checks.media_contribution import is_due, media_contribution
 from ..data.columns import strip_media
 from ..encoding.prompts import EncodedPrompt
-from ..reporting.console import CompactLogCallback, waiting_display
+from ..reporting.console import CompactLogCallback, console_of
 from ..reporting.hints import EqualRewardsHint
-from ..reporting.media_logs import MediaLog, MediaLogCallback
+from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
@@ -36,7 +36,7 @@ class RolloutLog:
     pending: dict[str, list[float]]  # and to `log_metric`
     media: MediaLog | None
     hint: EqualRewardsHint | None
-    display: Callable[[], CompactLogCallback | None]  # a console that waits for the first example
+    display: Callable[[], CompactLogCallback | None]  # the console of the main process
 
     def add(
         self, rollout: Rollout, rewards: torch.Tensor, is_std_zero: torch.Tensor, advantages: torch.Tensor
@@ -64,10 +64,12 @@ class RolloutLog:
             shown = rollout.completions if self.run.toolbox.tools else None
             self.media.add(rollout.messages, self.run.group_size, shown)
         display = self.display() if self.run.is_training else None
-        if display is not None:
+        if display is not None and display.needs_example:
             ids, mask = rollout.completion_ids[0], rollout.completion_mask[0].bool()
             rewards = [] if rollout.rewards_per_func is None else rollout.rewards_per_func[0].tolist()
             display.show_example(
+                self.run.prompts.model,
+                self.run.prompts.processor,
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.messages[0],
                 ids[mask].tolist(),
@@ -163,13 +165,18 @@ def add_log_callbacks(trainer: Any) -> tuple[MediaLog | None, PendingMetrics, Ro
             args.max_logged_megabytes,
             trainer.accelerator,
         )
-        trainer.add_callback(MediaLogCallback(trainer, log))
+        parts = trainer.callback_handler, trainer._logs, trainer.card_notes.columns, bool(trainer.tools)
+        callback = MediaLogCallback(log, args, *parts)
+        trainer.add_callback(callback)
+        scheduler = getattr(trainer, "commit_scheduler", None)  # TRL's, for `log_completions_hub_repo`
+        if scheduler is not None:
+            scheduler.folder_path = (callback.folder / TABLES).resolve()
     if trainer.reward_funcs:
         hint = EqualRewardsHint(grouped=args.compares_groups)
         trainer.add_callback(hint)
 
     def display() -> CompactLogCallback | None:
-        return waiting_display(trainer.callback_handler.callbacks) if trainer.is_world_process_zero() else None
+        return console_of(trainer.callback_handler.callbacks) if trainer.is_world_process_zero() else None
 
     extra, metrics = (getattr(trainer, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
     return log, pending, RolloutLog(trainer._run, trainer._logs, extra, metrics, log, hint, display)

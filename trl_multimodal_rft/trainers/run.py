@@ -127,7 +127,7 @@ class Run:
         """Calls each completion's tools, with further fields of the loop."""
         args = self.args
         anyone = functools.partial(any_rank, self.accelerator) if sampler.is_collective else bool
-        options = {"max_media": args.max_tool_media, "media_rules": args.media_rules, "anyone": anyone, **options}
+        options = {"max_media": args.max_tool_media, "media_rules": args.rules, "anyone": anyone, **options}
         return ToolLoop(
             model=self.prompts.model,
             processor=self.prompts.processor,

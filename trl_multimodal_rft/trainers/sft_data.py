@@ -88,7 +88,7 @@ class SupervisedCollator:
                 audio_overlong=args.audio_overlong,
                 ignored_media_columns=args.ignored_media_columns or (),
                 placeholders=self.placeholders,
-                media_rules=args.media_rules,
+                media_rules=args.rules,
                 special_tokens_in_text=args.special_tokens_in_text,
             )
         ids, n_tokens = sequence.input_ids, self.model.config.get_text_config(decoder=True).vocab_size

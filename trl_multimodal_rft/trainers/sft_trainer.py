@@ -39,7 +39,7 @@ from ..forward.token_budget import backward_by_parts
 from ..models.quantization import keep_differentiable
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
-from ..reporting.console import waiting_display
+from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from .arguments import check_arguments
@@ -312,15 +312,16 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         return batch
 
     def _show_first(self, row: Row, sequence: SupervisedSequence) -> None:
-        display = waiting_display(self.callback_handler.callbacks) if self.is_world_process_zero() else None
-        if display is not None:
+        display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
+        if display is not None and display.needs_example:
             messages, args = None, self.args
             if sequence.modalities:
                 ignored, placeholders = args.ignored_media_columns or (), self.data_collator.placeholders
                 shown = {**row, "prompt": row.get("messages") or row["prompt"]}
-                messages = rows_to_messages([shown], ignored, placeholders, args.media_rules)[0]["prompt"]
+                messages = rows_to_messages([shown], ignored, placeholders, args.rules)[0]["prompt"]
             ids, learned = sequence.input_ids, sequence.learned
-            display.show_example(ids[: int(learned.int().argmax())].tolist(), messages, ids[learned].tolist())
+            prompt, target = ids[: int(learned.int().argmax())].tolist(), ids[learned].tolist()
+            display.show_example(self.data_collator.model, self.processing_class, prompt, messages, target)
 
     # Update
 

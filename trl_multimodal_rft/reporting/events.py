@@ -1,0 +1,21 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""The arguments that transformers passes to callbacks by name."""
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+# Parts of a trainer as they are at an event of its run, the metrics of an evaluation, and the values of a log
+EventPart = (
+    nn.Module
+    | PreTrainedTokenizerBase
+    | ProcessorMixin
+    | Optimizer
+    | LRScheduler
+    | DataLoader
+    | dict[str, float]
+    | None
+)
