@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(1, f"{parser.prog}: error: {message}\n")
 
 
-def _parser(name: str, shows_all: bool) -> Parser:
+def _parser(name: str, shows_all: bool = False) -> Parser:
     prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
         return launched_parser(prog, options_of(name), description, shows_all=shows_all)

@@ -42,11 +42,12 @@ OPTIMIZERS = {
 }
 # Options of the trainer's config
 _OF_ROWS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "trust_remote_code")
-_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES, "media_rules")
+_OF_ROWS += ("vllm_max_model_length", "audio_overlong", "ignored_media_columns", *OWN_NAMES)
 _OF_MEMORY = ("shared_trunk", "beta", "view_kl_coef", "per_device_train_batch_size", "num_generations", "packing")
 _OF_MEMORY += ("min_pixels", "max_pixels", "max_tokens_per_microbatch", "gradient_checkpointing", "freeze", "use_peft")
 _OF_MEMORY += ("lora_r", "load_in_4bit", "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
 _OF_MEMORY += ("vllm_enable_sleep_mode", "offload_during_generation")
+_LIMITS = "sources and sizes of media, as in the trainer's config, as JSON"
 _CONFIG = "run config or built-in recipe; keys for other commands are ignored"
 
 
@@ -72,6 +73,7 @@ def check(parser: Parser) -> None:
     add("--model_name_or_path", required=True, help="name on the Hub or folder with config and processor")
     add("--max_prompt_length", type=int, help="maximum tokens of a prompt (default: context minus completion)")
     parser.add_options("grpo", *_OF_ROWS, max_completion_length=256, model_revision=None)
+    add("--media_rules", type=json.loads, help=_LIMITS)
     add("--chat_template_kwargs", type=json.loads, default={}, help="arguments of the chat template, as JSON")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
@@ -151,4 +153,4 @@ def prepare(parser: Parser) -> None:
     add("--nframes", type=int, help="frames per video")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--total_pixels", type=int, help="maximum pixels of all frames of a video")
-    parser.add_options("grpo", "media_rules")
+    add("--media_rules", type=json.loads, help=_LIMITS)
