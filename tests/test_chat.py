@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Tests the page of `trl-multimodal-rft chat` over HTTP."""
 
+import argparse
 import http.client
 import io
 import re
@@ -49,14 +50,21 @@ def served():
         parser = Parser("chat")
         arguments.chat(parser)
         args = parser.parse_args([*argv, "--max_completion_length", "6"])
-        app, url, shared = command.open_page(args, prevent_thread_lock=True, quiet=True)
-        pages.append(app.get_blocks())
+        pages.append(command.run(args, waits=False))
+        url, shared = pages[-1].local_url, pages[-1].share_url
         assert url.startswith("http://127.0.0.1:") and shared is None
         return Client(url, verbose=False)
 
     yield serve
     for page in pages:
         page.close()
+
+
+def ask(client, question, *files, **settings):
+    """Returns the completions of all models."""
+    message = {"text": question, "files": [handle_file(file) for file in files]}
+    replies = client.predict(message, api_name="/chat", **settings)
+    return (replies,) if isinstance(replies, str) else tuple(reply["content"] for reply in replies)
 
 
 def greedy(model, processor, messages, length=6):
@@ -84,28 +92,27 @@ def test_adapter_and_its_base_hear(served, tmp_path, monkeypatch):
     client = served(str(tmp_path / "adapter"))
     for i, sound in enumerate(sounds):
         soundfile.write(tmp_path / f"{i}.wav", sound, RATE, subtype="FLOAT")
-        answers = client.predict(QUESTION, handle_file(tmp_path / f"{i}.wav"), api_name="/ask")
+        answers = ask(Client(client.src, verbose=False), QUESTION, tmp_path / f"{i}.wav")
         assert answers == (by_adapter[i], by_base[i])
-        client.predict(api_name="/clear")
     # What the docs show
     shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
     exec(code.replace("http://127.0.0.1:7860", client.src), namespace := {})
     digit = "Which digit is spoken?"
-    assert namespace["answer"] == client.predict(digit, handle_file(tmp_path / "0.wav"), api_name="/ask")
+    assert tuple(each["content"] for each in namespace["answer"]) == ask(client, digit, tmp_path / "0.wav")
     (tmp_path / "none.wav").write_text("no sound")
     with pytest.raises(AppError, match="^this is no file of audio that can be read"):
-        client.predict(QUESTION, handle_file(tmp_path / "none.wav"), api_name="/ask")
+        ask(client, QUESTION, tmp_path / "none.wav")
     with pytest.raises(AppError, match="There is no question"):
-        client.predict(" ", None, api_name="/ask")
+        ask(client, " ")
 
 
 def test_model_beside_another(served):
     folder = str(saved("qwen2_audio"))
-    answers = served(folder, "--base", folder).predict("Is there a cat?", None, api_name="/ask")
+    answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
-    assert served(folder).predict("Is there a cat?", None, api_name="/ask") == answers[0]
+    assert ask(served(folder), "Is there a cat?") == answers[:1]
 
 
 def test_conversation(served, tmp_path):
@@ -135,20 +142,20 @@ def test_conversation(served, tmp_path):
         return {"type": "audio", "audio": sounds[i]}
 
     asked = [([heard(0), text(QUESTION)], 6)]
-    assert client.predict(QUESTION, handle_file(tmp_path / "0.wav"), api_name="/ask") == expected(asked)
+    assert ask(client, QUESTION, tmp_path / "0.wav") == expected(asked)
     # A position in the text, and a separate length
     asked.append(([text("Is it "), heard(1), text(" ?")], 4))
-    given = handle_file(tmp_path / "1.wav")
-    second = client.predict("Is it <audio> ?", given, max_completion_length=4, api_name="/ask")
-    assert second == expected(asked)
+    assert ask(client, "Is it <audio> ?", tmp_path / "1.wav", max_completion_length=4) == expected(asked)
     asked.append(([text("Is there a bird?")], 6))
-    third = client.predict("Is there a bird?", api_name="/ask")
+    third = ask(client, "Is there a bird?")
     assert third == expected(asked)
-    # Neither another user's conversation nor a cleared one
-    other = Client(client.src, verbose=False).predict("Is there a bird?", None, api_name="/ask")
-    client.predict(api_name="/clear")
-    assert client.predict("Is there a bird?", None, api_name="/ask") == other == expected(asked[2:]) != third
-    drawn = {client.predict(QUESTION, None, temperature=2.0, api_name="/ask") for _ in range(4)}
+    # Several media in one question
+    asked.append(([heard(1), heard(0), text(QUESTION)], 6))
+    assert ask(client, QUESTION, tmp_path / "1.wav", tmp_path / "0.wav") == expected(asked)
+    # Not another user's conversation
+    other = ask(Client(client.src, verbose=False), "Is there a bird?")
+    assert other == expected(asked[2:3]) != third
+    drawn = {ask(client, QUESTION, temperature=2.0) for _ in range(4)}
     assert len(drawn) > 1
 
 
@@ -172,15 +179,30 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     assert client.config["title"].startswith("seen") and '[aria-label="Share"]' in client.config["css"]
     parts = [component["props"] for component in client.config["components"]]
     assert "# Ask seen" in {part.get("value") for part in parts if isinstance(part.get("value"), str)}
-    question, image_path, _ = client.predict(api_name="/example")
+    ((example,),) = (part["examples"] for part in parts if part.get("examples"))
+    question, image_path = example["text"], example["files"][0]["path"]
     assert (folder / FILE_NAME).exists() and Path(image_path).read_bytes() == (folder / "view.png").read_bytes()
     messages = [{"role": "system", "content": [text(prompt[0]["content"])]}]
     messages += chat({"type": "image", "image": picture}, text(question))
     expected = greedy(trainer.model, trainer.processing_class, messages)
-    assert client.predict(question, image=handle_file(image_path), api_name="/ask") == expected
+    assert ask(client, question, image_path) == (expected,)
     # A model without a card of this package has none
-    with pytest.raises(ValueError, match="/example"):
-        served(str(saved("qwen2_audio"))).predict(api_name="/example")
+    other = served(str(saved("qwen2_audio")))
+    assert not any(component["props"].get("examples") for component in other.config["components"])
+
+
+def test_messages_of_the_page(tmp_path):
+    """The page sends the conversation that it shows: text and files of a user, and the completions by model."""
+    seen, picture = [], tmp_path / "view.png"
+    image(84, 56)["image"].save(picture)
+    models = {name: lambda conversation, config: seen.append(conversation) or "No." for name in ("ours", "base")}
+    page = command.page(models, ("image",), EvaluationConfig(), system="Be brief.")
+    shown = [{"role": "user", "content": [{"path": str(picture)}, "A bird?"]}]
+    shown += [{"role": "assistant", "content": f"{name} 1", "metadata": {"title": name}} for name in models]
+    history = page.chatbot.preprocess(page.chatbot.postprocess(shown))
+    page.fn({"text": "A cat?", "files": []}, history, "Be brief.", 0.0, 5)
+    start, end = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])], ("user", "A cat?", [])
+    assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models]
 
 
 SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own@h/c?own as hf_own123456"
@@ -190,14 +212,14 @@ SECRETS = "cannot read '/home/me and you/own/a.wav', /own/b.png at https://u:own
 def port():
     """Returns the port of a page whose model repeats its input, or fails on demand."""
 
-    def answer(questions, answers, system, config):
-        text, media = questions[-1]
+    def answer(conversation, config):
+        _, text, files = conversation[-1]
         if text in ("ValueError", "RuntimeError"):
             raise {"ValueError": ValueError, "RuntimeError": RuntimeError}[text](SECRETS)
-        return "".join(Path(path).read_bytes().hex() for path in media.values()) or text
+        return "".join(Path(path).read_bytes().hex() for path in files) or text
 
     page = command.page({"echo": answer}, ("image",), EvaluationConfig())
-    command.serve(page, "127.0.0.1", prevent_thread_lock=True, quiet=True)
+    command.serve(page, argparse.Namespace(host="127.0.0.1", port=None), waits=False)
     yield page.server_port
     page.close()
 
@@ -240,10 +262,10 @@ def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
     pixels = np.random.default_rng(0).integers(0, 256, (100, 100), np.uint8)
     for name, side in (("small", 40), ("large", 100)):
         Image.fromarray(pixels[:side, :side]).save(tmp_path / f"{name}.png")
-    answer = client.predict("Who?", handle_file(tmp_path / "small.png"), api_name="/ask")
+    (answer,) = ask(client, "Who?", tmp_path / "small.png")
     assert bytes.fromhex(answer) == (tmp_path / "small.png").read_bytes()
     with pytest.raises(Exception, match="413"):
-        client.predict("Who?", handle_file(tmp_path / "large.png"), api_name="/ask")
+        ask(client, "Who?", tmp_path / "large.png")
 
 
 def test_uploads_start_no_program(port, tmp_path, monkeypatch):
@@ -259,15 +281,16 @@ def test_uploads_start_no_program(port, tmp_path, monkeypatch):
     assert Image.open(io.BytesIO(program)).mode == "L"
     (tmp_path / "i.png").write_bytes(program)
     client = Client(f"http://127.0.0.1:{port}", verbose=False)
-    assert bytes.fromhex(client.predict("Who?", handle_file(tmp_path / "i.png"), api_name="/ask")) == program
+    (answer,) = ask(client, "Who?", tmp_path / "i.png")
+    assert bytes.fromhex(answer) == program
     assert not (tmp_path / "started").exists()
 
 
 def test_errors_show_neither_paths_nor_tokens(port):
     client = Client(f"http://127.0.0.1:{port}", verbose=False)
     with pytest.raises(AppError, match=r"read 'a.wav', b.png at https://\*{3}@h/c\?\*{3} as hf_\*{3}$") as error:
-        client.predict("ValueError", None, api_name="/ask")
+        ask(client, "ValueError")
     with pytest.raises(AppError) as other:
-        client.predict("RuntimeError", None, api_name="/ask")
+        ask(client, "RuntimeError")
     for each in (error, other):
         assert not any(word in str(each.value) for word in ("home", "you", "own", "123456"))

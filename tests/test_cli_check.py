@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The report of `trl-multimodal-rft check` on a dataset matches the results on its rows."""
 
-import argparse
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from trl_multimodal_rft.data.reading.sizes import media_size
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.row import DatasetRows
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+from trl_multimodal_rft.scripts.options import Parser
 
 
 def user(words):
@@ -194,7 +194,7 @@ def test_no_weights_are_read(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_omni", "glm4v", "gemma4", "phi4_multimodal", "llava_onevision"])
 def test_rows_are_as_long_as_for_the_model_with_its_weights(name):
     model, processor = FAMILIES[name].build()
-    parser = argparse.ArgumentParser()
+    parser = Parser("check")
     arguments.check(parser)
     args = parser.parse_args(["--dataset_name", "-", "--model_name_or_path", "-"])
     checker = RowChecker(None, without_weights(model.config, type(model)), processor, args)

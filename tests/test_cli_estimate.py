@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The estimates of `trl-multimodal-rft estimate` match the memory of a run."""
 
-import argparse
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.scripts.arguments import parse as parse_script
 from trl_multimodal_rft.scripts.grpo import ARGUMENTS
+from trl_multimodal_rft.scripts.options import Parser
 
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
@@ -32,7 +32,7 @@ TINY += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
 
 
 def parse(*argv):
-    parser = argparse.ArgumentParser()
+    parser = Parser("estimate")
     arguments.estimate(parser)
     return parser.parse_args([str(each) for each in argv])
 

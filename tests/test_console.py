@@ -236,14 +236,14 @@ def test_run_file_starts_the_same_run(given):
     argv += ["--prompt", 'Say: "{solution}" # \\boxed{}\nNow.', "--hub_token", "hf_2", "--reward_weights", "0.5"]
     argv += ["--model_init_kwargs", '{"token": "hf_3", "use_safetensors": true}', "--resume_from_checkpoint", "True"]
     first = parse(grpo.ARGUMENTS, argv)
-    words = ["--num_processes=2", "--multi_gpu", "--mixed-precision=bf16"]
-    write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": words})
+    launch = {"num_processes": 2, "multi_gpu": True, "mixed_precision": "bf16"}
+    write_run_file("out", "trl-multimodal-rft grpo", {**first[0].given, "launch": launch})
     text = open("out/run.yaml").read()
     assert text.startswith("# trl-multimodal-rft grpo --config out/run.yaml\nmodel_name_or_path: ")
     assert not re.search("hf_[123]", text) and "SHOWN" in text and "resume" not in text
     keys = yaml.safe_load(text)
     launched = {name: keys.pop(name) for name in ("num_processes", "multi_gpu", "mixed_precision")}
-    assert launched == {"num_processes": 2, "multi_gpu": True, "mixed_precision": "bf16"}
+    assert launched == launch
     with open("again.yaml", "w") as file:
         yaml.safe_dump(keys, file)
     again = parse(grpo.ARGUMENTS, ["--config", "again.yaml"])

@@ -1,8 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Training on a GPU: half precision, adapters, 4-bit weights, a resumed run, and peak memory."""
 
-import argparse
-
 import pytest
 import torch
 from helpers.devices import GPU, NO_STAND_IN
@@ -30,6 +28,7 @@ from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
 from trl_multimodal_rft.cli import arguments, estimate
 from trl_multimodal_rft.cli.fake_run import Watch
 from trl_multimodal_rft.forward import head
+from trl_multimodal_rft.scripts.options import Parser
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_memory_is_what_is_estimated(checkpointing, device, tmp_path, monkeypatc
             trainer.train()
         peak = watch.peak + sum(parameter.nbytes for parameter in trainer.model.parameters())
 
-    parser = argparse.ArgumentParser()
+    parser = Parser("estimate")
     arguments.estimate(parser)
     parsed = parser.parse_args(
         [

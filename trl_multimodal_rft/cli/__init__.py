@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = argv[0] if argv else None
     if name not in COMMANDS:
         _without_command(argv)
-    parser = _parser(str(name))
+    parser = _parser(str(name), shows_all="--help_all" in argv or "--help-all" in argv)
     try:
         args = parser.parse_with_config(argv[1:], getattr(arguments, f"of_run_{name}", None))
         if name in LAUNCHED:
@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(1, f"{parser.prog}: error: {message}\n")
 
 
-def _parser(name: str) -> Parser:
+def _parser(name: str, shows_all: bool = False) -> Parser:
     prog, description = f"{_PROG} {name}", COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name in LAUNCHED:
-        return launched_parser(prog, options_of(name), description)
-    parser = Parser(prog, description=description)
+        return launched_parser(prog, options_of(name), description, shows_all=shows_all)
+    parser = Parser(prog, description)
     getattr(arguments, name)(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -84,5 +84,5 @@ def _without_command(argv: list[str]) -> None:
     version = importlib.import_module(__name__.partition(".")[0]).__version__
     parser.add_argument("--version", action="version", version=f"{_PROG} {version}")
     parser.add_argument("command", metavar="command", help="its own `--help` lists its options")
-    name = parser.parse_args(argv).command
+    name = parser.parse_args(argv or []).command
     parser.error(f"there is no command {name!r}; `--help` lists them.{did_you_mean(name, COMMANDS)}")

@@ -7,13 +7,13 @@ import ipaddress
 import re
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from inspect import Parameter, Signature
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from accelerate import Accelerator
@@ -33,29 +33,34 @@ from ..reporting.curves import FILE_NAME
 from ..reporting.model_card import conversation_of, in_text
 
 
+if TYPE_CHECKING:
+    from gradio import ChatInterface
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+Message = tuple[str, str, list[str]]  # role, text and files of media
+Answerer = Callable[[list[Message], EvaluationConfig], str]
+
 _MOST_UPLOADED = 2**28  # bytes of a request
 _STYLE = '[aria-label="Share"] { display: none; }'  # a button that uploads media to the Hub
 _KEPT = 3600  # seconds until an upload is deleted
-_LONGEST = 2048  # tokens of an answer that the slider allows, unless the command allows more
+_LONGEST = 2048  # tokens of a completion that the slider allows, unless the command allows more
 
 
 def answerer(
     model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase, *, adapted: bool = True
-) -> Callable[..., str]:
-    """A function that continues a conversation with a model, sampling as evaluations do."""
+) -> Answerer:
+    """Makes a function that continues a conversation with a model, sampling as evaluations do."""
     accelerator = Accelerator()
     placeholders = placeholder_tokens(model, processor)
 
-    def unscored(completions, **columns):
+    def unscored(completions: list[str], **columns: list) -> list[None]:
         return [None] * len(completions)
 
-    def answer(
-        questions: list[tuple[str, dict[str, str]]], answers: list[str], system: str, config: EvaluationConfig
-    ) -> str:
-        messages = [{"role": "system", "content": system}] if system else []
-        for (text, media), reply in zip_longest(questions, answers):
-            messages.append({"role": "user", "content": _content(text, media, placeholders)})
-            messages += [] if reply is None else [{"role": "assistant", "content": reply}]
+    def answer(conversation: list[Message], config: EvaluationConfig) -> str:
+        messages = [
+            {"role": role, "content": _content(text, files, placeholders)} for role, text, files in conversation
+        ]
         with nullcontext() if adapted else model.disable_adapter():
             result = evaluate(model, processor, [{"prompt": messages}], unscored, config, accelerator=accelerator)
         return result.rows[0]["completions"][0]
@@ -63,26 +68,32 @@ def answerer(
     return answer
 
 
-def _content(text: str, media: dict[str, str], placeholders: list[str]) -> Any:
-    """The content of a user message: media at the tags in the text or else first, as in a row with columns."""
-    if not media:
+def _content(text: str, files: list[str], placeholders: list[str]) -> str | list[dict[str, Any]]:
+    """The content of a message: media at the tags in the text or else first, as in a row with columns."""
+    if not files:
         return text
-    [row] = rows_to_messages([{"prompt": text, **media}], placeholders=placeholders)
+    columns = defaultdict(list)
+    for file in files:
+        modality = file_modality(file)
+        if modality is None:
+            raise ValueError(f"{Path(file).name!r} has no ending of an image, a sound or a video; rename the file.")
+        columns[f"{modality}s"].append(file)
+    [row] = rows_to_messages([{"prompt": text, **columns}], placeholders=placeholders)
     return [
         {key: value.source if isinstance(value, MediaRef) else value for key, value in block.items()}
         for block in row["prompt"][0]["content"]
     ]
 
 
-def example_of(name: str) -> tuple[str, str, dict[str, str]]:
-    """System prompt and question of a trained model's card, with media saved in the model's folder."""
+def example_of(name: str) -> tuple[str, str, list[str]]:
+    """The system prompt and question of a trained model's card, with media saved in the model's folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
     messages = _messages_of(Path(card).read_text(encoding="utf-8")) if card else []
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
     blocks = messages[-1]["content"] if messages and isinstance(messages[-1]["content"], list) else []
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
-    found = {file_modality(path.name): str(path) for path in reversed(files)}  # of each kind the first
-    media = {str(block["type"]): found[block["type"]] for block in blocks if block["type"] in found}
+    first = {file_modality(path.name): str(path) for path in reversed(files)}
+    media = [first[modality] for modality in dict.fromkeys(block["type"] for block in blocks) if modality in first]
     return texts.get("system", ""), texts.get("user", ""), media
 
 
@@ -102,109 +113,80 @@ def _messages_of(card: str) -> list[dict[str, Any]]:
 
 
 def page(
-    answerers: dict[str, Callable[..., str]],
-    kinds: tuple[str, ...],
+    answerers: dict[str, Answerer],
+    modalities: tuple[str, ...],
     config: EvaluationConfig,
     *,
     system: str = "",
-    example: tuple[str, dict[str, str]] | None = None,
-) -> Any:
-    """The page, with the endpoints `/ask`, `/clear` and `/example`."""
-    gradio = require_module("gradio", "chat")
+    example: tuple[str, list[str]] | None = None,
+) -> "ChatInterface":
+    """Makes the page, with the endpoint `/chat`."""
+    gradio, lock, (name, *others) = require_module("gradio", "chat"), Lock(), answerers
 
-    def ask(text: str, *given: Any) -> Any:
-        *media, system, temperature, length, turns = given
-        if not (text or "").strip():
+    def chat(
+        message: dict[str, Any],
+        history: list[dict[str, Any]],
+        system_prompt: str,
+        temperature: float,
+        max_completion_length: int,
+    ) -> str | list[dict[str, Any]]:
+        if not message["text"].strip():
             raise gradio.Error("There is no question; write one.")
-        question = text, {kind: path for kind, path in zip(kinds, media, strict=True) if path is not None}
-        questions = [*(earlier for earlier, _ in turns), question]
-        try:
-            sampling = replace(
-                config, temperature=temperature, max_completion_length=int(length), seed=secrets.randbits(31)
-            )
-            answers = [
-                answer(questions, [replies[i] for _, replies in turns], system, sampling)
-                for i, answer in enumerate(answerers.values())
-            ]
-        except (ValueError, ImportError) as error:  # unreadable media, or missing packages
-            raise gradio.Error(shown_error(error)) from error
-        return *answers, [*turns, (question, answers)]
-
-    # Names of the endpoint's parameters; all but the question are optional
-    defaults = {**dict.fromkeys(kinds), "system_prompt": system, "temperature": config.temperature}
-    defaults |= {"max_completion_length": config.max_completion_length, "turns": None}
-    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[each]) for each in defaults]
-    question = Parameter("question", Parameter.POSITIONAL_OR_KEYWORD)
-    setattr(ask, "__signature__", Signature([question, *parameters]))  # noqa: B010
-
-    def show(turns: list) -> Any:
-        """The conversations, and empty inputs for the next question."""
-        shown = []
-        for i in range(len(answerers)):
-            messages = []
-            for (text, media), answers in turns:
-                contents = [*({"path": path} for path in media.values()), text]
-                messages += [{"role": "user", "content": content} for content in contents]
-                messages.append({"role": "assistant", "content": answers[i]})
-            shown.append(messages)
-        return *shown, "", *(None for _ in kinds)
-
-    name = next(iter(answerers))
-    with gradio.Blocks(
-        title=f"{name} - trl-multimodal-rft", analytics_enabled=False, delete_cache=(_KEPT // 6, _KEPT)
-    ) as blocks:
-        gradio.Markdown(f"# Ask {in_text(name)}")
-        with gradio.Row():
-            # As plain text: Markdown could load remote images
-            chats = [
-                gradio.Chatbot(label=name, height=300, render_markdown=False, buttons=["copy"]) for name in answerers
-            ]
-        with gradio.Row():
-            inputs = [_input(gradio, kind) for kind in kinds]
-        question = gradio.Textbox(label="Question", placeholder="What do you want to know?", lines=2)
-        with gradio.Row():
-            ask_button = gradio.Button("Ask", variant="primary")
-            clear_button = gradio.Button("Clear")
-            example_button = gradio.Button("Example of the model card", visible=example is not None)
-        with gradio.Accordion("Settings", open=False):
-            system_box = gradio.Textbox(label="System prompt", value=system)
-            temperature = gradio.Slider(0.0, 2.0, config.temperature, label="Temperature", info="0 is greedy decoding")
-            longest = max(_LONGEST, config.max_completion_length)
-            length = gradio.Slider(
-                1, longest, config.max_completion_length, step=1, label="Maximum completion length", info="tokens"
-            )
-        turns = gradio.State([])  # on the server, out of the client's reach
-        answers = [gradio.Textbox(label=name, visible=False) for name in answerers]
-        gradio.on(
-            [ask_button.click, question.submit],
-            ask,
-            inputs=[question, *inputs, system_box, temperature, length, turns],
-            outputs=[*answers, turns],
-            api_name="ask",
-        ).success(show, turns, [*chats, question, *inputs], api_visibility="private")
-        gradio.on(
-            [clear_button.click, *(chat.clear for chat in chats)],
-            lambda: ([], *show([])),
-            outputs=[turns, *chats, question, *inputs],
-            api_name="clear",
+        seed = secrets.randbits(31)
+        sampling = replace(
+            config, temperature=temperature, max_completion_length=int(max_completion_length), seed=seed
         )
-        if example is not None:
-            text, media = example
-            example_button.click(
-                lambda: [text, *(media.get(kind) for kind in kinds)], None, [question, *inputs], api_name="example"
-            )
-    return blocks
+        start: list[Message] = [("system", system_prompt, [])] if system_prompt else []
+        replies: list[dict[str, Any]] = []
+        for model, answer in answerers.items():
+            # Completions of other models have their names
+            read = [each for each in history if (each.get("metadata") or {}).get("title") in (None, model)]
+            earlier = [(each["role"], *_parts(each["content"])) for each in read]
+            try:
+                with lock:
+                    content = answer([*start, *earlier, ("user", message["text"], message["files"])], sampling)
+            except (ValueError, ImportError) as error:  # unreadable media, or missing packages
+                raise gradio.Error(shown_error(error)) from error
+            replies.append({"role": "assistant", "content": content, "metadata": {"title": model}})
+        return replies if others else replies[0]["content"]
+
+    longest = max(_LONGEST, config.max_completion_length)
+    sources = [*["upload"] * bool(modalities), *["microphone"] * ("audio" in modalities)]
+    interface = gradio.ChatInterface(
+        chat,
+        multimodal=True,
+        description=f"# Ask {in_text(name)}",
+        # As plain text: Markdown could load remote images
+        chatbot=gradio.Chatbot(render_markdown=False, buttons=["copy"]),
+        textbox=gradio.MultimodalTextbox(
+            file_types=[*modalities], file_count="multiple", sources=sources, placeholder="What do you want to know?"
+        ),
+        additional_inputs=[
+            gradio.Textbox(label="System prompt", value=system),
+            gradio.Slider(0.0, 2.0, config.temperature, label="Temperature", info="0 is greedy decoding"),
+            gradio.Slider(
+                1, longest, config.max_completion_length, step=1, label="Maximum completion length (tokens)"
+            ),
+        ],
+        additional_inputs_accordion="Settings",
+        examples=None if example is None else [[{"text": example[0], "files": example[1]}]],
+        run_examples_on_click=False,
+        analytics_enabled=False,
+        delete_cache=(_KEPT // 6, _KEPT),
+    )
+    interface.title = f"{name} - trl-multimodal-rft"
+    return interface
 
 
-def _input(gradio: Any, kind: str) -> Any:
-    options: dict[str, Any] = {"buttons": ["download"]}  # without the one that uploads to the Hub
-    if kind == "audio":
-        return gradio.Audio(label="Sound", type="filepath", sources=["upload", "microphone"], **options)
-    if kind == "video":
-        return gradio.Video(label="Video", sources=["upload", "webcam"], **options)
-    # The file as uploaded: gradio's conversion would also open documents
-    options |= {"type": "filepath", "image_mode": None, "sources": ["upload", "webcam", "clipboard"]}
-    return gradio.Image(label="Image", **options)
+def _parts(content: str | list[Any]) -> tuple[str, list[str]]:
+    """The text and the files of a message, as gradio keeps it for programs or for the page."""
+    text, files = "", []
+    for part in [content] if isinstance(content, str) else content:
+        if isinstance(part, str) or "text" in part:
+            text += part if isinstance(part, str) else part["text"]
+        else:
+            files.append(part.get("file", part)["path"])
+    return text, files
 
 
 def shown_error(error: Exception) -> str:
@@ -250,10 +232,10 @@ def _is_address(name: str) -> bool:
 class _Guard:
     """ASGI middleware that refuses requests by [`refusal`]."""
 
-    def __init__(self, app: Any, host: str):
+    def __init__(self, app: "ASGIApp", host: str):
         self.app, self.host = app, host
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         refused = refusal(headers, self.host) if scope["type"] in ("http", "websocket") else None
         if refused is None:
@@ -267,22 +249,8 @@ class _Guard:
             await send({"type": "http.response.body", "body": reason.encode()})
 
 
-def serve(blocks: Any, host: str, port: int | None = None, **options: Any) -> Any:
-    """Serves the page, and refuses requests of other sites."""
-    middleware = require_module("starlette.middleware", "chat").Middleware
-    return blocks.launch(
-        server_name=host,
-        server_port=port,
-        share=False,
-        max_file_size=_MOST_UPLOADED,
-        css=_STYLE,
-        app_kwargs={"middleware": [middleware(_Guard, host=host)]},
-        **options,
-    )
-
-
-def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple[str, ...]]:
-    """Loads the models."""
+def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
+    """Loads the models, and says which modalities the first one takes."""
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, processor = load_trained(args.model_name_or_path, **options)
     answerers = {_shown_name(args.model_name_or_path): answerer(model, processor)}
@@ -292,31 +260,37 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Callable[..., str]], tuple
         name = _shown_name(model.get_base_model().config._name_or_path)
         answerers[f"base: {name}"] = answerer(model, processor, adapted=False)
     takes = (model.get_base_model() if is_peft_model(model) else model).input_modalities
-    return answerers, tuple(kind for kind in MODALITIES if kind in takes and isinstance(processor, ProcessorMixin))
+    return answerers, tuple(each for each in MODALITIES if each in takes and isinstance(processor, ProcessorMixin))
 
 
 def _shown_name(name: str) -> str:
-    """Name of a model without its parent folders."""
+    """The name of a model without its parent folders."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def open_page(args: argparse.Namespace, **options: Any) -> Any:
-    """Loads the models and serves the page."""
+def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = True) -> None:
+    """Serves the page, and refuses requests of other sites."""
+    middleware = require_module("starlette.middleware", "chat").Middleware
+    interface.launch(
+        server_name=args.host,
+        server_port=args.port,
+        share=False,
+        max_file_size=_MOST_UPLOADED,
+        css=_STYLE,
+        app_kwargs={"middleware": [middleware(_Guard, host=args.host)]},
+        prevent_thread_lock=not waits,
+        quiet=not waits,
+    )
+
+
+def run(args: argparse.Namespace, waits: bool = True) -> "ChatInterface":
+    """Loads the models and serves the page until it is interrupted."""
     names = ("max_completion_length", "temperature", *BUDGET_NAMES)
     config = EvaluationConfig(**{name: getattr(args, name) for name in names})
     system, text, media = example_of(args.model_name_or_path)
-    answerers, kinds = load(args)
-    media = {kind: path for kind, path in media.items() if kind in kinds}
-    blocks = page(
-        answerers,
-        kinds,
-        config,
-        system=system if args.system_prompt is None else args.system_prompt,
-        example=(text, media) if text else None,
-    )
-    return serve(blocks, args.host, args.port, allowed_paths=[*media.values()], **options)
-
-
-def run(args: argparse.Namespace) -> None:
-    """Loads the models and serves the page until it is interrupted."""
-    open_page(args)
+    answerers, modalities = load(args)
+    files = [file for file in media if file_modality(file) in modalities]
+    system = system if args.system_prompt is None else args.system_prompt
+    interface = page(answerers, modalities, config, system=system, example=(text, files) if text else None)
+    serve(interface, args, waits)
+    return interface

@@ -21,7 +21,9 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     check_run(name, args)
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={shipped('accelerate_configs', config)}"]
-    words += [*getattr(args, "launch", ()), "--module", "trl_multimodal_rft.scripts", name, *argv]
+    launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
+    words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
+    words += ["--module", "trl_multimodal_rft.scripts", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         if getattr(args, "debug", None) not in ([], True):
             os.environ[FOLDER] = folder

@@ -33,37 +33,43 @@ _ONLY_IN_FULL_HELP = ("transformers", "launch")
 # Options that name a model, a dataset or a folder
 NAMES = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAMES += ("dataset_name", "ptx_dataset_name")
+_LAUNCH = "launch "  # start of destinations of options of `accelerate launch`
+_DASHED = re.compile(r"^--([\w-]+)(?==|\Z)")
 _LISTED = 8  # choices that `--help` lists before the description
 # Values of options, by the name of their type
 _KINDS = {"int": "an integer, such as 8", "float": "a number, such as 1e-5", "bool": "`true` or `false`"}
 
 
+Value = bool | int | float | str | list | dict | None
+
+
 class Key(NamedTuple):
     """The value of a key in a config file, as YAML and as text."""
 
-    value: Any
+    value: Value
     text: str | list | dict
-    where: str
+    file: str
 
 
 def read_config(path: str) -> dict[str, Key]:
-    """The keys of a config file."""
+    """Reads the keys of a config file."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path}: it has no keys; write lines such as `max_steps: 100`.")
-        written = set()
-        for key, _ in node.value:
-            if key.value in written:
-                raise ValueError(f"{path}:{key.start_mark.line + 1}: `{key.value}` is set twice; remove one.")
-            written.add(key.value)
+        names = [key.value for key, _ in node.value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path}: `{twice}` is set twice; remove one.")
         loader.flatten_mapping(node)
-        texts, keys = yaml.BaseLoader(""), {}
-        for key, value in node.value:
-            typed, text = (each.construct_object(value, deep=True) for each in (loader, texts))
-            keys[str(key.value)] = Key(typed, text, f"{path}:{key.start_mark.line + 1}")
-        return keys
+        texts = yaml.BaseLoader("")
+        return {
+            str(key.value): Key(
+                loader.construct_object(value, deep=True), texts.construct_object(value, deep=True), path
+            )
+            for key, value in node.value
+        }
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{path}{line}: it isn't YAML: {error.problem or error.context}.") from error
@@ -86,21 +92,26 @@ def shipped(folder: str, name: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser of a command: errors are one line with the closest option, and `--config` reads options from a file."""
 
-    def __init__(self, prog: str, **kwargs: Any):
-        super().__init__(prog, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+    def __init__(self, prog: str, description: str | None = None, usage: str | None = None, epilog: str | None = None):
+        formatter = functools.partial(_HelpFormatter, max_help_position=32)
+        super().__init__(prog, usage, description, epilog, allow_abbrev=False, formatter_class=formatter)
+        self.optional: set[str] = set()  # options that may be null in a config file
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parses a command line. Unknown options end the process before missing ones do."""
+        """
+        Parses a command line. Unknown options end the process before missing ones do. Names of options may have dashes
+        in place of underscores.
+        """
+        words = [_DASHED.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
         required = [action for action in self._actions if action.required and action.option_strings]
         for action in required:
             action.required = False
-        parsed, rest = self.parse_known_args(args, namespace or argparse.Namespace())
+        parsed, rest = self.parse_known_args(words, namespace or argparse.Namespace())
         for word in rest:
             if word.startswith("--"):
                 self.error(f"there is no option `{word.split('=')[0]}`." + self._near(word.split("=")[0][2:]))
@@ -126,7 +137,14 @@ class Parser(argparse.ArgumentParser):
 
     def _near(self, name: str) -> str:
         names = [each[2:] for action in self._actions for each in action.option_strings if each.startswith("--")]
-        return did_you_mean(name, [each for each in names if "-" not in each]).replace("mean `", "mean `--")
+        return did_you_mean(name, names).replace("mean `", "mean `--")
+
+    def add_options(self, command: str, *names: str, **defaults: Value) -> None:
+        """Adds options of a launched command, with their defaults or others."""
+        options = {option["name"]: option for option in options_of(command)}
+        for name in (*names, *defaults):
+            default = defaults.get(name, options[name]["default"])
+            _add_option(self, {**options[name], "default": default}, default)
 
     def parse_with_config(
         self, argv: Sequence[str], of_run: Callable[[dict[str, Key]], dict[str, Key]] | None = None
@@ -137,16 +155,21 @@ class Parser(argparse.ArgumentParser):
         finder.error = self.error  # type: ignore[method-assign]
         name = finder.parse_known_args(argv)[0].config
         values = argparse.Namespace()
-        if name is not None and not {"-h", "--help", "--help-all"} & {*argv}:
+        if name is not None and not {"-h", "--help", "--help-all", "--help_all"} & {*argv}:
             keys = read_config(shipped("recipes", name))
             if of_run is None:
-                if "env" in keys and (env := keys.pop("env").value):
+                if "env" in keys and isinstance(env := keys.pop("env").value, dict):
                     os.environ.update({name: str(value) for name, value in env.items()})
                     values.env = env
             else:
                 keys = of_run(keys)
             self._set_values(keys, values, ignores_others=of_run is not None)
         parsed = self.parse_args(argv, values)
+        launch = {name: value for name, value in vars(parsed).items() if name.startswith(_LAUNCH)}
+        for name in launch:
+            delattr(parsed, name)
+        if launch:
+            parsed.launch = {name.removeprefix(_LAUNCH): value for name, value in launch.items()}
         for option in NAMES:
             if (getattr(parsed, option, None) or "").startswith("~"):
                 setattr(parsed, option, os.path.expanduser(getattr(parsed, option)))
@@ -167,20 +190,15 @@ class Parser(argparse.ArgumentParser):
             if action is None:
                 if ignores_others:
                     continue
-                raise ValueError(f"{key.where}: there is no option `{name}`.{did_you_mean(name, actions)}")
-            if key.value is None and not getattr(action, "is_optional", False):
+                raise ValueError(f"{key.file}: there is no option `{name}`.{did_you_mean(name, actions)}")
+            if key.value is None and name not in self.optional:
                 continue
             try:
-                value = self._read(action, key)
+                setattr(values, action.dest, self._read(action, key))
             except argparse.ArgumentError as error:
-                raise ValueError(f"{key.where}: `{name}`: {error.message}") from error
-            if isinstance(action, LaunchAction):
-                if value is not False:
-                    action(self, values, [] if value is True else value)
-            else:
-                setattr(values, action.dest, value)
+                raise ValueError(f"{key.file}: `{name}`: {error.message}") from error
 
-    def _read(self, action: argparse.Action, key: Key) -> Any:
+    def _read(self, action: argparse.Action, key: Key) -> Value:
         """Value of an option in a config file, read like the command line."""
         kind, takes_several = getattr(action.type, "__name__", "str"), action.nargs in ("+", "*")
         if isinstance(key.value, bool) and action.nargs == "*":  # `--debug`
@@ -197,44 +215,26 @@ class Parser(argparse.ArgumentParser):
         return self._get_values(action, words)
 
 
-class LaunchAction(argparse.Action):
-    """Collects arguments of `accelerate launch` as words."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        word = self.option_strings[0] if self.nargs == 0 else f"{self.option_strings[0]}={values}"
-        namespace.launch = [*getattr(namespace, "launch", ()), word]
-
-
-class _FullHelp(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        for action in parser._actions:
-            action.help = getattr(action, "full_help", action.help)
-        parser.print_help()
-        parser.exit()
+class _Switch(argparse._StoreAction):
+    """A switch that `--no_...` turns off."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows names with underscores alone, and no trivial defaults."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32)
+    """Shows how switches are turned off, and no trivial defaults."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = [each for each in action.option_strings if "-" not in each.lstrip("-") or each == "--help-all"]
-        if not names:
-            return super()._format_action_invocation(action)
-        if getattr(action, "has_opposite", False):
-            names.append(f"--no_{action.dest}")
-        values = "" if action.nargs == 0 else self._format_args(action, str(action.metavar or action.dest.upper()))
-        return ", ".join(names) + f" {values}" * bool(values)
+        text = super()._format_action_invocation(action)
+        return text.replace(" ", f", --no_{action.dest} ", 1) if isinstance(action, _Switch) else text
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = getattr(action, "shown_default", action.default)
-        is_trivial = default is None or default is False or default in (argparse.SUPPRESS, [], {})
-        if not action.option_strings or is_trivial or "efault" in str(action.help):
-            return action.help
-        shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
-        return f"{action.help} (default: {shown.replace('%', '%%')})"
+        return action.help and _with_default(action.help, action.default)
+
+
+def _with_default(text: str, default: Value | tuple[str, ...]) -> str:
+    if default in (None, False, argparse.SUPPRESS) or default in ([], (), {}) or "efault" in text:
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+    return f"{text} (default: {shown.replace('%', '%%')})"
 
 
 @functools.cache
@@ -254,22 +254,19 @@ def options_of(command: str) -> list[dict[str, Any]]:
     return [option for option in table()["options"] if command in option["commands"]]
 
 
-def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: str | None = None) -> Parser:
+def launched_parser(
+    prog: str, options: Iterable[dict[str, Any]], description: str | None = None, *, shows_all: bool = False
+) -> Parser:
     """Parser of a launched command."""
     epilog = (
-        "`--help-all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
+        "`--help_all` shows the options of transformers.TrainingArguments, such as `--output_dir`, `--max_steps`, "
         "`--num_train_epochs`, `--eval_strategy`, `--save_steps` and `--report_to`, and those of `accelerate launch`, "
         "such as `--num_processes`. The command line and the file of `--config` take all of them."
     )
-    parser = Parser(
-        prog,
-        usage=f"{prog} [--config CONFIG] [options]",
-        description=description,
-        epilog=epilog,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser(prog, description, f"{prog} [--config CONFIG] [options]", epilog)
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("--help-all", nargs=0, action=_FullHelp, help="show all options and exit")
+    add("--help_all", action="help", help="show all options and exit")
     add("--config", help="YAML file with options or built-in recipe; the command line wins")
     add("--accelerate_config", help="built-in config (cpu, single_gpu, multi_gpu, fsdp2, ...) or a file")
     options = [*options, *(each for each in table()["options"] if each["group"] == "launch")]
@@ -282,38 +279,40 @@ def launched_parser(prog: str, options: Iterable[dict[str, Any]], description: s
         known.update(option["name"] for option in rows)
         section = parser.add_argument_group(title)
         for option in rows:
-            _add_option(section, option)
+            is_shown = shows_all or group not in _ONLY_IN_FULL_HELP
+            _add_option(section, option if is_shown else {**option, "help": None})
+            if option["optional"]:
+                parser.optional.add(option["name"])
     return parser
 
 
-def _add_option(group: Any, option: dict[str, Any]) -> None:
+def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], default: Value = argparse.SUPPRESS) -> None:
     name, kind, choices = option["name"], option["type"], option["choices"]
-    names = [f"--{name}"] + [f"--{name.replace('_', '-')}"] * ("_" in name)
-    text = " ".join(option["help"].split()).replace("%", "%%")
-    arguments: dict[str, Any] = {"nargs": option["nargs"]}
-    if option["group"] == "launch" and kind == "bool":
-        action = group.add_argument(*names, action=LaunchAction, nargs=0, help=text)
-    else:
-        convert = {"int": int, "float": float, "bool": _bool, "json": _json}.get(kind, str)
-        if kind == "bool":
-            arguments = {"nargs": "?", "const": True}
-        if option["optional"] and kind != "str":
-            convert = _or_none(convert)
-        if choices is not None and len(choices) > _LISTED:
-            arguments["metavar"] = "NAME"
-            text += f" One of {', '.join(choices)}."
-        elif choices is None:
-            arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
-        if option["group"] == "launch":
-            arguments["action"] = LaunchAction
-        action = group.add_argument(*names, type=convert, choices=choices, help=text, **arguments)
-    action.shown_default, action.is_optional = option["default"], option["optional"]
-    if option["default"] is True and kind == "bool" and option["group"] != "launch":
-        opposite = [f"--no_{name}", f"--no-{name.replace('_', '-')}"]
-        group.add_argument(*opposite, dest=name, action="store_false", help=argparse.SUPPRESS)
-        action.has_opposite = True
-    if option["group"] in _ONLY_IN_FULL_HELP:
-        action.full_help, action.help = action.help, argparse.SUPPRESS
+    arguments: dict[str, Any] = {"nargs": option["nargs"], "default": default}
+    text = argparse.SUPPRESS
+    if option["help"] is not None:
+        text = _with_default(" ".join(option["help"].split()).replace("%", "%%"), option["default"])
+    if choices is None:
+        arguments["metavar"] = "TEXT" if kind == "str" else kind.upper()
+    elif len(choices) > _LISTED:
+        arguments["metavar"] = "NAME"
+        text += f" One of {', '.join(choices)}." * (text != argparse.SUPPRESS)
+    convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _bool, "json": _json}.get(kind, str)
+    if option["optional"] and kind != "str":
+        convert = _or_none(convert)
+    is_launch = option["group"] == "launch"
+    if is_launch:
+        arguments["dest"] = f"{_LAUNCH}{name}"
+    if is_launch and kind == "bool":
+        group.add_argument(f"--{name}", dest=arguments["dest"], action="store_true", default=default, help=text)
+        return
+    if kind == "bool":
+        arguments |= {"nargs": "?", "const": True}
+        if option["default"] is True:
+            arguments["action"] = _Switch
+            off = {"dest": name, "default": default, "help": argparse.SUPPRESS}
+            group.add_argument(f"--no_{name}", action="store_false", **off)
+    group.add_argument(f"--{name}", type=convert, choices=choices, help=text, **arguments)
 
 
 def _bool(text: str) -> bool:
@@ -324,17 +323,17 @@ def _bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> Value:
     return json.loads(text)
 
 
 _bool.__name__, _json.__name__ = "bool", "json"  # which messages of argparse show
 
 
-def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:
     """Reads `none` and `null` as well, as TRL does."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> Value:
         return None if text.lower() in ("none", "null") else convert(text)
 
     read.__name__ = convert.__name__

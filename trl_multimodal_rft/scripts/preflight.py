@@ -27,7 +27,6 @@ def check_run(command: str, args: argparse.Namespace) -> None:
 
 
 def check_given(model: str | None, dataset: str | list | None) -> None:
-    """Refuses a run without a model or without a dataset."""
     if model is None:
         raise ValueError("The run has no model; set `--model_name_or_path` to a name on the Hub or a folder.")
     if not dataset:
@@ -35,7 +34,6 @@ def check_given(model: str | None, dataset: str | list | None) -> None:
 
 
 def check_medium(ablate: str | None) -> None:
-    """Refuses `--by contribution` without the medium whose contribution counts."""
     if ablate is None:
         raise ValueError(
             "Name the medium that answers need: set `--ablate` to audio, image or video; or keep rows of medium "
@@ -70,26 +68,21 @@ def check_rewards(names: Sequence[str], kind: str = "reward function") -> None:
 
 
 def _source(module: str, unknown: str) -> Path | None:
-    """The source file of a module; `None` if only an import could find it."""
+    """Finds the source file of a module, without importing its packages; `None` where only an import could."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)  # which knows editable installations
     if spec is None:
         raise ValueError(f"{unknown}: no module {first!r} in {os.getcwd()} or among the installed ones.")
-    path, folders = Path(spec.origin or ""), [Path(each) for each in spec.submodule_search_locations or ()]
-    for each in rest:
-        found = [
-            file
-            for folder in folders
-            for file in (folder / each / "__init__.py", folder / f"{each}.py", folder / each)
-            if file.exists()
-        ]
-        if not found:
-            compiled = any([*folder.glob(f"{each}.*")] for folder in folders)
-            if folders and not compiled and all(folder.is_dir() for folder in folders):
-                raise ValueError(f"{unknown}: {path.parent} has no module {each!r}.")
+    name = first
+    for part in rest:
+        folders = spec.submodule_search_locations
+        if folders is None:  # a module that makes others, such as `os.path`
             return None
-        path, folders = found[0], [found[0].parent if found[0].name == "__init__.py" else found[0]]
-    return path if path.suffix == ".py" and path.is_file() else None
+        name += f".{part}"
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            raise ValueError(f"{unknown}: {', '.join(folders)} has no module {part!r}.")
+    return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
 
 
 def _defined(source: Path) -> set[str]:

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential", re.IGNORECAS
 
 def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -> None:
     """Writes the options that the user of a run set."""
-    keys = {**given, **_launch_keys(given.get("launch") or ())}
+    keys = {**given, **given.get("launch", {})}
     if keys.get("debug") in (True, "", []):  # tracebacks
         del keys["debug"]
     keys = {name: keys[name] for name in dict.fromkeys([*_FIRST, *keys]) if name in keys and name not in _NOT_KEPT}
@@ -29,12 +29,6 @@ def write_run_file(folder: str | Path, command: str, given: Mapping[str, Any]) -
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_without_secrets(keys), sort_keys=False, allow_unicode=True, width=119)
     path.write_text(f"# {command} --config {path}\n{text}", encoding="utf-8")
-
-
-def _launch_keys(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of `accelerate launch` as a config file has them."""
-    pairs = (word.removeprefix("--").partition("=") for word in words)
-    return {name.replace("-", "_"): yaml.safe_load(value) if separator else True for name, separator, value in pairs}
 
 
 def _without_secrets(value: Any, *, is_environment: bool = False) -> Any:
