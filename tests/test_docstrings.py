@@ -13,6 +13,7 @@ import pkgutil
 import re
 import sys
 import textwrap
+import typing
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -89,7 +90,8 @@ def parameters(value):
         return {field.name for field in dataclasses.fields(value) if field.init}
     if inspect.isclass(value) and issubclass(value, BaseException):
         return set()
-    return {name for name in inspect.signature(value).parameters if name not in ("self", "cls") and name[0] != "_"}
+    names = value.__annotations__ if typing.is_typeddict(value) else inspect.signature(value).parameters
+    return {name for name in names if name not in ("self", "cls") and name[0] != "_"}
 
 
 def definitions(name):
