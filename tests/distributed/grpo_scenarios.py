@@ -245,7 +245,8 @@ def balanced(folder, run=None, **options):
     return {**moved[1], "kept": kept[1]["steps"], "difference": float(norms[1] / norms[0]), "media": media}
 
 
-balanced_token_weights = functools.partial(balanced, **VPPO)
+WEIGHTS = VPPO["loss_view"].replace(")", ", kl_coef=0.5, entropy_coefs=[0.1, 0.2])")
+balanced_token_weights = functools.partial(balanced, loss_view=WEIGHTS)
 
 
 class BreakingTrainer(InjectingTrainer):
@@ -526,17 +527,15 @@ def resharded(folder):
     return {**result, "message": refusal(sharded, folder / "refused", folder / "plain")}
 
 
-class InjectingMaker(NaiveExperienceMaker):
-    """Returns responses that depend only on the prompt. Later prompts get longer ones."""
-
-    def _generate(self, prompts, config, pad_id):
-        responses = []
-        for i, prompt in enumerate(prompts):
-            place = int(self.tokenizer.decode(prompt.input_ids).split("number ")[1].split()[0])
-            generator = torch.Generator().manual_seed(100 * place + i)
-            length = 2 + 2 * place + int(torch.randint(0, 3, (), generator=generator))
-            responses.append(torch.randint(50, 200, (length,), generator=generator))
-        return torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=pad_id)
+def by_prompt(tokenizer, model, prompts, config, pad_id):
+    """Returns completions that depend only on the prompt. Later prompts get longer ones."""
+    completions = []
+    for i, prompt in enumerate(prompts):
+        index = int(tokenizer.decode(prompt.input_ids).split("number ")[1].split()[0])
+        generator = torch.Generator().manual_seed(100 * index + i)
+        length = 2 + 2 * index + int(torch.randint(0, 3, (), generator=generator))
+        completions.append(torch.randint(50, 200, (length,), generator=generator))
+    return torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=pad_id)
 
 
 def experience(folder):
@@ -561,8 +560,10 @@ def experience(folder):
             progress=False,
             accelerator=accelerator,
         )
-        maker = InjectingMaker(
-            Actor(model, bf16=False),
+        actor = Actor(model, bf16=False)
+        actor.policy_forward.sample = functools.partial(by_prompt, processor.tokenizer)
+        maker = NaiveExperienceMaker(
+            actor,
             None,
             None,
             Actor(reference, bf16=False),
