@@ -192,8 +192,8 @@ def longer(kind, name):
     """A subclass whose loss has a further term on all tokens."""
 
     def own(self, *given):
-        output, inputs = getattr(super(subclass, self), name)(*given), given[-1]
-        term = 0.5 * (self._scores.logps * inputs.loss_mask).sum() / 100
+        output, rollout = getattr(super(subclass, self), name)(*given), getattr(given[-1], "rollout", given[-1])
+        term = 0.5 * (self._scores.logps * rollout.loss_mask).sum() / 100
         return LossOutput(output.loss + term, output.metrics) if name == "_loss" else output + term
 
     subclass = type("Longer", (TRAINERS[kind],), {name: own})

@@ -512,7 +512,7 @@ def test_stream_goes_on_with_the_row_before(tmp_path):
     last = run._stream._last_row
     run.evaluate(audio_rows(2))
     assert run._stream._last_row is last  # not a row of the evaluation
-    run.num_generations = 3  # of 8 completions of a rank: a group straddles
+    run.args.num_generations = 3  # of 8 completions of a rank: a group straddles
     with pytest.raises(ValueError, match="whole groups"):
         run.get_train_dataloader()
 

@@ -101,14 +101,15 @@ def test_options(options):
 
 
 def by_policy(trainer, model, inputs):
-    given = inputs.prompts, inputs.completion_ids, inputs.completion_mask
-    return -(trainer._policy.score(model, *given, packed=inputs.packed).logps * inputs.loss_mask).sum() / 100
+    rollout = inputs.rollout
+    given = rollout.prompts, rollout.completion_ids, rollout.completion_mask
+    return -(trainer._policy.score(model, *given, packed=rollout.packed).logps * rollout.loss_mask).sum() / 100
 
 
 def twice(trainer, model, inputs):
     """Of two scores, the gradient of the first would be lost."""
-    first, second = (trainer._score(model, inputs).logps for _ in range(2))
-    return -((first + second) * inputs.loss_mask).sum() / 100
+    first, second = (trainer._score(model, inputs.rollout).logps for _ in range(2))
+    return -((first + second) * inputs.rollout.loss_mask).sum() / 100
 
 
 def decays(trainer, model, inputs):

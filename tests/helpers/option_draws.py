@@ -20,6 +20,7 @@ RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} 
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for each in (*_SHARED, *CONFIGS.values()) for name in get_annotations(each)}
 OWN -= {"generation_batch_size", "num_generations", "steps_per_generation"}  # of TRL's configs for other trainers
+OWN -= {"teacher_columns"}  # a fact of the class
 # Options that TRL's trainer implements differently, with the same updates
 AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "keep_groups_together"}
 AS_TRL |= {"entropy_source"}
