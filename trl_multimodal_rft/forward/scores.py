@@ -36,18 +36,17 @@ class Scores:
     view: "Scores | None" = field(default=None, init=False)  # of the same completions after a view of their prompts
 
     def __post_init__(self):
-        shapes = {name: tuple(value.shape[:2]) for name, value in self._chosen(per_completion=True).items()}
+        shapes = {name: tuple(value.shape[:2]) for name, value in self.tensors(per_completion=True).items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"scores of the same completions have different shapes: {shapes}")
 
-    def _chosen(self, per_completion: bool) -> dict[str, torch.Tensor]:
-        tensors = [each for each in fields(self) if each.name not in ("deferred", "view")]
-        names = [each.name for each in tensors if ("per_completion" in each.metadata) == per_completion]
+    def tensors(self, per_completion: bool | None = None) -> dict[str, torch.Tensor]:
+        """Tensors by field, none that is `None`: all, those with a row per completion, or the others."""
+        names = [each.name for each in fields(self) if each.name not in ("deferred", "view")]
+        rows = [each.name for each in fields(self) if "per_completion" in each.metadata]
+        if per_completion is not None:
+            names = [name for name in names if (name in rows) == per_completion]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by field; none that is `None`."""
-        return {**self._chosen(per_completion=True), **self._chosen(per_completion=False)}
 
     def map(self, function: Callable) -> "Scores":
         """Applies a function to each tensor."""
@@ -55,8 +54,8 @@ class Scores:
 
     def rows(self, index: slice | Sequence[int]) -> "Scores":
         """Scores of some completions; fields without a row per completion stay."""
-        chosen = {name: rows_of(value, index) for name, value in self._chosen(per_completion=True).items()}
-        return Scores(**chosen, **self._chosen(per_completion=False))
+        chosen = {name: rows_of(value, index) for name, value in self.tensors(per_completion=True).items()}
+        return Scores(**chosen, **self.tensors(per_completion=False))
 
     def spread(self, places: Sequence[int], n: int) -> "Scores":
         """The first scores at these places among `n` completions, and 0 at the others."""
@@ -65,8 +64,8 @@ class Scores:
             index = to_device(torch.tensor(places, dtype=torch.long), values.device)
             return values.new_zeros(n, *values.shape[1:]).index_copy(0, index, values[: len(places)])
 
-        chosen = {name: spread(value) for name, value in self._chosen(per_completion=True).items()}
-        scores = Scores(**chosen, **self._chosen(per_completion=False))
+        chosen = {name: spread(value) for name, value in self.tensors(per_completion=True).items()}
+        scores = Scores(**chosen, **self.tensors(per_completion=False))
         scores.deferred = self.deferred
         return scores
 
@@ -77,7 +76,7 @@ class Scores:
         statistics and the supervised rows of the part that has them. Raises a `ValueError` for parts of different
         fields.
         """
-        chosen = [part._chosen(per_completion=True) for part in parts]
+        chosen = [part.tensors(per_completion=True) for part in parts]
         for part, rows in zip(chosen, places, strict=True):
             if part.keys() != chosen[0].keys() or any(len(value) != len(rows) for value in part.values()):
                 shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in chosen]
