@@ -198,7 +198,7 @@ def test_generation_continues_from_its_cache(monkeypatch, caplog):
     runs = []
     for how in ("continues from its cache", "prefills the conversation again: forced"):
         caplog.clear()
-        with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers.base"):
+        with caplog.at_level("INFO", logger="trl_multimodal_rft.trainers"):
             runs.append(run(Recorded, "qwen3_vl", image_rows(), **options))
         messages = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
         assert len(messages) == 1 and messages[0].endswith(f"After results of tools, generation {how}.")
@@ -206,8 +206,8 @@ def test_generation_continues_from_its_cache(monkeypatch, caplog):
         monkeypatch.setattr(generation, "_cache_obstacle", lambda *args: "forced")
     cached, again = (result.trainer.draws[0].batch for result in runs)
     assert logged(runs[0], "tools/call_frequency")[0] > 1 and logged(runs[0], "tools/ended_by_length") == [0]
-    assert torch.equal(cached["completion_ids"], again["completion_ids"])
-    assert len({*cached["completion_mask"].sum(1).tolist()}) > 4
+    assert torch.equal(cached.completion_ids, again.completion_ids)
+    assert len({*cached.completion_mask.sum(1).tolist()}) > 4
     assert relative_difference(runs[1].update, runs[0].update) <= 1e-4
     assert runs[0].trainer.checks.self_check.conversation <= 1e-4
 
