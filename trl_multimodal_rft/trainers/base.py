@@ -110,44 +110,53 @@ class MultimodalTrainer(CheckpointMixin):
 
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
-    _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
+    _groups: GroupExchange | None = None  # with dynamic sampling or replay
+    _n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
     # Attributes of TRL's trainers, whose types TRL leaves open
     processing_class: Any
     reward_funcs: Any = ()
     reward_processing_classes: Any = ()
     chat_template_kwargs: Any
     num_generations_eval: Any = 1
+    num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
     max_completion_length: Any
     lr_scheduler: Any
+    _step: int
+    _buffered_inputs: Any
     _logit_bias: dict[int, float]
 
     def __init__(
-        self, model, reward_funcs, args, processing_class=None, quantization_config=None, ref_model=None, **kwargs
+        self,
+        model: Model,
+        reward_funcs: Any,
+        args: SamplingConfig,
+        processing_class: Processor | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        ref_model: PreTrainedModel | None = None,
+        **kwargs: Any,
     ):
-        ignore_deprecated_names()
         check_arguments(reward_funcs, args=args, processing_class=processing_class, ref_model=ref_model, **kwargs)
         check_launch(args, model)
-        check_deepspeed_steps(args)
         reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
         warn_of_truncation(args)
         tools, factory = kwargs.pop("tools", None), kwargs.pop("environment_factory", None)
         rollout_func, sampler = kwargs.pop("rollout_func", None), kwargs.pop("sampler", None)
+        datasets = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
         if factory is None:  # environments read what columns they like
-            given = {name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")}
-            warn_of_unread(args, given, modalities(model, args))
-        if kwargs.get("train_dataset") is None:
+            warn_of_unread(args, datasets, modalities(model, args))
+        if datasets["train_dataset"] is None:
             kwargs["train_dataset"] = rows_for_environments(factory, args)
         set_seed(args.seed)  # as TRL does before it loads a model
-        loaded = load_parts(
+        loaded = load_for_sampling(
             model,
             args,
             processing_class,
             quantization_config=quantization_config,
             ref_model=ref_model,
             peft_config=kwargs.get("peft_config"),
-            datasets=[kwargs.get(name) for name in ("train_dataset", "eval_dataset")],
+            datasets=[*datasets.values()],
             uses_tools=bool(tools) or factory is not None,
         )
         self.toolbox = Environments(tools or (), factory, args.rules)
@@ -156,7 +165,7 @@ class MultimodalTrainer(CheckpointMixin):
 
         self.card_notes = CardNotes()
         # Datasets whose rows are looked at when the first ones come
-        self._unseen = {name for name in ("train_dataset", "eval_dataset") if has_unread_rows(kwargs.get(name))}
+        self._unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         placeholders = all_placeholder_ids(loaded.model, loaded.processing_class)
         with around_trl_constructor(args, loaded, placeholders):
             super().__init__(
@@ -209,36 +218,48 @@ class MultimodalTrainer(CheckpointMixin):
             self.beta, self.ref_model = args.beta, prepare_reference(loaded.ref_model, args, self.accelerator)
             if args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
-        self.reward_func_names = distinct_names(self.reward_func_names)
         self._run = self._make_run()
-        for i, given in enumerate(zip(sources.processors, sources.by_name, strict=True)):
-            self.reward_funcs[i] = with_media_reader(self._run, self.reward_funcs[i], *given)
+        for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
+            self.reward_funcs[i] = with_media_reader(self._run, self.reward_funcs[i], processor, by_name)
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
-        keep_differentiable(self.model)
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
-        self._add_checkpoint_callbacks()
+        self._complete_parts()
         self._add_log_callbacks()
 
     def _make_run(self) -> Run:
-        args, loop = self.args, getattr(self, "async_loop", None)
-
-        def functions():
-            return self.reward_func_names, self.reward_funcs, self.reward_processing_classes
-
+        args, profile = self.args, functools.partial(profiling_context, self)
         names = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-        logs = {argument: getattr(self, name, None) for argument, name in names.items()}
-        how = lambda: self.state, logs, loop, functools.partial(profiling_context, self)
-        rewarding = Rewarding(functions, self.chat_template_kwargs, args.rules, *how)
-        log = MetricLog(self._metrics, lambda: self.model.training)
-        parts = self._policy, self.prompts, self.toolbox, self._stream, self.checks, log, rewarding
-        now, sizes = (lambda: self.model, lambda: self.state), (args.num_generations, self.num_generations_eval)
-        return Run(args, self.accelerator, *parts, *now, sizes, encodes_text=self.rollout_func is None)
-
-    def _unwrapped(self, model: nn.Module) -> PreTrainedModel:
-        return unwrapped(self.accelerator, model)
+        rewarding = Rewarding(
+            self.reward_func_names,
+            self.reward_funcs,
+            self.reward_processing_classes,
+            self.chat_template_kwargs,
+            args.rules,
+            lambda: self.state,
+            logs={argument: getattr(self, name, None) for argument, name in names.items()},
+            loop=getattr(self, "async_loop", None),
+            profile=profile,
+        )
+        return Run(
+            args,
+            self.accelerator,
+            self._policy,
+            self.prompts,
+            self.toolbox,
+            self._stream,
+            self.checks,
+            MetricLog(self._metrics, lambda: self.model.training),
+            rewarding,
+            model=lambda: self.model,
+            wrapped=lambda: self.model_wrapped,
+            state=lambda: self.state,
+            profile=profile,
+            group_sizes=(args.num_generations, self.num_generations_eval),
+            encodes_text=self.rollout_func is None,
+        )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
         """Sets what TRL's GRPO trainer has for tools and environments, and adds the latter's rewards."""
@@ -247,13 +268,18 @@ class MultimodalTrainer(CheckpointMixin):
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         self.chat_template = template_for_tools(self.processing_class) if self.tools else None
         for name, reward_func in reward_funcs.items():
-            self.reward_funcs.append(reward_func)
-            self.reward_func_names.append(name)
-            self.reward_processing_classes.append(None)
-            self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+            self._add_reward(name, reward_func)
+        if self.reward_funcs:
+            self.reward_func_names[:] = distinct_names(self.reward_func_names)
         is_async = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
         if is_async and getattr(self, "async_loop", None) is None:
             self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
+
+    def _add_reward(self, name: str, reward_func: Callable) -> None:
+        self.reward_funcs.append(reward_func)
+        self.reward_func_names[:] = distinct_names([*self.reward_func_names, name])
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
         """Sets the sampler of transformers, and the one to use: the user's, or vLLM's, as the config says."""

@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -52,10 +52,14 @@ class MetricLog:
 class Rewarding:
     """Calls the reward functions of a run."""
 
-    functions: Callable[[], tuple[list[str], list[Any], list[Any]]]  # names, functions, and processors of models
+    # Of each function its name, and the processor of models; a trainer may add to these
+    names: Sequence[str]
+    functions: Sequence[Any]
+    processors: Sequence[Any]
     template_kwargs: dict[str, Any]
     media_rules: MediaRules
     state: Callable[[], TrainerState]
+    _: KW_ONLY
     logs: dict[str, Callable[..., None] | None]  # arguments of functions that they log with
     loop: Any  # of asynchronous functions
     profile: Callable[[str], AbstractContextManager]
@@ -65,23 +69,16 @@ class Rewarding:
         """Rewards of this rank's completions, `(N, functions)`; by the first function alone if so wished."""
         flight = rollout.source.flight
         early = None if flight is None or only_first else flight.early_rewards
-        names, functions, processors = self.functions()
         if not self.was_called:
             self.was_called = True
-            for warning in missing_instructions(functions, names, rollout.source.messages):
+            for warning in missing_instructions(self.functions, self.names, rollout.source.messages):
                 logger.warning(warning)
-        n = 1 if only_first else None
-        checked = checked_functions(
-            rollout, names[:n], functions[:n], processors[:n], self.template_kwargs, self.media_rules
-        )
-        given = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
+        given = [each[: 1 if only_first else None] for each in (self.names, self.functions, self.processors)]
+        checked = checked_functions(rollout, *given, self.template_kwargs, self.media_rules)
+        arguments = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
         return reward_rollout(
-            rollout, checked, {"trainer_state": self.state(), **given}, self.loop, self.profile, early
+            rollout, checked, {"trainer_state": self.state(), **arguments}, self.loop, self.profile, early
         )
-
-    @property
-    def names(self) -> list[str]:
-        return self.functions()[0]
 
 
 @dataclass
@@ -97,23 +94,31 @@ class Run:
     checks: Checks
     metrics: MetricLog
     rewarding: Rewarding
+    _: KW_ONLY
     model: Callable[[], nn.Module]  # the policy, as prepared for training
+    wrapped: Callable[[], nn.Module]  # the policy in wrappers of engines
     state: Callable[[], TrainerState]
+    profile: Callable[[str], AbstractContextManager]
+    ends: Sequence[int]  # tokens that end a text
     group_sizes: tuple[int, int]  # completions of a prompt, in training and in evaluation
-    encodes_text: bool = True  # else a function of the user tokenizes prompts of text
+    encodes_text: bool  # else a function of the user tokenizes prompts of text
+    mode_after_tools: str | None = None  # how generation continues, as it was logged last
 
     def collect(self, rows: Sequence[EncodedRow]) -> Rollout:
         """A rollout of rows, one per completion, with their environments and encoded prompts."""
-        tokenizer = getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
         return collect(
             rows,
             self.prompts,
             self.toolbox,
             encodes_text=self.encodes_text,
             group_size=self.group_size,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             accelerator=self.accelerator,
         )
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.prompts.processor, "tokenizer", self.prompts.processor)
 
     @property
     def step(self) -> int:

@@ -95,6 +95,7 @@ def ignore_deprecated_names() -> None:
 def resolve_config(
     config_class: type[Config], args: TrainingArguments | None, model: "str | PreTrainedModel | PeftModel"
 ) -> Config:
+    ignore_deprecated_names()
     refuse_classes(model=model, args=args)
     if model is None or isinstance(model, os.PathLike):
         raise TypeError(f"`model` is a {type(model).__name__}; pass a name or folder as a text, or a model.")
@@ -116,14 +117,6 @@ def resolve_config(
 _LACKS = "The model was passed as an instance without a name (its config's `_name_or_path` is empty), by which"
 
 
-def check_processor_name(
-    model: "PreTrainedModel | PeftModel", processing_class: ProcessorMixin | PreTrainedTokenizerBase | None
-) -> None:
-    """Refuses an instance without a name where its processor would be loaded by that name."""
-    if processing_class is None and not get_config_model_id(model.config):
-        raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
-
-
 def needs_reference(args: SamplingConfig) -> bool:
     """Whether a reference is loaded where none is given."""
     return args.beta_is_kl and args.beta != 0
@@ -143,15 +136,6 @@ def check_name(model: PreTrainedModel, args: SamplingConfig, ref_model: PreTrain
             f"{_LACKS} the reference of `beta={args.beta}` would be loaded; save the model and load it from there, or "
             "set `beta=0`."
         )
-
-
-def check_family(
-    model, processing_class: ProcessorMixin | PreTrainedTokenizerBase, max_completion_length: int | None
-) -> None:
-    """Refuses the families that can't be trained, before anything is sampled."""
-    reason = training_obstacle(model, processing_class, max_completion_length)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
 
 
 def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBase) -> None:
@@ -248,7 +232,7 @@ def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:
     Refuses rows without a prompt, and columns that nothing reads, which `unread` datasets, such as streams, show with
     their first rows.
     """
-    if not all(isinstance(each, nn.Module) for each in run.rewarding.functions()[1]):
+    if not all(isinstance(each, nn.Module) for each in run.rewarding.functions):
         check_reward_columns(rows[0], 0)
     if not run.toolbox:
         for row in rows:
@@ -273,7 +257,8 @@ def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
 def check_launch(args: TrainerConfig, model: Any) -> None:
     """
     Refuses launches that Accelerate or `Trainer` would misread silently: processes launched together as separate runs,
-    one process instead of several, several GPUs in one process, and ranks that share rows.
+    one process instead of several, several GPUs in one process, ranks that share rows, and DeepSpeed configs that step
+    with gradients that aren't finite.
     """
     refuse_separate_runs(
         args.world_size,
@@ -297,12 +282,7 @@ def check_launch(args: TrainerConfig, model: Any) -> None:
             "`CUDA_VISIBLE_DEVICES=0`."
         )
     refuse_split_models(args, model)
-
-
-def check_deepspeed_steps(args: TrainerConfig) -> None:
-    """
-    Refuses DeepSpeed configs without overflow checks: DeepSpeed steps by itself, so only these can skip an update.
-    """
+    # DeepSpeed steps by itself, so that only its checks for overflow can skip an update
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     for section, option in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if config.get(section, {}).get(option) is False:
@@ -409,12 +389,37 @@ class Loaded:
     model: Any
     processing_class: Any
     processor_source: dict[str, Any] | None  # how to load the processor again, if it was loaded here
-    ref_model: Any
     revision: str | None
     by_name: bool  # whether the model was loaded here
+    ref_model: Any = None
 
 
 def load_parts(
+    model: Any, args: Any, processing_class: Any, quantization_config: Any, max_completion_length: int | None
+) -> Loaded:
+    """Loads a model and its processor where given by name, and refuses those that can't be trained."""
+    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
+        model = model.model_for(args)
+    by_name = isinstance(model, str)
+    if by_name:
+        model = load_policy(model, args, quantization_config)
+    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
+    source: Any = None
+    if processing_class is None:
+        name = get_config_model_id(model.config)
+        if not name:
+            raise ValueError(f"{_LACKS} its processor would be loaded; pass `processing_class`.")
+        processing_class = load_processor(name, revision, args.trust_remote_code)
+        source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        source["pretrained_model_name_or_path"] = name
+    reason = training_obstacle(model, processing_class, max_completion_length)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
+    check_processor(processing_class)
+    return Loaded(model, processing_class, source, revision, by_name)
+
+
+def load_for_sampling(
     model: Any,
     args: Any,
     processing_class: Any,
@@ -425,27 +430,11 @@ def load_parts(
     datasets: list[Any],
     uses_tools: bool,
 ) -> Loaded:
-    """Loads the policy, its processor and its reference where given by name, and refuses unsupported ones."""
-    if hasattr(model, "model_for"):  # an actor, whose model the trainer handles itself
-        model = model.model_for(args)
-    by_name = isinstance(model, str)
-    if by_name:
-        model = load_policy(model, args, quantization_config)
-    check_processor_name(model, processing_class)
+    """[`load_parts`] with a reference if one is needed, of what can sample as the config says."""
+    loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
+    model, processing_class = loaded.model, loaded.processing_class
     check_name(model, args, ref_model, peft_config)
-    revision = (args.model_init_kwargs or {}).get("revision") if by_name else None
-    source: Any = None
-    if processing_class is None:
-        source = {
-            "pretrained_model_name_or_path": get_config_model_id(model.config),
-            "revision": revision,
-            "trust_remote_code": args.trust_remote_code,
-        }
-        name: Any = source["pretrained_model_name_or_path"]
-        processing_class = load_processor(name, revision, args.trust_remote_code)
-    check_family(model, processing_class, args.max_completion_length)
     check_head_cast(model, args)
-    check_processor(processing_class)
     if uses_tools:
         check_takes_tools(processing_class)
     if args.use_vllm:
@@ -458,7 +447,8 @@ def load_parts(
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
-    return Loaded(model, processing_class, source, ref_model, revision, by_name)
+    loaded.ref_model = ref_model
+    return loaded
 
 
 @contextmanager
