@@ -44,14 +44,14 @@ def row_encoder(prompts: PromptEncoder, engine: Callable[[], EnginePrompts]) -> 
 
 
 @dataclass
-class AheadSampling:
+class AsynchronousSampling:
     """Samples of batches that were requested from servers ahead of need."""
 
     run: Run
     flight: InFlight
     engine: MultimodalVLLMGeneration
 
-    def __call__(self, sampler: VLLMSampler, rollout: Rollout, place: int) -> Samples:
+    def __call__(self, sampler: Any, rollout: Rollout, place: int) -> Samples:
         """
         Samples of the batch at a `place` of the run. Before, the servers get the weights, and the requests for the
         batches that these may sample. All ranks must call this.

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -26,19 +26,20 @@ from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
 from ..encoding.prompts import all_placeholder_ids
+from ..forward.features import learned_ways, restore_ways
 from ..forward.scores import Scores
 from ..forward.token_budget import backward_by_parts
 from ..generation.transformers import Branches
 from ..models.modes import has_dropout
 from ..models.parts import same_weights_trained
-from ..models.quantization import keep_differentiable
-from ..models.wrapped import is_unsharded, unwrapped
+from ..models.wrapped import is_unsharded
 from ..policy import PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
+from ..rollout.groups import GroupExchange, group_exchange
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics
 from ..rollout.rollout import Rollout, TRLInputs
@@ -55,20 +56,18 @@ from ..rollout.score import (
 from ..rollout.stream import EncodedRow, RowStream, named_dataset, warn_of_positions
 from ..rollout.turns import ToolLoop, without_tools
 from .arguments import check_arguments
-from .asynchronous import AheadSampling, row_encoder
+from .asynchronous import AsynchronousSampling, row_encoder
 from .checkpoints import CheckpointMixin
 from .engine import (
-    Generation,
-    check_own_sampler,
     check_prompts,
     check_sampler,
     check_settings,
+    continue_after_tools,
     logit_bias,
     make_engine,
     naming_checkpoint,
     prompt_limits,
     requests_in_flight,
-    suppress_placeholders,
     transformers_sampler,
 )
 from .offload import HostMemory, idle_storages
@@ -77,15 +76,13 @@ from .rollout_logs import ReadMetrics, RolloutLog, equal_rewards_hint, media_cal
 from .run import MetricLog, Rewarding, Run
 from .setup import (
     around_trl_constructor,
-    check_deepspeed_steps,
     check_first_rows,
     check_launch,
     enable_packing,
     feature_dtype,
     first_fallbacks,
     has_unread_rows,
-    ignore_deprecated_names,
-    load_parts,
+    load_for_sampling,
     modalities,
     prepare_reference,
     reward_sources,
@@ -95,7 +92,7 @@ from .setup import (
     warn_of_unused_recommendations,
     with_media_reader,
 )
-from .tool_turns import ToolTurns
+from .signatures import Model, Processor
 from .views import bonus_of_contrast, sample_with_views
 
 
@@ -110,6 +107,7 @@ class MultimodalTrainer(CheckpointMixin):
 
     _micro_batch: Rollout | None = None  # while its loss is computed
     _scores: Scores | None = None  # of it
+    _warned_of_positions = False
     _idle_critic: nn.Module | None = None  # a critic that sampling doesn't touch
     _groups: GroupExchange | None = None  # with dynamic sampling or replay
     _n_extra_prompts = 0  # drawn by dynamic sampling, over all processes
@@ -123,15 +121,17 @@ class MultimodalTrainer(CheckpointMixin):
     aux_loss_enabled = mask_truncated_completions = False
     max_completion_length: Any
     lr_scheduler: Any
+    sampler: Sampler
     _step: int
     _buffered_inputs: Any
+    vllm_generation: Any
     _logit_bias: dict[int, float]
 
     def __init__(
         self,
         model: Model,
         reward_funcs: Any,
-        args: SamplingConfig,
+        args: Any,
         processing_class: Processor | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         ref_model: PreTrainedModel | None = None,
@@ -215,13 +215,17 @@ class MultimodalTrainer(CheckpointMixin):
             state=lambda: self.state,
         )
         if loaded.ref_model is not None:
-            self.beta, self.ref_model = args.beta, prepare_reference(loaded.ref_model, args, self.accelerator)
+            reference: Any = prepare_reference(loaded.ref_model, args, self.accelerator)
+            self.beta, self.ref_model = args.beta, reference
             if args.sync_ref_model:
-                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+                self.add_callback(SyncRefModelCallback(reference, self.accelerator))
         self._run = self._make_run()
         for i, (processor, by_name) in enumerate(zip(sources.processors, sources.by_name, strict=True)):
             self.reward_funcs[i] = with_media_reader(self._run, self.reward_funcs[i], processor, by_name)
         warn_of_unused_recommendations(self._unwrapped(self.model).generation_config, self.generation_config)
+        if args.needs_rewards:
+            makes_prompts = rollout_func is not None or factory is not None
+            self._groups = group_exchange(args, self.accelerator, self.train_dataset, makes_prompts)
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         self._make_samplers(sampler, placeholders, loaded.revision)
@@ -257,6 +261,7 @@ class MultimodalTrainer(CheckpointMixin):
             wrapped=lambda: self.model_wrapped,
             state=lambda: self.state,
             profile=profile,
+            ends=self.eos_token_ids,
             group_sizes=(args.num_generations, self.num_generations_eval),
             encodes_text=self.rollout_func is None,
         )
@@ -267,10 +272,10 @@ class MultimodalTrainer(CheckpointMixin):
         limit = self.args.max_tool_calling_iterations
         self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         self.chat_template = template_for_tools(self.processing_class) if self.tools else None
-        for name, reward_func in reward_funcs.items():
-            self._add_reward(name, reward_func)
         if self.reward_funcs:
             self.reward_func_names[:] = distinct_names(self.reward_func_names)
+        for name, reward_func in reward_funcs.items():
+            self._add_reward(name, reward_func)
         is_async = any(map(is_async_callable, [*self.tools, *self.reward_funcs]))
         if is_async and getattr(self, "async_loop", None) is None:
             self.async_loop = start_loop(f"{type(self).__name__}-AsyncLoop")
@@ -283,25 +288,32 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _make_samplers(self, sampler: Sampler | None, placeholders: set[int], revision: str | None) -> None:
         """Sets the sampler of transformers, and the one to use: the user's, or vLLM's, as the config says."""
-        args, run, profile = self.args, self._run, functools.partial(profiling_context, self)
-        check_own_sampler(sampler, args.use_vllm)
-        self._tool_turns = ToolTurns(run)
-        parts = self.generation_config, self.generation_kwargs, self.eos_token_ids, self._dist, profile
+        args, run = self.args, self._run
+        if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
+            raise ValueError(
+                f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, "
+                "without `use_vllm`."
+            )
+        config, kwargs = self.generation_config, self.generation_kwargs
         batching = getattr(self, "continuous_batching_config", None)
-        generation = Generation(*parts, batching, lambda: self.model_wrapped)
-        self._own_sampler = transformers_sampler(run, generation)
-        self._logit_bias = logit_bias(args, placeholders) if args.use_vllm else {}
+        self._transformers_sampler = transformers_sampler(run, config, kwargs, self._dist, batching)
+        self._logit_bias = {}
         if not args.use_vllm:
-            suppress_placeholders(run.prompts.model, generation, placeholders)
-            self.sampler = self._own_sampler if sampler is None else sampler
+            self.sampler = self._transformers_sampler if sampler is None else sampler
+            if placeholders:  # sampled, they would stand for media that don't exist
+                config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
+                kwargs["suppress_tokens"] = config.suppress_tokens
+                # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+                run.prompts.model.generation_config.suppress_tokens = config.suppress_tokens
             return
+        self._logit_bias = logit_bias(args, placeholders)
         datasets = [] if self.rollout_func is not None else [self.train_dataset, self.eval_dataset]
-        more = self._logit_bias, revision, prompt_limits(run, datasets), lambda: self.host_memory
-        self.vllm_generation = make_engine(run, generation, *more)
+        limits = prompt_limits(run, datasets)
+        self.vllm_generation = make_engine(run, self._logit_bias, revision, limits, lambda: self.host_memory)
         self.in_flight = requests_in_flight(args, self.vllm_generation)
         self.sampler = VLLMSampler(
             self.vllm_generation,
-            profile,
+            run.profile,
             explain=lambda: naming_checkpoint(args.output_dir, run.step) if self.is_in_train else nullcontext(),
         )
 
@@ -328,8 +340,8 @@ class MultimodalTrainer(CheckpointMixin):
         return self.host_memory.holding(idle_storages(self.model, self.optimizer, *others))
 
     def _check_sampler(self, rollout: Rollout) -> None:
-        known = self._corrects(rollout), self.eos_token_ids, self._logit_bias, self.in_flight
-        check_sampler(self._run, self.sampler, rollout, *known)
+        options: Any = {"corrects": self._corrects(rollout), "logit_bias": self._logit_bias, "flight": self.in_flight}
+        check_sampler(self._run, self.sampler, rollout, **options)
 
     # Rows and prompts
 
@@ -359,8 +371,26 @@ class MultimodalTrainer(CheckpointMixin):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+        """Completions of rows with their advantages; groups without signal are exchanged where the config says so."""
+        rollout = self._draw(inputs)
+        if self._groups is not None and self.model.training:
+            rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
+            self._run.metrics.add(metrics)
+            if is_stale:
+                self._on_stale(rollout)
+        return rollout
+
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Completions of rows with their advantages, by the stages below in their order."""
         raise NotImplementedError
+
+    def _draw_extra(self, n: int) -> Rollout:
+        start = self._n_extra_prompts
+        self._n_extra_prompts += self.accelerator.num_processes * n
+        return self._draw(self._stream.draw(start, n))
+
+    def _on_stale(self, rollout: Rollout) -> None:
+        """Renews what a trainer keeps of groups that were sampled at an earlier step."""
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         """Rows, environments and encoded prompts."""
@@ -375,25 +405,24 @@ class MultimodalTrainer(CheckpointMixin):
         if prompts and not self._warned_of_positions:  # else `rollout_func` makes them
             self._warned_of_positions = warn_of_positions(prompts, source.row_indices, self.prompts.model)
         if self.args.self_check and self.model.training and prompts:
-            parts = self._run, self.sampler, self._own_sampler, lambda: self.model_wrapped
-            check_prompts(self._run, rollout, functools.partial(check_settings, *parts, self._processor_source))
+            parts = self._run, self.sampler, self._transformers_sampler, self._processor_source
+            check_prompts(self._run, rollout, functools.partial(check_settings, *parts))
         return rollout
 
     def _sample(self, rollout: Rollout) -> None:
         """Completions, with the turns in which tools are called."""
         branches: Any = Branches() if self.tools else None
+        run, tool_mask = self._run, None
         if self.rollout_func is not None:
             ids, logps, tool_mask = self._custom_rollout(rollout)
         elif self.in_flight is None or rollout.source.batch_index is None:
-            samples = sample_with_views(self._run, self.sampler, self.model_wrapped, rollout, branches)
-            (ids, logps), tool_mask = samples, None
+            ids, logps = sample_with_views(run, self.sampler, rollout, branches)
         else:
-            engine: Any = self.vllm_generation
-            ahead = AheadSampling(self._run, self.in_flight, engine)
-            (ids, logps), tool_mask = ahead(self.sampler, rollout, rollout.source.batch_index), None
+            sample = AsynchronousSampling(run, self.in_flight, self.vllm_generation)
+            ids, logps = sample(self.sampler, rollout, rollout.source.batch_index)
         if self.tools:
-            samples = self.sampler, self.model_wrapped, rollout, ids, logps, branches
-            ids, logps, tool_mask = self._tool_turns(*samples, self.tool_loop)
+            given = self.sampler, rollout, (ids, logps), branches, self.tool_loop
+            ids, logps, tool_mask = continue_after_tools(run, *given)
             self.card_notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
         else:
             rollout.source.completions = without_tools(rollout, ids, self.processing_class, self.toolbox)
@@ -405,15 +434,15 @@ class MultimodalTrainer(CheckpointMixin):
             ids,
             logps,
             tool_mask,
-            ends=self.eos_token_ids,
+            ends=run.ends,
             pad_to_multiple_of=self.pad_to_multiple_of,  # pyrefly: ignore[bad-argument-type]
             mask_truncated=self.mask_truncated_completions,
             accelerator=self.accelerator,
         )
         if self.model.training:
             self.state.num_input_tokens_seen += n_tokens
-        self._run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._run.metrics.add(metrics | self.sampler.metrics())
+        run.metrics.now["num_tokens"] = [self.state.num_input_tokens_seen]
+        run.metrics.add(metrics | self.sampler.metrics())
         # Once, so that old, reference and current log-probabilities agree
         lengths, size = rollout.completion_mask.sum(1).tolist(), self.args.per_device_train_batch_size
         rollout.packed = self._policy.worth_packing(rollout.prompts, lengths, size, self._unwrapped(self.model))
@@ -454,15 +483,60 @@ class MultimodalTrainer(CheckpointMixin):
 
     # Checkpoints
 
+    def _invalidate_engine(self) -> None:
+        self.sampler.invalidate_weights()
+
     def _rollout_state(self) -> dict[str, Any]:
-        return {**super()._rollout_state(), "in_flight": self.in_flight and self.in_flight.state_dict()}
+        """What this process needs to continue in the middle of a generation batch as if it hadn't stopped."""
+        return {
+            **super()._rollout_state(),
+            "batches": self._batches(),
+            "step": self._step,
+            "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
+            "ways": {name: learned_ways(model) for name, model in self._forwarded_models().items()},
+            "difficulty": None if self._stream.sampler is None else self._stream.sampler.state_dict(),
+            "in_flight": self.in_flight and self.in_flight.state_dict(),
+            "groups": self._groups and self._groups.state_dict(),
+            "n_extra_prompts": self._n_extra_prompts,
+        }
+
+    def _batches(self) -> dict[str, Any]:
+        """What the size and the contents of a generation batch depend on."""
+        names = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
+        sizes = {name: getattr(self.args, name) for name in [*names, "num_generations", "num_iterations"]}
+        return {**sizes, "num_processes": self.accelerator.num_processes, "reference": self.args.beta != 0}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Restores what all ranks share, and this rank's completions if batches still have the same shape."""
         super()._load_rollout_state(state)
-        is_same = state["batches"] == self._batches() and not self.args.ignore_data_skip
-        if self.in_flight is not None and is_same and state.get("in_flight"):
-            self._stream.restore_batches(state["in_flight"]["rows"])
-            self.in_flight.load_state_dict(state["in_flight"])
+        is_same = state["batches"] == self._batches()
+        if is_same:
+            self._step = state["step"]
+            if state["buffered_inputs"] is not None:
+                self._buffered_inputs = [each.to(self.accelerator.device) for each in state["buffered_inputs"]]
+            for batch in self._buffered_inputs or ():
+                batch.packed = batch.packed and self._policy.fallbacks.packing
+            if self._groups is not None and state["groups"] is not None:
+                self._groups.load_state_dict(state["groups"])
+            if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
+                self._stream.restore_batches(state["in_flight"]["rows"])
+                self.in_flight.load_state_dict(state["in_flight"])
+        else:
+            logger.warning(
+                f"Batches have changed from {state['batches']} to {self._batches()}, so the run continues with new "
+                "completions."
+            )
+        for name, model in self._forwarded_models().items():
+            restore_ways(model, state["ways"].get(name, ()))
+        if self._stream.sampler is not None and state["difficulty"] is not None:
+            self._stream.sampler.load_state_dict(state["difficulty"])
+        self._n_extra_prompts = state["n_extra_prompts"]
+
+    def _forwarded_models(self) -> dict[str, PreTrainedModel]:
+        """The policy, its reference or teacher, and its critic, by the names of their attributes."""
+        critic = getattr(self.critic, "model", None)  # which a head lacks
+        models = {"model": self.model, "ref_model": self.ref_model, "critic": critic}
+        return {name: self._unwrapped(model) for name, model in models.items() if model is not None}
 
     # Update
 

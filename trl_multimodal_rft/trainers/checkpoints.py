@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from ..checks.checks import Checks
+from ..checks.run_checks import Checks
 from ..data.rows.fingerprint import fingerprint
 from ..models.critic import Critic, ValueHead, policy_alone
 from ..models.parts import freeze, rates_of_parts
@@ -31,7 +31,6 @@ from ..reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ..reporting.model_card import CardNotes, CardRun, in_code, training_lines, write_card
 from ..rollout.groups import SAVED_CLASSES
 from ..rollout.ranks import any_rank
-from ..rollout.samplers import Sampler
 from ..rollout.stream import RowStream
 from .arguments import check_keywords
 from .checkpoint_files import (
@@ -85,7 +84,6 @@ class CheckpointMixin(Trainer):
     train_dataset: Any
     _policy: PolicyForward
     checks: Checks
-    sampler: Sampler | None = None
     reward_func_names: Any = ()
     _metrics: Any
     _stream: RowStream
@@ -104,7 +102,6 @@ class CheckpointMixin(Trainer):
     _folders_of_model: tuple[str, ...] = ()  # folders of a checkpoint that belong to the published model
     _end_on_signal: EndOnSignal | None = None
     _n_skipped = 0  # successive updates
-    _warned_of_positions = False
     _checked_step: int | None = None  # the latest whose weights were checked before sampling
 
     def __new__(cls, *args, **kwargs):
@@ -186,9 +183,7 @@ class CheckpointMixin(Trainer):
             return super().train(checkpoint, *args, **kwargs)
 
     def _invalidate_engine(self) -> None:
-        """An engine that samples may have other weights now than those of its last step."""
-        if self.sampler is not None:
-            self.sampler.invalidate_weights()
+        """Tells an engine that samples that the weights may be others than those of the last step."""
 
     def _whole_checkpoint(self, resume_from: str | Path | bool) -> str:
         """The checkpoint to resume from, the same on all processes."""

@@ -225,8 +225,8 @@ def check_sampler(
         after = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.ends)
         if any_rank(run.accelerator, bool(after.any())):
             raise RuntimeError(
-                f"self-check: completions go on after an end of text, {run.tokenizer.convert_ids_to_tokens(run.ends)}. "
-                "Let what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set "
+                f"self-check: completions go on after an end of text, {run.tokenizer.convert_ids_to_tokens(run.ends)}"
+                ". Let what samples stop there (vLLM: no `ignore_eos` in `generation_kwargs`), or set "
                 "`self_check=False` to train anyway."
             )
     if sampling_changes(run.args):  # which make another distribution than the policy's

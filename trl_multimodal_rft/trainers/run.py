@@ -73,8 +73,8 @@ class Rewarding:
             self.was_called = True
             for warning in missing_instructions(self.functions, self.names, rollout.source.messages):
                 logger.warning(warning)
-        given = [each[: 1 if only_first else None] for each in (self.names, self.functions, self.processors)]
-        checked = checked_functions(rollout, *given, self.template_kwargs, self.media_rules)
+        n, settings = 1 if only_first else None, (self.template_kwargs, self.media_rules)
+        checked = checked_functions(rollout, self.names[:n], self.functions[:n], self.processors[:n], *settings)
         arguments = self.logs if logs else dict.fromkeys(self.logs, lambda *values: None)
         return reward_rollout(
             rollout, checked, {"trainer_state": self.state(), **arguments}, self.loop, self.profile, early

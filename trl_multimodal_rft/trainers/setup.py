@@ -549,7 +549,7 @@ class RewardSources:
     by_name: list[bool]  # whether a reward model is loaded by its name
     of_environments: dict[str, Callable]
 
-    def for_trl(self) -> dict[str, list[Any]]:
+    def for_trl(self) -> dict[str, Any]:
         """Arguments of TRL's constructor; none for a trainer without rewards."""
         # TRL reads texts with processors, and asks for padding, which tokenizers alone have
         tokenizers = [getattr(each, "tokenizer", each) for each in self.processors]

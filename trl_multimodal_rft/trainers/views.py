@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
@@ -47,16 +46,14 @@ def under_views(run: Run, rollout: Rollout, step: int) -> Views:
     return Views(seen, contrast, strength)
 
 
-def sample_with_views(
-    run: Run, sampler: Sampler, model: nn.Module, rollout: Rollout, branches: Branches | None
-) -> Samples:
+def sample_with_views(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
     """
     Samples a rollout. In training, some of its completions may be sampled from a view, and further ones from another
     as its contrast. The rollout gets which ones, and the contrast.
     """
     views = under_views(run, rollout, run.step)
     # In one call, which ranks make equally often
-    samples = sampler(model, views.prompts(rollout), step=run.step, branches=branches)
+    samples = sampler(run.wrapped(), views.prompts(rollout), step=run.step, branches=branches)
     return take_views(run, rollout, views, *samples)
 
 
