@@ -383,7 +383,7 @@ def _convert(
 def _read(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
 ) -> tuple[list[dict[str, Any]], list[Dataset]]:
-    """Rows, in whose media columns is what their files gave, or as many texts as media are stored; and these columns."""
+    """Rows, whose media columns hold what the file says, or a text for each stored medium; and columns of media."""
     file = json_file(path, "*.json*")
     source = file or Path(path).expanduser()
     folder = Path(media_dir) if media_dir is not None else source.parent if source.is_file() else source
