@@ -21,7 +21,7 @@ from ..rollout.in_flight import InFlight, Key, request_keys
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import EarlyRewards, Flight, Rollout
-from ..rollout.samplers import Samples, VLLMSampler
+from ..rollout.samplers import Samples
 from ..rollout.turns import without_tools
 from .run import Run
 from .views import take_views, under_views
@@ -119,8 +119,8 @@ class AsynchronousSampling:
 
     def _early_rewards(self, parts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """How to reward the completions of requests when they come, by functions that only wait."""
-        run, flight, rewarding = self.run, self.flight, self.run.rewarding
-        functions = zip(rewarding.names, rewarding.functions, rewarding.processors, strict=True)
+        run, flight, rewards = self.run, self.flight, self.run.rewards
+        functions = zip(rewards.names, rewards.functions, rewards.processors, strict=True)
         chosen = [each for each in functions if only_waits(each[1])]
         # Results of tools follow, and a group that is sampled from two prompts comes in two parts
         if not chosen or run.toolbox.tools or run.args.rollout_view is not None:
@@ -133,8 +133,8 @@ class AsynchronousSampling:
             source = part.source
             source.ids, source.whole_groups = [ids for ids, _ in samples], len(part) == run.group_sizes[0]
             source.completions = without_tools(part, source.ids, flight.processor, run.toolbox)
-            given = names, funcs, processors, rewarding.template_kwargs, rewarding.media_rules
-            return reward_early(part, checked_functions(part, *given), run.state(), rewarding.loop, flight.calls)
+            given = names, funcs, processors, rewards.template_kwargs, run.args.rules
+            return reward_early(part, checked_functions(part, *given), run.state(), rewards.loop, flight.calls)
 
         return {key: partial(reward, part) for key, part in parts.items()}
 

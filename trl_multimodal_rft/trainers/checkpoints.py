@@ -10,6 +10,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
@@ -20,6 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from ..checks.run_checks import Checks
 from ..data.rows.fingerprint import fingerprint
+from ..forward.scores import DeferredParts
+from ..forward.token_budget import backward_by_parts
 from ..models.critic import Critic, ValueHead, policy_alone
 from ..models.parts import freeze, rates_of_parts
 from ..models.quantization import keep_differentiable
@@ -296,7 +299,7 @@ class CheckpointMixin(Trainer):
             **self.checks.state_dict(),
             "checked": self._checked_settings(),
             "n_skipped": self._n_skipped,
-            "skipped_rows": self._stream.skipped,
+            "rows": self._stream.state_dict(),
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
@@ -304,7 +307,7 @@ class CheckpointMixin(Trainer):
         if state["checked"] == self._checked_settings():  # else what this run does is measured anew
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
-        self._stream.skipped = state["skipped_rows"]  # which an error of a server may not show again
+        self._stream.load_state_dict(state["rows"])
 
     def _checked_settings(self) -> dict[str, Any]:
         """What the measurements of the self-check hold for."""
@@ -465,7 +468,16 @@ class CheckpointMixin(Trainer):
     def _published_folders(self, model_class: str, folder: str) -> list[tuple[str, str]]:
         return []
 
-    # Finite updates
+    # Updates
+
+    def _backward_by_parts(
+        self, model: nn.Module, loss: torch.Tensor, parts: DeferredParts, divisor: int
+    ) -> torch.Tensor:
+        """The loss for the last backward pass of a micro-batch that is forwarded in parts."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["token_budget/parts"].append(float(len(parts.parts)))
+        metrics["token_budget/extra_time"].append(parts.seconds)
+        return backward_by_parts(self.accelerator, model, loss, parts, divisor)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Skips an update whose gradient isn't finite."""

@@ -32,7 +32,7 @@ from ..models.wrapped import computing_dtype, unwrapped
 from ..rollout.in_flight import InFlight
 from ..rollout.ranks import any_rank, sum_over_ranks
 from ..rollout.rollout import Rollout, known
-from ..rollout.samplers import Sampler, Samples, TransformersSampler
+from ..rollout.samplers import Sampler, Samples, TransformersSampler, VLLMSampler
 from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
 from .asynchronous import probe_engine
 from .checkpoint_files import checkpoints, step_of
@@ -132,9 +132,15 @@ def transformers_sampler(
     kwargs: dict[str, Any],
     backend: DistributedBackend,
     continuous_batching: ContinuousBatchingConfig | None,
+    placeholders: set[int],
 ) -> TransformersSampler:
     """What samples with transformers, by the config, the arguments and the backend that TRL's constructor makes."""
     args = run.args
+    if placeholders and not args.use_vllm:  # sampled, they would stand for media that don't exist
+        config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
+        kwargs["suppress_tokens"] = config.suppress_tokens
+        # Never sampled, they are never discouraged either, so the saved model must suppress them, too
+        run.prompts.model.generation_config.suppress_tokens = config.suppress_tokens
 
     @contextmanager
     def ready_to_generate() -> Iterator[nn.Module]:
@@ -298,12 +304,25 @@ def continue_after_tools(
     return ids, logps, mask
 
 
-def prompt_limits(run: Run, datasets: Iterable[Any]) -> dict[str, int]:
-    """The most media of a prompt of datasets, with those of tools; empty if it isn't known."""
+def vllm_sampler(
+    run: Run,
+    bias: dict[int, float],
+    revision: str | None,
+    datasets: Iterable[Any],
+    host_memory: Callable[[], HostMemory | None],
+    is_in_train: Callable[[], bool],
+) -> VLLMSampler:
+    """What samples with vLLM, which keeps memory for the most media of a prompt of datasets and of tools."""
     n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
-    if run.toolbox or n_tool_media is None:
-        return {}
-    return {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+    limits = {}
+    if not run.toolbox and n_tool_media is not None:  # else it isn't known
+        limits = {modality: most + n_tool_media for modality, most in media_limits(run.args, *datasets).items()}
+    engine = make_engine(run, bias, revision, limits, host_memory)
+
+    def explain() -> AbstractContextManager[None]:
+        return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
+
+    return VLLMSampler(engine, run.profile, explain)
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:

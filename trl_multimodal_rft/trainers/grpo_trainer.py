@@ -185,7 +185,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _on_stale(self, rollout: Rollout) -> None:
         if rollout.ref_per_token_logps is not None:  # the reference may have moved since
             with self._extra_time():
-                rollout.ref_per_token_logps = self._score_reference(rollout).logps
+                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
@@ -196,7 +196,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             add_view(self._run, rollout)
         self._score_old(rollout)
         if self.args.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout).logps
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)
@@ -213,12 +213,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         """Scores parts under the policy, with entropies if those of the rollout choose tokens."""
         args, needs_dependency = self.args, self.args.loss_view_settings.measures_dependency
         in_trl = args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(map(self._corrects, parts))
-        score = functools.partial(self._score_rollout, self.model)
+        score = functools.partial(self._run.score, self.model)
         for part in parts:
             measures = needs_dependency and part.view.prompts and part.view.dependency is None
             with nullcontext() if in_trl else self._extra_time():
                 if measures:
-                    old = measure_dependency(self._run, part, self._head_rule, score, self._score_reference)
+                    old = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
                 else:
                     old = score(part)
             part.old_per_token_logps = old.logps
@@ -325,7 +325,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._extra_time():
-                entropies = [self._score_rollout(self.model, part).entropies for part in parts]
+                entropies = [self._run.score(self.model, part).entropies for part in parts]
             self._token_filter.mark(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:

@@ -122,9 +122,9 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             self._sample(rollout)
         exchanges = self._groups is not None and self.model.training
         if self.beta != 0 or exchanges:  # the KL penalty is in the reward, and groups are kept for later updates
-            rollout.old_per_token_logps = self._score_rollout(self.model, rollout).logps
+            rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
         if self.beta != 0:
-            rollout.ref_per_token_logps = self._score_reference(rollout).logps
+            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         self._check_sampler(rollout)
         self._reward(rollout)
         self._estimate(rollout)

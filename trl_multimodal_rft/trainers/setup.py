@@ -7,7 +7,7 @@ import os
 import reprlib
 import warnings
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -39,8 +39,7 @@ from ..data.reading.refs import iter_refs
 from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.counts import most_media
 from ..data.rows.features import undecoded
-from ..data.rows.row import Row
-from ..data.rows.unread import check_columns, check_has_prompt, check_reward_columns, lists_columns
+from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.processors import check_processor, load_processor
 from ..families import MODALITIES, family_of, family_of_processor
 from ..forward.attention import install_prefix_attention
@@ -48,7 +47,6 @@ from ..forward.encoders import install_encoder_attention
 from ..forward.head import add_fused_head, head_rule
 from ..forward.masks import sharing_obstacle
 from ..forward.processes import refuse_separate_runs
-from ..models.critic import Critic, ValueHead
 from ..models.modes import fix_encoders
 from ..models.pretrained import load_model, read_config, trained_part
 from ..models.towers import freeze_as_built
@@ -56,10 +54,10 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
+from ..rollout.samplers import Sampler
 from ..rollout.view_options import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .configs import SamplingConfig, TrainerConfig, mapping
-from .run import Run
 
 
 if TYPE_CHECKING:
@@ -225,23 +223,6 @@ def has_unread_rows(dataset: Dataset | IterableDataset | dict[str, Dataset | Ite
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return any(isinstance(each, IterableDataset) or not lists_columns(each) for each in datasets if each is not None)
-
-
-def check_first_rows(run: Run, rows: list[Row], unread: set[str]) -> None:
-    """
-    Refuses rows without a prompt, and columns that nothing reads, which `unread` datasets, such as streams, show with
-    their first rows.
-    """
-    if not all(isinstance(each, nn.Module) for each in run.rewarding.functions):
-        check_reward_columns(rows[0], 0)
-    if not run.toolbox:
-        for row in rows:
-            check_has_prompt(row)
-        name = "train_dataset" if run.is_training else "eval_dataset"
-        if name in unread:
-            unread.remove(name)
-            takes = run.prompts.model.input_modalities
-            warn_of_unread(run.args, {name: [dict(row) for row in rows]}, takes, extent="first")
 
 
 def media_limits(args: SamplingConfig, *datasets) -> dict[str, int]:
@@ -426,11 +407,17 @@ def load_for_sampling(
     *,
     quantization_config: Any,
     ref_model: Any,
+    sampler: Sampler | None,
     peft_config: Any,
     datasets: list[Any],
     uses_tools: bool,
 ) -> Loaded:
     """[`load_parts`] with a reference if one is needed, of what can sample as the config says."""
+    if sampler is not None and (args.use_vllm or not isinstance(sampler, Sampler)):
+        raise ValueError(
+            f"`sampler` is a {type(sampler).__name__}, and `use_vllm` is {args.use_vllm}; pass a `Sampler`, without "
+            "`use_vllm`."
+        )
     loaded = load_parts(model, args, processing_class, quantization_config, args.max_completion_length)
     model, processing_class = loaded.model, loaded.processing_class
     check_name(model, args, ref_model, peft_config)
@@ -570,15 +557,17 @@ def reward_sources(reward_funcs: list | None, processors: Any, toolbox: Environm
 
 
 def with_media_reader(
-    run: Run,
     reward_func: nn.Module | Callable,
     processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     by_name: bool,
+    accelerator: Accelerator,
+    args: Any,
+    template_kwargs: dict[str, Any],
 ) -> nn.Module | Callable:
     """A reward model that gets media through its processor, instead of TRL's text alone; others as they are."""
     if not isinstance(reward_func, nn.Module):
         return reward_func
-    args, model = run.args, unwrapped(run.accelerator, reward_func)
+    model = unwrapped(accelerator, reward_func)
     takes_media = isinstance(model, PreTrainedModel) and any(kind in model.input_modalities for kind in MODALITIES)
     if processor is None and takes_media:
         processor = load_processor(
@@ -592,7 +581,7 @@ def with_media_reader(
         reward_func,
         processor,
         batch_size=args.per_device_train_batch_size,
-        template_kwargs=run.rewarding.template_kwargs,
+        template_kwargs=template_kwargs,
         audio_overlong=args.audio_overlong,
     )
 
@@ -639,12 +628,9 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     return load_model(name, **{"trust_remote_code": args.trust_remote_code, **init_kwargs})
 
 
-def feature_dtype(
-    policy: nn.Module, reference: nn.Module | None, critic: Critic | ValueHead | None
-) -> torch.dtype | None:
-    """The dtype in which the policy, its reference and its critic take features of media; `None` if they differ."""
-    models = (policy, reference, getattr(critic, "model", None))  # which a value head lacks
-    weights = [model.parameters() for model in models if model is not None]
+def feature_dtype(models: Iterable[nn.Module]) -> torch.dtype | None:
+    """The dtype in which models take features of media; `None` if they differ."""
+    weights = [model.parameters() for model in models]
     dtypes = {next(weight.dtype for weight in each if weight.is_floating_point()) for each in weights}
     return dtypes.pop() if len(dtypes) == 1 else None
 

@@ -18,7 +18,6 @@ from ..data.rows.features import undecoded
 from ..data.rows.row import Row
 from ..encoding.supervised import SupervisedSequence
 from ..forward.scores import Scores
-from ..forward.token_budget import backward_by_parts
 from ..models.wrapped import unwrapped
 from ..reporting.console import console_of
 from ..reporting.model_card import CardNotes, common_lines
@@ -263,7 +262,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             return loss
         # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
         divisor = self.current_gradient_accumulation_steps if num_items_in_batch is None else 1
-        return backward_by_parts(self.accelerator, model, loss, scores.deferred, divisor)
+        return self._backward_by_parts(model, loss, scores.deferred, divisor)
 
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
         """TRL's metrics of a micro-batch, of all ranks. `mask` `(B, P - 1)` is true on targets that are learned."""
@@ -283,9 +282,6 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             metrics["aux_loss"] += aux_loss
-        if scores.deferred is not None:
-            metrics["token_budget/parts"].append(float(len(scores.deferred.parts)))
-            metrics["token_budget/extra_time"].append(scores.deferred.seconds)
 
     @property
     def _needs_plain_rows(self) -> bool:

@@ -98,7 +98,7 @@ def bonus_of_contrast(run: Run, rollout: Rollout) -> torch.Tensor | None:
         # The function may wait for other ranks, so one without a contrast calls it with a completion of the rollout
         part, places = rollout.source.contrast or (rollout.select([0]), [])
         part.source.whole_groups = False
-        rewards = run.rewarding(part, only_first=True, logs=False)[: len(places), 0]
+        rewards = run.reward(part, only_first=True, logs=False)[: len(places), 0]
         found[places] = rewards.to(device)
     found, size = run.accelerator.gather(found), run.group_size
     rewards = known(rollout.rewards.per_func)[:, 0]
