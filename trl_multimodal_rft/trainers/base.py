@@ -333,8 +333,8 @@ class MultimodalTrainer(CheckpointMixin):
         if self._groups is not None and self.model.training:
             rollout, is_stale, metrics = self._groups.exchange(rollout, self._draw_extra)
             self._run.metrics.add(metrics)
-            if is_stale:
-                self._on_stale(rollout)
+            if is_stale and rollout.ref_per_token_logps is not None:  # the reference may have moved since
+                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
@@ -343,9 +343,6 @@ class MultimodalTrainer(CheckpointMixin):
 
     def _draw_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
-
-    def _on_stale(self, rollout: Rollout) -> None:
-        """Renews what a trainer keeps of groups that were sampled at an earlier step."""
 
     def _collect(self, inputs: Sequence[Any]) -> Rollout:
         rollout = self._run.begin(inputs)

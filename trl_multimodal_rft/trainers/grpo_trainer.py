@@ -182,11 +182,6 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             weigh_by_dependency(self._run, rollout)
         return rollout
 
-    def _on_stale(self, rollout: Rollout) -> None:
-        if rollout.ref_per_token_logps is not None:  # the reference may have moved since
-            with self._extra_time():
-                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
-
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rollout = self._collect(inputs)
