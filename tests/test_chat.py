@@ -111,8 +111,10 @@ def test_model_beside_another(served):
     folder = str(saved("qwen2_audio"))
     answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
-    # A switch before the model's name takes no value
-    assert ask(served("--use_audio_in_video", folder), "Is there a cat?") == answers[:1]
+    assert ask(served(folder), "Is there a cat?") == answers[:1]
+    parser = Parser("chat")
+    arguments.chat(parser)
+    assert parser.parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder  # takes no value
 
 
 def test_conversation(served, tmp_path):

@@ -215,10 +215,12 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     path, name, base = folder / "README.md", model_name or folder.name, unwrapped(None, run.model)
     loaded_from = get_config_model_id(base.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
-    written = ModelCard.load(path).data.to_dict()
-    written.pop("licence", None)  # TRL's placeholder
+    data = ModelCard.load(path).data
+    assert isinstance(data, ModelCardData)
+    data.pop("licence", None)  # TRL's placeholder
     # Names that the Hub resolves
-    data = ModelCardData(**{**written, "base_model": None, "datasets": on_hub, **base_metadata(loaded_from)})
+    for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():
+        data[key] = value
     data.pipeline_tag = data.pipeline_tag or task_of(kinds)
     data.eval_results = held_out_results(history, data.pipeline_tag, on_hub)
     named = model_name is not None or data.eval_results is not None  # results need a name
