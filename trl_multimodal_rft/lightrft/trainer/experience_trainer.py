@@ -37,10 +37,9 @@ from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience, info_of
 from .experience_config import ExperienceConfig
-from .experience_maker import NaiveExperienceMaker
-from .experience_media import MEDIA_FIELDS, media_tensors
+from .experience_maker import MEDIA_FIELDS, NaiveExperienceMaker
 from .replay_buffer import ReplayBuffer
-from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
+from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
 
 
 WHOLE_WEIGHTS = (
@@ -183,7 +182,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def train_on_buffer(self) -> dict[str, float]:
         """Trains on the buffer, see [`PPOTrainerVL.ppo_train`]."""
-        args, items = self.args, self.replay_buffer[:]
+        args, items = self.args, list(self.replay_buffer)
         n, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
         if n == 0 or n % (size * window) != 0:
             raise ValueError(
