@@ -22,13 +22,13 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...forward.inputs import left_pad
+from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.prompts import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
-from ..models.critic import Critic
 from .experience import (  # noqa: F401  some of them only for users of LightRFT
     Experience,
     ExperienceVL,
@@ -121,7 +121,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             )
         super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
-        self.critic = Critic.of(critic)
+        self.critic = critic
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor

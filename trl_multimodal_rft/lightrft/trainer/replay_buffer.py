@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Samples of experiences, stored without padding until the update."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,9 @@ class ReplayBuffer:
 
     def __getitem__(self, index: int) -> BufferItem:
         return self._items[index]
+
+    def __iter__(self) -> Iterator[BufferItem]:
+        return iter(self._items)
 
     def append(self, experience: Experience) -> None:
         """
