@@ -78,8 +78,6 @@ class Actor(nn.Module):
             Whether to freeze the encoder of images and videos, and that of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the policy; sample with the same one.
-        model_class (`type`, *optional*):
-            Class to load with, by default that of the model's config.
 
     Raises:
         `ValueError`: If an argument of loading is passed with an instance, if there is no encoder to freeze or no
@@ -106,7 +104,6 @@ class Actor(nn.Module):
         freeze_vision_tower: bool = False,
         freeze_audio_tower: bool = False,
         temperature: float = 1.0,
-        model_class: type | None = None,
     ):
         super().__init__()
         if not 0 <= high_entropy_token_ratio <= 1:
@@ -119,8 +116,6 @@ class Actor(nn.Module):
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
             options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
-            if model_class is not None:
-                options["architecture"] = model_class
             if use_flash_attention_2:
                 options["attn_implementation"] = "flash_attention_2"
             if load_in_4bit:
@@ -138,7 +133,6 @@ class Actor(nn.Module):
                 "ds_config": ds_config,
                 "device_map": device_map,
                 "load_in_4bit": load_in_4bit,
-                "model_class": model_class,
             }
             if passed := [name for name, value in loading.items() if value]:
                 raise ValueError(
