@@ -24,7 +24,7 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...forward.inputs import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
-from ...rollout.prompts import PromptEncoder
+from ...rollout.prompt_encoder import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
