@@ -245,7 +245,7 @@ class CheckpointMixin(Trainer):
 
     def _load_best_model(self):
         self._invalidate_engine()
-        if not self._reload_weights(self.state.best_model_checkpoint):
+        if not self._reload_weights(str(self.state.best_model_checkpoint)):
             super()._load_best_model()
 
     def _reload_weights(self, folder: str | Path) -> bool:
