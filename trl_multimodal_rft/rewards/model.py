@@ -18,7 +18,7 @@ from ..data.rows.columns import MEDIA_COLUMNS, has_media, rows_to_messages, stri
 from ..data.rows.features import as_encoded
 from ..encoding.join import join_media, same_prompt
 from ..encoding.media import decode_media, replace_refs
-from ..encoding.processors import check_processor
+from ..encoding.processors import check_processor, tokenizer_of
 from ..encoding.prompts import placeholder_tokens
 from ..families import MODALITIES, TOKEN_FIELDS, family_of
 from .checks import Argument
@@ -99,7 +99,7 @@ class RewardModel:
         self.__name__ = self.config._name_or_path.split("/")[-1] or type(unwrapped).__name__
         # Some classes accept any argument and ignore unknown ones
         self._takes = {k for k in MODALITIES if not pretrained or any(k in m.input_modalities for m in pretrained)}
-        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        tokenizer = tokenizer_of(processor)
         # It only reads the config of a model
         self._placeholders = placeholder_tokens(self, processor)  # pyrefly: ignore[bad-argument-type]
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
