@@ -19,7 +19,6 @@ LAYOUTS = {
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     "deepeyes": "load_deepeyes",
-    "mm-eureka": "load_mm_eureka",
     "charades-sta": "load_charades_sta",
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }

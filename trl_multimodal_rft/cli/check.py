@@ -34,7 +34,7 @@ from ..encoding.prompts import placeholder_token_ids
 from ..families import MODALITIES, family_of_processor
 from ..models.pretrained import read_config
 from ..reporting.model_card import in_code
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..scripts.prompts import with_system_message, with_texts
 
 

@@ -27,7 +27,7 @@ from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..reporting.console import parts_lines
-from ..rollout.views import LossView, view_option
+from ..rollout.view_options import LossView, view_option
 from ..trainers.arguments import as_names
 from .arguments import OPTIMIZERS, SHARDS
 from .fake_run import FakeFloats, Watch, kernels_of_gpus, replaced

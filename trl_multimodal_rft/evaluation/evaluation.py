@@ -31,7 +31,7 @@ from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.choices import named_choice
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, rollout_arguments
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow

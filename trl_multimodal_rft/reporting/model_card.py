@@ -35,7 +35,7 @@ from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.difficulty import DifficultySampler
 from ..families import MODALITIES
 from ..models.wrapped import unwrapped
-from ..rollout.views import sigmoid
+from ..rollout.view_options import sigmoid
 from ..spelling import split_settings
 from .curves import FILE_NAME as CURVES
 from .origins import base_metadata, is_hub_name
