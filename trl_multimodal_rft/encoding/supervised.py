@@ -122,7 +122,7 @@ class SupervisedEncoder:
             check_decoded(row.get(column), column, row.row_index)
         chat, completion = (list(row["messages"]), []) if whole else _chat(row, name)
         try:
-            messages = self._place(row, chat, completion)
+            messages = self._messages(row, chat, completion)
             _check_text_only([message for message in messages if message["role"] == "assistant"])
             if whole:
                 prompt, ids = self._encode(messages, row, add_generation_prompt=False), []
@@ -174,7 +174,7 @@ class SupervisedEncoder:
             row = columns if isinstance(columns, Row) else Row(index, columns)
             name = f"row {row.row_index} of `ptx_dataset`"
             chat, completion = _chat(row, name)
-            messages = self._place(row, chat, completion)
+            messages = self._messages(row, chat, completion)
             _check_text_only(messages[len(chat) :])
             before, ids = self._encode_pair(row, messages, len(chat), name)
             encoded.append(before)
@@ -232,7 +232,7 @@ class SupervisedEncoder:
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
-    def _place(self, row: Row, chat: list, completion: list) -> list:
+    def _messages(self, row: Row, chat: list, completion: list) -> list:
         """The messages of a row with its media, with their control tokens checked, or with those of its texts."""
         columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
         [placed] = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules)
