@@ -130,7 +130,7 @@ class RewardModel:
             else:
                 if isinstance(completion, str):
                     completion = [{"role": "assistant", "content": completion}]
-                messages = [self._without_placeholders(message) for message in shared + completion]
+                messages: list = [self._without_placeholders(message) for message in shared + completion]
                 options = {"add_generation_prompt": False, **self.template_kwargs}
                 outputs = processor_outputs(messages, refs, self.processor, decoded, processor_kwargs, options)
             ids = outputs.pop("input_ids")[0]
