@@ -293,7 +293,7 @@ def test_word_and_character_error_rates():
     assert of("wer_reward", "a cat", ["the dog", "the cat"]) == 0.5
     assert of("cer_reward", "हिन्दी", "हिन्दी!") == 1.0  # with its vowel signs
     for name in ("wer_reward", "cer_reward", "ocr_reward"):
-        with pytest.raises(RowError, match="row 0, column 'solution'.*no words"):
+        with pytest.raises(RowError, match="row 0, column 'solution'.*isn't a text with words"):
             of(name, "cat", " ... " if name != "ocr_reward" else " ")
 
 
@@ -401,7 +401,7 @@ BAD = [
     ("counting_reward", "several", "which isn't a number"),
     ("regression_reward", ["1", None], "which isn't a number"),
     ("regression_reward", True, "which isn't a number"),
-    ("ocr_reward", {"text": "a"}, "write a text"),
+    ("ocr_reward", {"text": "a"}, "isn't a text"),
     ("length_reward", {"text": "a"}, "write a text"),
 ]
 

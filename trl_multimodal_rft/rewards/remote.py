@@ -18,7 +18,7 @@ from ..data.reading.refs import MediaRef, iter_refs, without_credentials
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
 from ..families import MODALITIES
-from .checks import Argument, is_finite
+from .checks import Argument, check_rewards
 from .model import rows_of_batch
 
 
@@ -164,23 +164,12 @@ class RemoteReward(Server):
         if answer.status != 200:
             raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")
         try:
-            rewards = json.loads(answer.body)["rewards"]
+            return check_rewards(json.loads(answer.body)["rewards"], n, self.name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeError(
-                f"The reward server {self._shown} answered {text!r} instead of {{'rewards': [...]}}."
+                f"The reward server {self._shown} answered {text!r} for {n} completions; it must return "
+                "{'rewards': [...]} with one finite number, or null, for each."
             ) from error
-        if not isinstance(rewards, list) or len(rewards) != n:
-            raise RuntimeError(
-                f"The reward server {self._shown} answered {str(rewards)[:200]} for {n} completions; it must return "
-                "one reward for each."
-            )
-        for reward in rewards:
-            if not (reward is None or is_finite(reward)):
-                raise RuntimeError(
-                    f"The reward server {self._shown} returned {repr(reward)[:200]}; rewards are finite numbers or "
-                    "null."
-                )
-        return rewards
 
     def _payload(self, rows: list[dict[str, Any]], completions: list, media_rules: MediaRules) -> dict[str, list]:
         messages = [row["prompt"] for row in rows_to_messages(rows, rules=media_rules.without_budgets())]
@@ -191,10 +180,10 @@ class RemoteReward(Server):
         if any(self.label_column in row for row in rows):
             payload["labels"] = [row.get(self.label_column) for row in rows]
         encode = base64_encoder(self.sampling_rate)
-        for kind in MODALITIES:
-            refs = [[ref for ref in iter_refs(prompt) if ref.modality == kind] for prompt in messages]
+        for modality in MODALITIES:
+            refs = [[ref for ref in iter_refs(prompt) if ref.modality == modality] for prompt in messages]
             if any(refs):
-                payload[f"{kind}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
+                payload[f"{modality}s"] = [[encode(ref) for ref in of_row] for of_row in refs]
         return payload
 
 
