@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .reporting.curves import TrainingCurvesCallback
     from .trainers.distillation_config import MultimodalDistillationConfig
     from .trainers.distillation_trainer import MultimodalDistillationTrainer
+    from .trainers.dpo_config import MultimodalDPOConfig
+    from .trainers.dpo_trainer import MultimodalDPOTrainer
     from .trainers.grpo_config import MultimodalGRPOConfig
     from .trainers.grpo_trainer import MultimodalGRPOTrainer
     from .trainers.ppo_config import MultimodalPPOConfig
@@ -38,6 +40,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "TrainingCurvesCallback": "reporting.curves",
         "MultimodalDistillationConfig": "trainers.distillation_config",
         "MultimodalDistillationTrainer": "trainers.distillation_trainer",
+        "MultimodalDPOConfig": "trainers.dpo_config",
+        "MultimodalDPOTrainer": "trainers.dpo_trainer",
         "MultimodalGRPOConfig": "trainers.grpo_config",
         "MultimodalGRPOTrainer": "trainers.grpo_trainer",
         "MultimodalPPOConfig": "trainers.ppo_config",

@@ -95,7 +95,8 @@ class PolicyForward:
     accelerator: Accelerator | None = None  # that prepared the models, if any
     processor: ProcessorMixin | PreTrainedTokenizerBase | None = None  # of the models; several processes need it
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    temperature: float = 1.0  # of the fused head, for models without one
+    temperature: float = 1.0  # of the fused head, for models without one, as the next
+    extra_outputs: tuple[str, ...] = ()  # besides log-probabilities and entropies
     max_tokens: int | None = None  # in one forward; larger batches are scored in parts
 
     def __post_init__(self):
@@ -350,7 +351,8 @@ class PolicyForward:
         completions = self._with_dummies(model, completions)
         options = self._forwards(completions, packed, fallbacks, states)
         logits_from_model = fallbacks.logits_from_model or logit_bias is not None
-        head = {"logits_temperature": self.temperature if logits_from_model else None, "logit_bias": logit_bias}
+        temperature = self.temperature if logits_from_model else None
+        head = {"logits_temperature": temperature, "logit_bias": logit_bias, "extra_outputs": self.extra_outputs}
         value_head, critic = (critic, None) if isinstance(critic, ValueHead) else (None, critic)
         if supervised is not None:
             others = self._with_dummies(model, supervised, with_others=True)

@@ -25,6 +25,7 @@ from helpers.samplers import PseudoRandom, pseudo_random
 from trl_multimodal_rft import (
     MultimodalDistillationConfig,
     MultimodalDistillationTrainer,
+    MultimodalDPOConfig,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -325,6 +326,7 @@ CONFIGS = {
     "rloo": MultimodalRLOOConfig,
     "ppo": MultimodalPPOConfig,
     "sft": MultimodalSFTConfig,
+    "dpo": MultimodalDPOConfig,
     "distillation": MultimodalDistillationConfig,
 }
 

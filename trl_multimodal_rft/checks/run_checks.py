@@ -11,14 +11,14 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
-from ..encoding.supervised import SupervisedSequence
+from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..families import MODALITIES
 from ..forward.processes import kinds_of
 from ..policy import Fallbacks, PolicyForward
 from ..rollout.rollout import Rollout, known
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
-from .sequences import check_sequences
+from .sequences import check_pairs, check_sequences
 
 
 logger = get_logger(__name__)
@@ -62,6 +62,13 @@ class Checks:
         """Runs the self-check on the first supervised rows."""
         if self.self_check is None:
             self.self_check = check_sequences(self.policy, model, sequences, packs)
+            self.policy.fallbacks = self.self_check.fallbacks
+            self._show()
+
+    def on_pairs(self, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> None:
+        """Runs the self-check on the first pairs of completions."""
+        if self.self_check is None:
+            self.self_check = check_pairs(self.policy, model, pairs, packs)
             self.policy.fallbacks = self.self_check.fallbacks
             self._show()
 

@@ -1,17 +1,18 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The self-check of supervised rows: their scores in one forward against the model's own forward of each."""
+"""The self-check of rows with completions: scores in one forward against the model's own forward of each."""
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..encoding.supervised import SupervisedSequence
+from ..encoding.prompts import EncodedPrompt
+from ..encoding.supervised import PreferencePair, SupervisedSequence
 from ..models.modes import measuring
 from ..policy import PolicyForward
 from .measure import Measure
@@ -48,21 +49,58 @@ def check_sequences(
     rows = _chosen(measure, sequences)
     ids = pad_sequence([row.input_ids[1:] for row in rows], batch_first=True).to(measure.device)
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
-    fallbacks = measure.fallbacks
-    splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
-    splits = splits[splits.index(fallbacks.isolate) :]
 
     def own() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
+    def score(packed: bool) -> torch.Tensor:
+        options = {"packed": packed, "fallbacks": measure.fallbacks, "whole": True}
+        return policy.score(model, rows, ids, mask.long(), **options).logps
+
+    return _compare(measure, own, score, mask, packs)
+
+
+def check_pairs(policy: PolicyForward, model: nn.Module, pairs: Sequence[PreferencePair], packs: bool) -> SelfCheck:
+    """
+    Measures a policy on the completions of the pairs with the longest and the shortest prompts, like
+    [`check_sequences`], which has the arguments and errors. Packed, a prompt is forwarded once for both.
+    """
+    measure = Measure(policy, model, engine_positions=False)
+    chosen = _chosen(measure, pairs)
+    rows = [row for pair in chosen for row in pair.sequences(measure.model)]
+    completions = [row.input_ids[row.learned] for row in rows]
+    ids = pad_sequence(completions, batch_first=True).to(measure.device)
+    mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True).to(measure.device)
+    compared = mask.bool() & (torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _LAST)
+
+    def own() -> torch.Tensor:
+        each = [measure.row_logps(row, _LAST)[0][-len(ids) :] for row, ids in zip(rows, completions, strict=True)]
+        return pad_sequence(each, batch_first=True)
+
+    def score(packed: bool) -> torch.Tensor:
+        prompts = [pair for pair in chosen for _ in range(2)]
+        return policy.score(model, prompts, ids, mask, packed=packed, fallbacks=measure.fallbacks).logps
+
+    return _compare(measure, own, score, compared, packs)
+
+
+def _compare(
+    measure: Measure,
+    own: Callable[[], torch.Tensor],
+    score: Callable[[bool], torch.Tensor],
+    mask: torch.Tensor,
+    packs: bool,
+) -> SelfCheck:
+    """The differences of scores, padded and packed, from those of the model's `own` forward where the mask is true."""
+    fallbacks = measure.fallbacks
+    splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+    splits = splits[splits.index(fallbacks.isolate) :]
+
     def compared(packed: bool) -> tuple[float, bool]:
-        def score() -> torch.Tensor:
-            options = {"packed": packed, "fallbacks": fallbacks, "whole": True}
-            return policy.score(model, rows, ids, mask.long(), **options).logps
+        scored = measure.attempt("scoring rows", functools.partial(score, packed))
+        return measure.compare(scored, truth, mask, noise)
 
-        return measure.compare(measure.attempt("scoring rows", score), truth, mask, noise)
-
-    with measuring(model, measure.device):
+    with measuring(measure.prepared, measure.device):
         truth = measure.require("the model's forward", own)
         noise = functools.cache(lambda: measure.noise(own, mask))
         padded, is_exact = compared(packed=False)
@@ -84,7 +122,10 @@ def check_sequences(
     return SelfCheck(padded=padded, packed=packed, tolerance=measure.tolerance, fallbacks=fallbacks)
 
 
-def _chosen(measure: Measure, sequences: Sequence[SupervisedSequence]) -> list[SupervisedSequence]:
+Encoded = TypeVar("Encoded", bound=EncodedPrompt)
+
+
+def _chosen(measure: Measure, sequences: Sequence[Encoded]) -> list[Encoded]:
     """The rows to measure, of all ranks."""
     process = measure.accelerator.process_index
     traits = gather_object([traits_of(process, i, each) for i, each in enumerate(sequences)])

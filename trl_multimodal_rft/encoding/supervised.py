@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, ProcessorMixin
+from trl.data_utils import extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
@@ -38,6 +39,21 @@ class SupervisedSequence(EncodedPrompt):
             learned=self.learned[part],
             mask_cache={},
         )
+
+
+@dataclass(eq=False)
+class PreferencePair(EncodedPrompt):
+    """The prompt of a row, with its media, and the ids of the completions of which the first is preferred."""
+
+    chosen: list[int] = field(kw_only=True)
+    rejected: list[int] = field(kw_only=True)
+
+    def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
+        """The prompt with each completion behind it, in which the completion is learned."""
+        both = [_followed(self, ids, model) for ids in (self.chosen, self.rejected)]
+        for sequence in both:
+            sequence.learned[len(self) :] = True
+        return both
 
 
 @dataclass(eq=False)
@@ -184,6 +200,42 @@ class SupervisedEncoder:
         mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
         return encoded, padded, mask
 
+    def encode_preference(self, row: Row) -> PreferencePair:
+        """
+        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end. Without
+        a `prompt`, it is what both completions start with.
+
+        Args:
+            row ([`~data.rows.row.Row`]):
+                Row.
+
+        Returns:
+            [`PreferencePair`]: The prompt and the completions.
+
+        Raises:
+            `ValueError`: If a completion is missing, or isn't the assistant's, or if the chat template can't render it
+                after the prompt.
+            [`MediaError`]: If a medium can't be decoded or doesn't match its placeholder, or is in a completion.
+        """
+        name, completions, prompt = f"row {row.row_index}", {}, None
+        for column in ("chosen", "rejected"):
+            check_decoded(row.get(column), column, row.row_index)
+            if not row.get(column):
+                raise ValueError(
+                    f"{name} has no `{column}`; give `prompt`, `chosen` and `rejected`, or remove the row."
+                )
+        check_decoded(row.get("prompt"), "prompt", row.row_index)
+        columns = dict(row) if row.get("prompt") else extract_prompt(dict(row))
+        for column in ("chosen", "rejected"):
+            pair = Row(row.row_index, {**columns, "completion": columns[column], "messages": None})
+            chat, completion = _chat(pair, name, column)
+            messages = self._messages(pair, chat, completion, column)
+            _check_text_only(messages[len(chat) :])
+            completions[column] = self._completion_ids(pair, messages, len(chat), name, self._end)
+            if prompt is None:
+                prompt = self._encode(_prompt_of(pair, messages[: len(chat)]), pair)
+        return PreferencePair(**vars(prompt), **completions)
+
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
         Encodes a tokenized row of text: its `input_ids`, of which [`row_labels`] are learned.
@@ -232,7 +284,7 @@ class SupervisedEncoder:
         ids = ids[0] if isinstance(self.processing_class, ProcessorMixin) else ids
         return self.encode_tokens(Row(row_index, {"input_ids": ids}))
 
-    def _messages(self, row: Row, chat: list, completion: list) -> list:
+    def _messages(self, row: Row, chat: list, completion: list, column: str = "completion") -> list:
         """The messages of a row with its media, with their control tokens checked, or with those of its texts."""
         columns = Row(row.row_index, {**row, "prompt": [*chat, *completion]})
         [placed] = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules)
@@ -240,9 +292,10 @@ class SupervisedEncoder:
         texts = {"prompt": messages[: len(chat)], "completion": messages[len(chat) :]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
         if is_text:
-            texts = {column: row[column] for column in texts}
+            texts = {part: row[part] for part in texts}
         options = self.processing_class, self.special_tokens_in_text, row.row_index
-        texts = {column: checked_prompt(text, *options, column) for column, text in texts.items()}
+        names = {"prompt": "prompt", "completion": column}
+        texts = {part: checked_prompt(text, *options, names[part]) for part, text in texts.items()}
         return messages if is_text else [*texts["prompt"], *texts["completion"]]
 
     def _encode(self, messages: str | list, row: Row, **template_kwargs: bool) -> EncodedPrompt:
@@ -258,17 +311,19 @@ class SupervisedEncoder:
     def _encode_pair(
         self, row: Row, messages: list, n: int, name: str, end: str = ""
     ) -> tuple[EncodedPrompt, list[int]]:
+        """Encodes the prompt, which are the first `n` messages, and tokenizes the completion."""
+        encoded = self._encode(_prompt_of(row, messages[:n]), row)
+        return encoded, self._completion_ids(row, messages, n, name, end)
+
+    def _completion_ids(self, row: Row, messages: list, n: int, name: str, end: str) -> list[int]:
         """
-        Encodes the prompt, which are the first `n` messages, and tokenizes the completion. Without media, a pair of
-        texts gets its end and no template.
+        Tokenizes the completion behind the prompt, which are the first `n` messages. Without media, a pair of texts
+        gets its end and no template.
         """
-        prompt: str | list = messages[:n]
-        if _is_text(row) and next(iter_refs(prompt), None) is None:
-            prompt = before = row["prompt"]
+        if isinstance(before := _prompt_of(row, messages[:n]), str):
             whole = before + _ended(row["completion"], end)
         else:
             before, whole = self._render(messages, n, name)
-        encoded = self._encode(prompt, row)
         first, ids = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, whole))
         if ids[: len(first)] == first:
             ids = ids[len(first) :]  # some tokenizers mark the start of a text, which this isn't
@@ -278,7 +333,7 @@ class SupervisedEncoder:
         if not placeholders.isdisjoint(ids):
             found = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
             raise ValueError(f"{name}: the completion contains {found!r}, a placeholder of media; remove it.")
-        return encoded, ids
+        return ids
 
     def _render(self, messages: list, n: int, name: str) -> tuple[str, str]:
         """Renders the chat template for the first `n` messages, and for all."""
@@ -379,9 +434,14 @@ def _is_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
 
 
-def _chat(row: Mapping[str, Any], name: str) -> tuple[list, list]:
-    """The messages of the prompt, and those of the completion."""
-    prompt, completion, column = row.get("prompt"), row.get("completion"), "completion"
+def _prompt_of(row: Mapping[str, Any], messages: list) -> str | list:
+    """The prompt as text, if the row is a pair of texts without media, or else its messages."""
+    return row["prompt"] if _is_text(row) and next(iter_refs(messages), None) is None else messages
+
+
+def _chat(row: Mapping[str, Any], name: str, column: str = "completion") -> tuple[list, list]:
+    """The messages of the prompt, and those of the completion, which errors say is in a `column`."""
+    prompt, completion = row.get("prompt"), row.get("completion")
     if row.get("messages"):
         (*prompt, last), column = row["messages"], "messages"
         completion = [last]

@@ -3,7 +3,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -78,6 +78,7 @@ def completion_scores(
     value_head: nn.Module | None = None,
     logits_temperature: float | None = None,
     logit_bias: dict[int, float] | None = None,
+    extra_outputs: Collection[str] = (),
     whole: bool = False,
     hidden: bool = False,
     logps: bool = True,
@@ -107,6 +108,8 @@ def completion_scores(
         logits_temperature, logit_bias (`float`, `dict[int, float]`, *optional*):
             Temperature of log-probabilities from the model's logits, which are then in memory for all completion
             tokens, for models without a fused head; and what is added to these logits, by token.
+        extra_outputs (`Collection[str]`, *optional*, defaults to `()`):
+            Further fields of TRL's fused head to compute from the model's logits.
         whole (`bool`, *optional*, defaults to `False`):
             Whether `prompts` are whole sequences. `completion_ids` are then the tokens that follow each token of a
             sequence, and `completion_mask` is 1 where they are scored.
@@ -148,7 +151,7 @@ def completion_scores(
                 outputs = cast(FusedCausalLMOutput, output)
             else:
                 outputs = _scores_from_logits(
-                    model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, with_top1=whole
+                    model, unwrapped_model, inputs, batch, logits_temperature, logit_bias or {}, extra_outputs
                 )
         found = _token_scores(outputs, batch)
         if value_head is not None:
@@ -248,6 +251,7 @@ def _token_scores(outputs: FusedCausalLMOutput, batch: "_Batch") -> dict[str, to
     """Fields of [`~forward.scores.Scores`] that the head has computed."""
     top1 = None if outputs.is_top1 is None else outputs.is_top1.float()
     scores = {"logps": outputs.log_probs, "entropies": outputs.entropy, "top1": top1}
+    scores |= {name: getattr(outputs, name) for name in ("mean_logits", "log_sum_sq_probs")}
     return {name: batch.placed(values) for name, values in scores.items() if values is not None}
 
 
@@ -258,7 +262,7 @@ def _scores_from_logits(
     batch: "_Batch",
     temperature: float,
     bias: dict[int, float],
-    with_top1: bool,
+    extra_outputs: Collection[str],
 ) -> FusedCausalLMOutput:
     """The output of TRL's fused head with `shift_labels`, from the model's logits where tokens are scored."""
     part, kept, labels = takes_logits_to_keep(unwrapped_model), batch.kept(), batch.labels
@@ -270,12 +274,17 @@ def _scores_from_logits(
         added[list(bias)] = logits.new_tensor(list(bias.values()))
         logits = logits + added
     logps, entropies = scores_of_logits(logits, kept_labels.clamp(min=0), temperature)
-
-    logps, entropies = (
-        batch.everywhere(torch.where(kept_labels != -100, values, 0.0)) for values in (logps, entropies)
+    computed = {"log_probs": logps, "entropy": entropies}
+    if "is_top1" in extra_outputs:
+        computed["is_top1"] = logits.argmax(-1) == kept_labels
+    if "mean_logits" in extra_outputs:
+        computed["mean_logits"] = logits.detach().mean(-1) / temperature
+    if "log_sum_sq_probs" in extra_outputs:
+        computed["log_sum_sq_probs"] = (2 * (logits.detach() / temperature).log_softmax(-1)).logsumexp(-1)
+    scored = kept_labels != -100
+    return FusedCausalLMOutput(
+        **{name: batch.everywhere(torch.where(scored, values, 0)) for name, values in computed.items()}
     )
-    top1 = batch.everywhere((logits.argmax(-1) == kept_labels).to(logps.dtype)) if with_top1 else None
-    return FusedCausalLMOutput(log_probs=logps, entropy=entropies, is_top1=top1)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -28,6 +28,8 @@ class Scores:
     entropies: torch.Tensor = _per_completion()  # of the tokens' distributions, `(B, C)`
     values: torch.Tensor = _per_completion()  # of the states before each token, `(B, C)`
     top1: torch.Tensor = _per_completion()  # 1 where a token is the most likely one, `(B, C)`
+    mean_logits: torch.Tensor = _per_completion()  # means over the vocabulary of the tokens' logits, `(B, C)`
+    log_sum_sq_probs: torch.Tensor = _per_completion()  # logarithms of sums of squared probabilities, `(B, C)`
     hidden: torch.Tensor | None = _per_completion()  # last states, which predict each token, `(B, C, H)`
     aux_loss: torch.Tensor = _NONE  # load-balancing loss of a mixture of experts, a scalar
     router: torch.Tensor = _NONE  # `router_statistics` for that loss, `(2, E)`; those of parts of a batch add up

@@ -10,6 +10,8 @@ from ..versions import check_versions as _check_versions
 if TYPE_CHECKING:
     from .distillation_config import MultimodalDistillationConfig
     from .distillation_trainer import MultimodalDistillationTrainer
+    from .dpo_config import MultimodalDPOConfig
+    from .dpo_trainer import MultimodalDPOTrainer
     from .grpo_config import MultimodalGRPOConfig
     from .grpo_trainer import MultimodalGRPOTrainer
     from .ppo_config import MultimodalPPOConfig
@@ -26,6 +28,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "MultimodalDistillationConfig": "distillation_config",
         "MultimodalDistillationTrainer": "distillation_trainer",
+        "MultimodalDPOConfig": "dpo_config",
+        "MultimodalDPOTrainer": "dpo_trainer",
         "MultimodalGRPOConfig": "grpo_config",
         "MultimodalGRPOTrainer": "grpo_trainer",
         "MultimodalPPOConfig": "ppo_config",

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from ..data.reading.decoding import install
 from ..spelling import did_you_mean
@@ -388,3 +388,24 @@ def check_output_dir(folder: Any, is_written: bool) -> None:
             f"`output_dir={folder!r}` can't be written to ({error.strerror}: {path!r}); name another folder, or allow "
             "writing there."
         ) from error
+
+
+# Options of TRL that trainers of rows with completions can't follow: the values that ask for nothing, and why
+NOT_WHEN_READING = {
+    "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
+    "pad_to_multiple_of": ((None, "auto"), "rows are as long as they are"),
+    "pad_token": ((None,), "set `processing_class.tokenizer.pad_token`"),
+    "use_liger_kernel": (
+        (False,),
+        "its forwards don't know packed rows; use `model_init_kwargs={'use_kernels': True}`",
+    ),
+    "train_sampling_strategy": (("random", "sequential"), "lengths aren't known before rows are read"),
+    "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
+}
+
+
+def check_unused(args: TrainingArguments, options: dict[str, tuple[tuple, str]], method: str) -> None:
+    """Raises a `ValueError` for an option that has another value than those that ask for nothing."""
+    for name, (neutral, reason) in options.items():
+        if getattr(args, name) not in neutral:
+            raise ValueError(f"`{name}={getattr(args, name)!r}` has no use in {method} here: {reason}.")

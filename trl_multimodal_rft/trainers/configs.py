@@ -4,13 +4,15 @@
 from typing import Any
 
 from .distillation_config import MultimodalDistillationConfig
+from .dpo_config import MultimodalDPOConfig
 from .grpo_config import MultimodalGRPOConfig
 from .rloo_config import MultimodalRLOOConfig
 from .sft_config import MultimodalSFTConfig
 
 
 SamplingConfig = MultimodalGRPOConfig | MultimodalRLOOConfig | MultimodalDistillationConfig  # PPO's is one of GRPO
-TrainerConfig = SamplingConfig | MultimodalSFTConfig
+ReadingConfig = MultimodalSFTConfig | MultimodalDPOConfig
+TrainerConfig = SamplingConfig | ReadingConfig
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from ..forward.masks import sharing_obstacle
 from ..policy import Fallbacks, PolicyForward
 from ..reporting.model_card import CardNotes
 from ..rollout.stream import EncodedRow, RowStream, warn_of_positions
+from .configs import ReadingConfig
 from .setup import modalities, warn_of_unread
-from .sft_config import MultimodalSFTConfig
 from .signatures import Processor
 
 
@@ -44,7 +44,7 @@ class Collator(Protocol):
 class CompletionReader:
     """Rows with completions, from datasets to micro-batches, and what the model card says of them."""
 
-    args: MultimodalSFTConfig
+    args: ReadingConfig
     accelerator: Accelerator
     stream: RowStream
     collator: Collator
@@ -84,21 +84,32 @@ class CompletionReader:
         return batch
 
 
-def sequence_policy(
-    accelerator: Accelerator, model: PreTrainedModel, processor: Processor, args: MultimodalSFTConfig
+def reading_policy(
+    accelerator: Accelerator,
+    models: Sequence[PreTrainedModel],
+    processor: Processor,
+    args: ReadingConfig,
+    packs: bool,
+    outputs: tuple[str, ...],
 ) -> PolicyForward:
-    """What scores whole sequences of a model, packed if the config says so and the model allows it."""
-    obstacle = sharing_obstacle(model)
-    has_head = add_fused_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    if obstacle and (args.packing or args.eval_packing):
-        logger.warning(f"Rows are padded (`packing=False`): {obstacle}.")
-    if not has_head:
+    """
+    What scores completions of models, the first of which is trained, packed if the config says so and all models
+    allow it, with these `outputs` of TRL's fused head.
+    """
+    obstacle = next(filter(None, map(sharing_obstacle, models)), None)
+    if obstacle and packs:
+        logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
+    have_heads = all([add_fused_head(model, outputs=outputs) for model in models])
+    if not have_heads:
         logger.warning(
-            f"{model.config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
+            f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are taken from its own logits, which needs more memory."
         )
-    install_encoder_attention(model)
-    if not obstacle:  # padded rows, too, need what it corrects
-        install_prefix_attention(model)
-    fallbacks = Fallbacks(not obstacle, family_of(model).isolate, logits_from_model=not has_head)
-    return PolicyForward(accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch)
+    for model in models:
+        install_encoder_attention(model)
+        if not obstacle:  # padded rows, too, need what it corrects
+            install_prefix_attention(model)
+    fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not have_heads)
+    return PolicyForward(
+        accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch, extra_outputs=outputs[2:]
+    )

@@ -430,7 +430,7 @@ def load_for_sampling(
         fix_encoders(unwrapped(None, model))
     check_takes_media(model, processing_class, args, *datasets)
     if ref_model is None:
-        ref_model = load_reference(model, args, peft_config, quantization_config)
+        ref_model = load_reference(model, args, peft_config, quantization_config) if needs_reference(args) else None
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
@@ -607,9 +607,9 @@ def load_reference(model: PreTrainedModel, args, peft_config=None, quantization_
     """
     Loads the reference of a policy that is a part of what its name holds; TRL would load the whole of it.
 
-    Returns the reference; `None` where TRL's way is right, or none is needed.
+    Returns the reference; `None` where TRL's way is right, or the policy without its adapter is the reference.
     """
-    if not needs_reference(args) or peft_config is not None or is_peft_model(model):
+    if peft_config is not None or is_peft_model(model):
         return None
     name = get_config_model_id(model.config)
     if not family_of(model).trained_part or trained_part(name, **(args.model_init_kwargs or {})) is None:

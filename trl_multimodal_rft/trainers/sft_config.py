@@ -5,29 +5,21 @@ from dataclasses import dataclass
 
 from trl import SFTConfig
 
-from .arguments import help_from_docstring
+from .arguments import NOT_WHEN_READING, check_unused, help_from_docstring
 from .multimodal_config import MediaArguments
 
 
 # Options of TRL that this trainer can't follow: the values that ask for nothing, and why there is nothing else
 _NOT_HERE = {
+    **NOT_WHEN_READING,
     "dataset_kwargs": (
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "of these options, only `skip_prepare_dataset` is known",
     ),
-    "dataset_num_proc": ((None,), "rows are encoded when they are read; raise `dataloader_num_workers`"),
     "shuffle_dataset": ((False,), "each epoch has another random order; `dataset.shuffle()` does it beforehand"),
     "packing_strategy": (("bfd",), "rows are packed whole, and never cut"),
     "padding_free": ((False,), "`packing=True` lays rows out without padding"),
-    "pad_to_multiple_of": ((None,), "rows are as long as they are"),
-    "pad_token": ((None,), "set `processing_class.tokenizer.pad_token`"),
     "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
-    "use_liger_kernel": (
-        (False,),
-        "its forwards don't know packed rows; use `model_init_kwargs={'use_kernels': True}`",
-    ),
-    "train_sampling_strategy": (("random", "sequential"), "lengths aren't known before rows are read"),
-    "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
 }
 
 
@@ -67,9 +59,7 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, (neutral, reason) in _NOT_HERE.items():
-            if getattr(self, name) not in neutral:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` has no use in supervised training here: {reason}.")
+        check_unused(self, _NOT_HERE, "supervised training")
         self.dataset_kwargs = {"skip_prepare_dataset": True}  # the collator encodes rows
         if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
             raise ValueError(

@@ -25,7 +25,7 @@ from ..rollout.stream import RowStream, named_dataset
 from .arguments import check_arguments
 from .checkpoints import CheckpointMixin
 from .optimizer import choose_what_trains
-from .reading import CompletionReader, sequence_policy
+from .reading import CompletionReader, reading_policy
 from .setup import (
     check_launch,
     has_unread_rows,
@@ -199,7 +199,14 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
         unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
         parts = args, self.accelerator, self._stream, collator, self.card_notes, unseen
         self._reader = CompletionReader(*parts, show=self._show)
-        self._policy = sequence_policy(self.accelerator, self._unwrapped(self.model), self.processing_class, args)
+        self._policy = reading_policy(
+            self.accelerator,
+            [self._unwrapped(self.model)],
+            self.processing_class,
+            args,
+            packs=bool(args.packing or args.eval_packing),
+            outputs=("log_probs", "entropy", "is_top1"),
+        )
         self.checks = Checks(self._policy, self.accelerator, bool)
         self._complete_parts()
 
