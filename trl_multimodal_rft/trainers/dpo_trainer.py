@@ -1,0 +1,335 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Direct preference optimization with media."""
+
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model, set_seed
+from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.nn.functional import pad
+from transformers import BitsAndBytesConfig, PreTrainedModel, ProcessorMixin, TrainerCallback
+from trl import DPOTrainer
+
+from ..checks.run_checks import Checks
+from ..data.rows.columns import rows_to_messages
+from ..data.rows.row import Row
+from ..encoding.supervised import PreferencePair
+from ..forward.scores import Scores
+from ..models.parts import same_weights_trained
+from ..models.wrapped import is_unsharded, unwrapped
+from ..reporting.console import console_of
+from ..reporting.model_card import CardNotes, common_lines
+from ..rollout.stream import RowStream, named_dataset
+from .arguments import check_arguments
+from .checkpoints import CheckpointMixin
+from .dpo_config import MultimodalDPOConfig
+from .optimizer import choose_what_trains
+from .preference_data import COLUMNS, REFERENCE, PreferenceCollator, check_preferences
+from .reading import CompletionReader, reading_policy
+from .setup import (
+    check_launch,
+    has_unread_rows,
+    load_parts,
+    load_reference,
+    modalities,
+    no_warning_about_init_kwargs,
+    options_for_constructor,
+    resolve_config,
+    warn_of_unread,
+)
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
+
+
+# What TRL's loss reads of a model's outputs, besides log-probabilities
+_OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
+
+
+class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
+    """
+    Trainer for Direct Preference Optimization (DPO) of models that see and hear, see
+    [Direct Preference Optimization](https://huggingface.co/papers/2305.18290).
+
+    [`~trl.DPOTrainer`] with audio, video and images in prompts: losses, metrics and options are TRL's. A prompt and
+    its media are encoded once, and forwarded once for both completions.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as for [`~trl.DPOTrainer`].
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference model. If `None`, it is the model as it is now, with PEFT without its adapter.
+        args ([`MultimodalDPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset with `prompt`, `chosen` and `rejected`, each text or messages, and with the media columns that
+            [`MultimodalGRPOTrainer`] takes, whose media are for the prompt. Without `prompt`, it is what both
+            completions start with.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            Dataset to use for evaluation, with the same columns.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's processor, or a tokenizer for text. If `None`, it is loaded from the model's name.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Callbacks to customize the training loop.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler to use.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantization of a model given by name.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            PEFT configuration used to wrap the model.
+
+    Raises:
+        `TypeError`: If `args` is a config of TRL's own.
+        `ValueError`: If the model can't be trained, if ranks are to share rows (tensor, context or sequence
+            parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
+    """
+
+    _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
+    _name = "DPO"
+    _paper = {
+        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "id": "2305.18290",
+        "citation": textwrap.dedent("""\
+            @inproceedings{rafailov2023direct,
+                title     = {{Direct Preference Optimization: Your Language Model is Secretly a Reward Model}},
+                author    = {Rafael Rafailov and Archit Sharma and Eric Mitchell and others},
+                year      = 2023,
+                booktitle = {Advances in Neural Information Processing Systems 36},
+            }"""),
+    }
+    # For the evaluator and the model card
+    environment_factories = tools = None
+    use_vllm = False
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_length = 256
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: PreTrainedModel | None = None,
+        args: MultimodalDPOConfig | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
+    ):
+        args = resolve_config(MultimodalDPOConfig, args, model)
+        check_arguments(
+            callbacks=callbacks,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        check_launch(args, model)
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        warn_of_unread(args, datasets, modalities(model, args), supervised=True)
+        set_seed(args.seed)  # as TRL does before it loads a model
+        loaded = load_parts(model, args, processing_class, quantization_config, max_completion_length=0)
+        model, processing_class = loaded.model, loaded.processing_class
+        if ref_model is None:
+            ref_model = load_reference(model, args, peft_config, quantization_config)
+        self.card_notes = CardNotes()
+        collator = PreferenceCollator(unwrapped(None, model), processing_class, args)
+        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
+            check_preferences(dataset, name, collator)
+        parent: Any = super()  # typed as GRPO's by the mixins
+        with (
+            no_warning_about_init_kwargs(loaded.by_name),
+            # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and listen to
+            # signals
+            options_for_constructor(
+                args,
+                enable_jit_checkpoint=False,
+                precompute_ref_log_probs=False,
+                ddp_find_unused_parameters=False,
+            ),
+        ):
+            parent.__init__(
+                model=model,
+                ref_model=ref_model,
+                args=args,
+                data_collator=collator,
+                train_dataset=_without_rows(train_dataset, processing_class),
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+        choose_what_trains(self.model, args, self.optimizer)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._is_vision_dataset = True  # so that TRL doesn't tokenize the rows of `evaluate`
+        self._stream = RowStream(
+            args,
+            self.accelerator,
+            encode=collator.encode,
+            columns=list(COLUMNS) if args.remove_unused_columns else None,
+            metrics=self._metrics,
+            state=lambda: self.state,
+        )
+        unseen = {name for name, dataset in datasets.items() if has_unread_rows(dataset)}
+        parts = args, self.accelerator, self._stream, collator, self.card_notes, unseen
+        self._reader = CompletionReader(*parts, show=self._show)
+        models = [self._unwrapped(each) for each in (self.model, self.ref_model) if each is not None]
+        outputs = (*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS
+        self._policy = reading_policy(
+            self.accelerator, models, processing_class, args, packs=args.packing == "prefix", outputs=outputs
+        )
+        self.checks = Checks(self._policy, self.accelerator, bool)
+        # TRL's loss reads the reference's log-probabilities from its inputs
+        self.precompute_ref_logps = True
+        if args.precompute_ref_log_probs:
+            self._precompute_reference()
+        self._complete_parts()
+
+    # Rows
+
+    def get_train_dataloader(self):
+        return self._reader.train_loader(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
+        check_preferences(dataset, "eval", self.data_collator)
+        return self._reader.eval_loader(dataset, self._get_eval_sampler)
+
+    def _show(self, row: Row, pair: PreferencePair) -> None:
+        """Shows the first row of a run on the console, if there is one."""
+        display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None
+        if display is not None and display.needs_example:
+            messages, args = None, self.args
+            if pair.modalities:
+                placeholders = self.data_collator.encoder.placeholders
+                [shown] = rows_to_messages([row], args.ignored_media_columns or (), placeholders, args.rules)
+                messages = shown["prompt"]
+            prompt = pair.input_ids.tolist()
+            display.show_example(self.data_collator.model, self.processing_class, prompt, messages, pair.chosen)
+
+    # Reference
+
+    def _precompute_reference(self) -> None:
+        """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
+        if self.ref_model is None and not is_unsharded(self.accelerator):
+            raise ValueError(
+                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only when "
+                "training begins; drop the option."
+            )
+        self.train_dataset = self._with_reference(self.train_dataset)
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {name: self._with_reference(each) for name, each in self.eval_dataset.items()}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._with_reference(self.eval_dataset)
+        self.ref_model = None
+
+    def _with_reference(self, dataset: Any) -> Dataset:
+        if not isinstance(dataset, Dataset):
+            raise ValueError("`precompute_ref_log_probs=True` needs datasets whose rows have an index, not streams.")
+        was_training, found = self.model.training, []
+        self.model.eval()
+        for batch in self._reader.eval_loader(dataset, self._get_eval_sampler):
+            logps = self.compute_ref_log_probs(self.ref_model or self.model, self._prepare_inputs(batch))
+            found.append(self.accelerator.gather_for_metrics(torch.stack(logps, dim=1)).cpu())
+        self.model.train(was_training)
+        for name, values in zip(REFERENCE, torch.cat(found).T.tolist(), strict=True):
+            dataset = dataset.add_column(name, values)
+        return dataset
+
+    def compute_ref_log_probs(self, model, inputs):
+        """
+        Computes the reference's log-probabilities of a micro-batch.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The reference, or the policy with PEFT, whose adapter is off meanwhile.
+            inputs (`dict`):
+                Micro-batch of the collator.
+
+        Returns:
+            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions, `(B,)`.
+        """
+
+        def score(**kwargs: Any) -> SimpleNamespace:
+            return SimpleNamespace(log_probs=self._score(model, inputs).logps)
+
+        with same_weights_trained(self._unwrapped(self.model)):
+            return super().compute_ref_log_probs(score, _as_rows(inputs))
+
+    # Update
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any], compute_aux_loss: bool = False) -> Scores:
+        ids, mask, pairs = inputs["completion_ids"], inputs["completion_mask"], inputs["sequences"]
+        prompts = [*pairs, *pairs]
+        lengths = [len(ids) for ids in (*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs))]
+        packed = self.args.packing == "prefix" and self._policy.worth_packing(prompts, lengths, len(prompts))
+        return self._policy.score(model, prompts, ids, mask, packed=packed, compute_aux_loss=compute_aux_loss)
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        if return_outputs:
+            raise ValueError("No logits are kept, so that `compute_metrics` gets none; drop it.")
+        if self.args.self_check and self.model.training:
+            self.checks.on_pairs(model, inputs["sequences"], self.args.packing == "prefix")
+        if REFERENCE[0] not in inputs:
+            if self.args.precompute_ref_log_probs and self.ref_model is None and not is_peft_model(self.model):
+                raise ValueError(
+                    "`precompute_ref_log_probs=True` keeps no reference for a dataset that is passed to `evaluate`; "
+                    "pass it as `eval_dataset` to the trainer."
+                )
+            logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            inputs = inputs | dict(zip(REFERENCE, logps, strict=True))
+        scores = self._score(model, inputs, self.aux_loss_enabled)
+        outputs = SimpleNamespace(
+            log_probs=scores.logps,
+            entropy=scores.entropies,
+            is_top1=scores.top1 > 0,
+            mean_logits=scores.mean_logits,
+            log_sum_sq_probs=scores.log_sum_sq_probs,
+            aux_loss=scores.aux_loss,
+        )
+        loss = super()._compute_loss(lambda **kwargs: outputs, _as_rows(inputs), False)
+        if scores.deferred is None:
+            return loss
+        return self._backward_by_parts(model, loss, scores.deferred, self.current_gradient_accumulation_steps)
+
+    # Checkpoints and card
+
+    def _rollout_state(self) -> dict[str, Any]:
+        return {**super()._rollout_state(), "num_tokens": self._total_train_tokens}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        super()._load_rollout_state(state)
+        self._total_train_tokens = state["num_tokens"]
+
+    def _training_lines(self) -> list[tuple[str, str]]:
+        losses = " + ".join(
+            f"{weight} {name}" for name, weight in zip(self.loss_types, self.loss_weights, strict=True)
+        )
+        lines = [("Loss", f"`{losses}`"), ("`beta`", f"`{self.beta}`")]
+        lines += [("`learning_rate`", f"`{self.args.learning_rate}`")]
+        return [*lines, *common_lines(self.args.to_dict())]
+
+
+def _without_rows(dataset: Rows, processing_class: Processor) -> Rows:
+    """A row for TRL's constructor, which tokenizes it, or, with media, leaves it as it is."""
+    row = {"prompt": ["-"], "chosen": ["-"], "rejected": ["-"]}
+    rows = Dataset.from_dict(row | {"image": [None]} if isinstance(processing_class, ProcessorMixin) else row)
+    return rows.to_iterable_dataset() if isinstance(dataset, IterableDataset) else rows
+
+
+def _as_rows(inputs: dict[str, Any]) -> dict[str, Any]:
+    """
+    A micro-batch as TRL's loss reads it: completions behind a first token, which it doesn't score. `attention_mask`,
+    `(1, tokens)`, counts the tokens of padded rows, as TRL's does.
+    """
+    mask = inputs["completion_mask"]
+    n_tokens = int(2 * sum(map(len, inputs["sequences"])) + mask.sum())
+    return {
+        "input_ids": pad(inputs["completion_ids"], (1, 0)),
+        "completion_mask": pad(mask, (1, 0)),
+        "attention_mask": mask.new_ones(1, n_tokens),
+        **{name: inputs[name] for name in REFERENCE if name in inputs},
+    }

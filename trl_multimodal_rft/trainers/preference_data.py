@@ -1,0 +1,97 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""Rows of preferences: what a dataset must hold, and the collator that encodes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import ProcessorMixin
+from trl.data_utils import get_dataset_column_names
+
+from ..data.reading.refs import MediaError
+from ..data.rows.columns import MEDIA_COLUMNS
+from ..data.rows.row import Row
+from ..data.rows.unread import lists_columns, other_layout, prepared
+from ..encoding.supervised import PreferencePair
+from ..rollout.stream import EncodedRow
+from .setup import check_media_processor
+from .sft_data import SupervisedCollator
+
+
+# Log-probabilities of the reference, where they were computed before the run
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *MEDIA_COLUMNS, *REFERENCE)
+
+
+@dataclass
+class PreferenceCollator(SupervisedCollator):
+    """Encodes prompts once, with their media, and pads the completions of a micro-batch."""
+
+    chat_template = None  # the model's own
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """
+        A micro-batch.
+
+        Args:
+            rows (`Sequence`):
+                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+
+        Returns:
+            `dict`: `sequences` ([`~encoding.supervised.PreferencePair`]), length `B`; `completion_ids` and
+            `completion_mask`, `(2 * B, C)`, of all chosen completions before the rejected ones; and the reference's
+            log-probabilities, `(B,)`, if rows have them.
+        """
+        pairs = [
+            row.prompt if isinstance(row, EncodedRow) else self.encode(Row(place, row))
+            for place, row in enumerate(rows)
+        ]
+        stored = [row.stored if isinstance(row, EncodedRow) else row for row in rows]
+        ids = [torch.tensor(getattr(pair, name)) for name in ("chosen", "rejected") for pair in pairs]
+        batch = {
+            "sequences": pairs,
+            "completion_ids": pad_sequence(ids, batch_first=True),
+            "completion_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+        }
+        known = [name for name in REFERENCE if all(name in row for row in stored)]
+        return batch | {name: torch.tensor([row[name] for row in stored]) for name in known}
+
+    def encode(self, row: Row) -> PreferencePair:
+        """A row as a pair whose completions end at `max_length`, the prompt included."""
+        encoder = replace(self.encoder, template_kwargs=self._template_variables(row))
+        pair, longest = encoder.encode_preference(row), self.args.max_length
+        if longest is None:
+            return pair
+        if len(pair) >= longest:
+            raise MediaError(
+                f"row {row.row_index} has a prompt of {len(pair)} tokens with its media, which leaves none of "
+                f"`max_length` ({longest}) to the completions; raise it, make the media smaller, or leave such rows "
+                "out with `on_media_error='skip'`"
+            )
+        n = longest - len(pair)
+        return replace(pair, chosen=pair.chosen[:n], rejected=pair.rejected[:n])
+
+
+def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> None:
+    """Raises a `ValueError` for a dataset, or one of a dictionary of them, that has no preferences or is empty."""
+    if isinstance(dataset, dict):
+        for key, each in dataset.items():
+            check_preferences(each, key, collator)
+        return
+    if dataset is None or (isinstance(dataset, Dataset) and not lists_columns(dataset)):
+        return  # a transform gives others
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"The {name} dataset has no rows.")
+    columns = set(get_dataset_column_names(dataset))
+    media = sorted(columns & MEDIA_COLUMNS.keys() - set(collator.args.ignored_media_columns or ()))
+    if not isinstance(collator.processing_class, ProcessorMixin):
+        check_media_processor(collator.processing_class, dataset, media, name)
+    if not {"chosen", "rejected"} <= columns:
+        layout = other_layout(dataset.features or dict.fromkeys(columns))
+        remedy = "" if layout is None else f"; {prepared(layout)}"
+        raise ValueError(
+            f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`{remedy}."
+        )
