@@ -202,8 +202,8 @@ class SupervisedEncoder:
 
     def encode_preference(self, row: Row) -> PreferencePair:
         """
-        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end. Without
-        a `prompt`, it is what both completions start with.
+        Encodes a prompt once, with its media, and the completions `chosen` and `rejected`. Texts get their end.
+        Without a `prompt`, it is what both completions start with.
 
         Args:
             row ([`~data.rows.row.Row`]):

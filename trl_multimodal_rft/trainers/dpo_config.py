@@ -56,6 +56,6 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
         check_unused(self, _NOT_HERE, "DPO")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
-                "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; drop "
-                "one of them."
+                "`precompute_ref_log_probs=True` needs a reference that stays, and `sync_ref_model=True` moves it; "
+                "drop one of them."
             )

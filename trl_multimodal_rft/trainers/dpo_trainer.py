@@ -216,8 +216,8 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
         """Adds columns with the reference's log-probabilities to the datasets, after which none is in memory."""
         if self.ref_model is None and not is_unsharded(self.accelerator):
             raise ValueError(
-                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only when "
-                "training begins; drop the option."
+                "`precompute_ref_log_probs=True` would score with an adapter's model, which the engine shards only "
+                "when training begins; drop the option."
             )
         self.train_dataset = self._with_reference(self.train_dataset)
         if isinstance(self.eval_dataset, dict):

@@ -93,5 +93,6 @@ def check_preferences(dataset: Any, name: str, collator: PreferenceCollator) -> 
         layout = other_layout(dataset.features or dict.fromkeys(columns))
         remedy = "" if layout is None else f"; {prepared(layout)}"
         raise ValueError(
-            f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`{remedy}."
+            f"The {name} dataset has the columns {sorted(columns)}; it needs `prompt`, `chosen` and `rejected`"
+            f"{remedy}."
         )

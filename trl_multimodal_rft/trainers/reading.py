@@ -99,8 +99,8 @@ def reading_policy(
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
     if obstacle and packs:
         logger.warning(f"Rows are padded (see `packing`): {obstacle}.")
-    have_heads = all([add_fused_head(model, outputs=outputs) for model in models])
-    if not have_heads:
+    heads = [add_fused_head(model, outputs=outputs) for model in models]
+    if not all(heads):
         logger.warning(
             f"{models[0].config.model_type}: TRL's fused head doesn't know what the model does around its LM head, so "
             "log-probabilities are taken from its own logits, which needs more memory."
@@ -109,7 +109,7 @@ def reading_policy(
         install_encoder_attention(model)
         if not obstacle:  # padded rows, too, need what it corrects
             install_prefix_attention(model)
-    fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not have_heads)
+    fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(heads))
     return PolicyForward(
         accelerator, processor, fallbacks, max_tokens=args.max_tokens_per_microbatch, extra_outputs=outputs[2:]
     )
