@@ -180,13 +180,13 @@ def test_loss_and_gradient_are_those_of_the_paper(family, packing, tmp_path):
     )
     expected = -torch.nn.functional.logsigmoid(0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
     expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     found, own = (
         {name: p.grad for name, p in each.named_parameters() if p.grad is not None and p.grad.any()}
         for each in (trainer.model, plain)
     )
     assert found.keys() == own.keys() and len(own) > 20
-    assert relative_difference(own, found) < 1e-8
+    assert relative_difference(own, found) < 1e-5  # the head scores in float32
 
 
 # Runs
@@ -327,10 +327,10 @@ def test_datasets_and_options_are_refused(rows, options, message, tmp_path):
 
 
 def test_completions_end_at_max_length(tmp_path):
-    trainer = run_ours(text_pairs(2), tmp_path, max_length=24)
+    trainer = run_ours(text_pairs(2), tmp_path, max_length=20)
     whole = run_ours(text_pairs(2), tmp_path).data_collator([text_pairs(2)[0]])["sequences"][0]
     pair = trainer.data_collator([text_pairs(2)[0]])["sequences"][0]
-    n = 24 - len(pair)
+    n = 20 - len(pair)
     assert 0 < n < len(whole.chosen) and (pair.chosen, pair.rejected) == (whole.chosen[:n], whole.rejected[:n])
     with pytest.raises(MediaError, match=r"row 0 has a prompt of \d+ tokens .* none of `max_length` \(10\)"):
         run_ours(text_pairs(2), tmp_path, max_length=10).train()

@@ -156,6 +156,7 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
                 args=args,
                 data_collator=collator,
                 train_dataset=_without_rows(train_dataset, processing_class),
+                eval_dataset=None if eval_dataset is None else _without_rows(None, processing_class),
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
