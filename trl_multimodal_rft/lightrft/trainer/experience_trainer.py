@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -375,9 +375,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         }
         statistics = {}
         for name, values in columns.items():
-            of_values = {"mean": values.mean, "std": lambda of=values: of.std(correction=0)}
-            of_values |= {"min": values.min, "max": values.max}
-            statistics |= {f"{name}_{key}": function().item() for key, function in of_values.items() if len(values)}
+            if len(values):
+                std, mean = torch.std_mean(values, correction=0)
+                numbers = {"mean": mean, "std": std, "min": values.min(), "max": values.max()}
+                statistics |= {f"{name}_{key}": number.item() for key, number in numbers.items()}
         divergences = [item.kl for item in items if item.kl is not None]
         if divergences:
             statistics["kl"] = of_ranks(pad_sequence(divergences, batch_first=True)[mask.cpu()]).mean().item()
@@ -417,22 +418,18 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"one prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` ({args.num_generations}) "
                 "or a divisor of it."
             )
-        strategy = ExperienceConfig(
-            args.advantage_estimator,
-            n_samples_per_prompt=args.num_generations,
-            micro_rollout_batch_size=size,
-            kl_estimator="k1",
-            kl_in_reward=bool(args.kl_in_reward),
-            soft_overlong_cache=args.soft_overlong_cache,
-            reward_running_scale=args.reward_running_scale,
-            reward_clip_range=args.reward_clip_range,
-            bootstrap_truncated=args.bootstrap_truncated,
-            audio_overlong=args.audio_overlong,
-            progress=not args.disable_tqdm,
-            accelerator=self.accelerator,
-            ignored_media_columns=args.ignored_media_columns or (),
-            media_rules=args.rules,
-        )
+        shared = [each.name for each in fields(ExperienceConfig) if hasattr(args, each.name)]
+        options = {name: getattr(args, name) for name in shared} | {
+            "n_samples_per_prompt": args.num_generations,
+            "micro_rollout_batch_size": size,
+            "kl_estimator": "k1",
+            "kl_in_reward": bool(args.kl_in_reward),
+            "progress": not args.disable_tqdm,
+            "accelerator": self.accelerator,
+            "ignored_media_columns": args.ignored_media_columns or (),
+            "media_rules": args.rules,
+        }
+        strategy = ExperienceConfig(**options)
         maker = NaiveExperienceMaker(
             self.actor, self.critic, kl_controller=self._kl_controller, strategy=strategy, **arguments
         )
@@ -507,20 +504,11 @@ def evaluation_logs(
     maker: NaiveExperienceMaker, batches: Iterable[list[dict[str, Any]]], options: dict[str, Any]
 ) -> dict[str, float]:
     """Means over completions of all ranks' batches of rows, see [`PPOTrainerVL.evaluate`]."""
-    n = maker.strategy.n_samples_per_prompt
     values: dict[str, list[float]] = {"reward": [], "response_length": []}
-    for rows in batches:
-        rewards: list[float] = []
-        for samples in maker.generate_samples(rows, **options):
-            scored, metrics = maker.rewards(samples)
-            rewards += scored.tolist()
-            values["response_length"] += samples.response_length.tolist()
-            for name, numbers in metrics.items():
-                values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
-        values["reward"] += rewards
-        for start in range(0, len(rewards) if n > 1 else 0, n):
-            scorable = [reward for reward in rewards[start : start + n] if not math.isnan(reward)]
-            values.setdefault("reward_best", []).append(max(scorable, default=math.nan))
+    for samples in (samples for rows in batches for samples in maker.generate_samples(rows, **options)):
+        rewards, metrics = maker.rewards(samples)
+        for name, numbers in {"reward": rewards, "response_length": samples.response_length, **metrics}.items():
+            values.setdefault(name, []).extend(torch.as_tensor(numbers).flatten().tolist())
     values = of_all_ranks(values)
     results = {f"{name}_mean": mean(numbers) for name, numbers in values.items()}
     return {**results, "reward_std": std(values["reward"]), "num_samples": len(values["reward"])}
