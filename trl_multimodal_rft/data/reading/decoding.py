@@ -357,7 +357,7 @@ def encoded_source(ref: MediaRef) -> Any:
 
 
 def open_source(ref: MediaRef) -> BinaryIO:
-    return open_file(ref, fetch_file(ref, encoded_source(ref)))
+    return open_file(fetch_file(ref, encoded_source(ref)))
 
 
 def _as_numpy(values: np.ndarray | torch.Tensor | list) -> np.ndarray:
