@@ -226,7 +226,7 @@ def test_merged_attention_is_that_of_all_keys(with_prompt, sizes, monkeypatch):
     weights = torch.randn_like(expected)
     right = torch.autograd.grad((expected * weights).sum(), states)
     with cuda_path(monkeypatch):
-        output = kernels.merged_attention(*states, index, own, shared, scaling=0.3)
+        output = kernels.merged_attention(*states, index=index, own=own, shared=shared, scaling=0.3)
         found = torch.autograd.grad((output * weights).sum(), states)
     assert (output - expected).abs().max() <= 1e-12
     for a, b in zip(found, right, strict=True):

@@ -2,7 +2,7 @@
 """Attention over a packed row: each prompt once, then its branches, which attend to the prompt and themselves."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Unpack, cast
@@ -18,7 +18,7 @@ from ..families import family_of
 from . import kernels
 from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
-from .layout import PrefixLayout, Sequences
+from .layout import PrefixLayout
 from .states import gather_copies, install_prefix_states
 
 
@@ -50,7 +50,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     install_prefix_states(model)
     install_encoder_attention(model)
     decoder = model.get_decoder()
-    base = decoder.config._attn_implementation
+    base = decoder.config._attn_implementation or "eager"
     if base.startswith(_PREFIX) or base in _WRAPPED:
         return
     original = None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
@@ -68,10 +68,10 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
         base_attention = original or _eager_attention(module)
         if token_places is not None:
             query = _rescaled(module, query, token_places)
-        if prefix_layout is None:
-            with kernels.without_cudnn():
+        with kernels.without_cudnn():
+            if prefix_layout is None:
                 return base_attention(module, query, key, value, attention_mask, **options)
-        return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
+            return _prefix_attention(base_attention, base, module, query, key, value, prefix_layout, options)
 
     if "flash" in base:  # transformers loads these kernels by their name, so it must stay
         AttentionInterface.register(base, attention)
@@ -118,7 +118,7 @@ def without_masks(decoder: PreTrainedModel) -> Iterator[None]:
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Restores the attention implementations from before [`install_prefix_attention`] within the context."""
     config = model.get_decoder().config
-    name = config._attn_implementation
+    name = config._attn_implementation or "eager"
     config._attn_implementation = name.removeprefix(_PREFIX)
     try:
         with original_encoders(model):
@@ -160,19 +160,11 @@ def _prefix_attention(
         layout.states.setdefault(module, own)  # the recomputation of checkpointing calls this again
     window, with_prompts = layout.windows.get(kind, (None, False))
     takes_varlen = kind in layout.windows and _takes_varlen(base, query, value, options)
-    branches = None
+    branches = []
     if takes_varlen and layout.has_sequences(with_prompts):
-        # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
-        merges = window is None and _fits_torch(query, value, options)
-        shared = layout.shared_sequences(with_prompts) if merges else None
-        if shared is None:
-            key, value = _joined(shared_states, own)
-            sequences = layout.sequences(window, with_prompts)
-            branches = _varlen_attention(base, query, key, value, *sequences, window, options)
-        else:
-            branches = _merged_attention(query, *own, *shared_states, *shared, options.get("scaling"))
+        branches = [_varlen_attention(base, query, own, shared_states, layout, window, with_prompts, options)]
         if with_prompts:
-            return branches[None], None
+            return branches[0][None], None
     if base != "eager":  # flash kernels take no custom mask, flex attention no causal attention without one
         base_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -199,8 +191,7 @@ def _prefix_attention(
         if block.starts:
             queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
             prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
-            with kernels.without_cudnn():
-                output, _ = base_attention(module, *prompts, prompt_mask, **options)
+            output, _ = base_attention(module, *prompts, prompt_mask, **options)
             if local:
                 output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
@@ -208,16 +199,13 @@ def _prefix_attention(
             continue
         keys = block.key_index[:, block.unseen_keys(kind) :]
         states = _gather(query, block.branch_index), _gather(key, keys), _gather(value, keys)
-        with kernels.without_cudnn():
-            if groups > 1:
-                output = _grouped_attention(*states, branch_mask, groups, options)
-            else:
-                output, _ = base_attention(module, *states, branch_mask, **options)
+        if groups > 1:
+            output = _grouped_attention(*states, branch_mask, groups, options)
+        else:
+            output, _ = base_attention(module, *states, branch_mask, **options)
         outputs.append(output.flatten(0, 1))
-    if takes_varlen:
-        outputs += [] if branches is None else [branches]
-        return torch.cat(outputs).index_select(0, layout.restore_sequences)[None], None
-    return torch.cat(outputs).index_select(0, layout.restore_index)[None], None
+    restore_index = layout.restore_sequences if takes_varlen else layout.restore_index
+    return torch.cat(outputs + branches).index_select(0, restore_index)[None], None
 
 
 def _grouped_attention(
@@ -266,53 +254,48 @@ def _fits_torch(query: torch.Tensor, value: torch.Tensor, options: AttentionOpti
 
 def _joined(
     known: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
-) -> Sequence[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a row behind known ones, if these are others."""
-    return own if known is own else [torch.cat(each, dim=2) for each in zip(known, own, strict=True)]
-
-
-def _merged_attention(
-    query: torch.Tensor,
-    own_key: torch.Tensor,
-    own_value: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: torch.Tensor | None,
-    own: Sequences,
-    index: torch.Tensor | None,
-    shared_index: torch.Tensor,
-    shared: Sequences,
-    scaling: float | None,
-) -> torch.Tensor:
-    """As [`_varlen_attention`], with keys that are shared in a call of their own, without copies for completions."""
-    query, own_key, own_value, key, value = (
-        states.squeeze(0).transpose(0, 1) for states in (query, own_key, own_value, key, value)
-    )
-    if rows is not None:
-        query, own_key, own_value = (states.index_select(0, rows) for states in (query, own_key, own_value))
-    key, value = gather_copies(key, shared_index), gather_copies(value, shared_index)
-    return kernels.merged_attention(query, own_key, own_value, key, value, index, own, shared, scaling=scaling)
+    return own if known is own else (torch.cat([known[0], own[0]], dim=2), torch.cat([known[1], own[1]], dim=2))
 
 
 def _varlen_attention(
     base: str,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    queries: torch.Tensor | None,
-    keys: torch.Tensor,
-    sequences: Sequences,
+    own: tuple[torch.Tensor, torch.Tensor],
+    shared: tuple[torch.Tensor, torch.Tensor],
+    layout: PrefixLayout,
     window: int | None,
+    with_prompts: bool,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention `(Q, heads, head_dim)` of the row's tokens at `queries` to those at `keys`, in these sequences."""
+    """Attention `(Q, heads, head_dim)` of the sequences of a row, from its keys and values, and those they share."""
+
+    def select(states: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        return states if index is None else states.index_select(0, index)
+
+    # Torch's kernel has the log-sum-exp that merges attention to a prompt and to a completion
+    merges = window is None and _fits_torch(query, own[1], options)
+    calls = layout.shared_sequences(with_prompts) if merges else None
+    if calls is None:
+        own = shared = _joined(shared, own)
     # `(T, heads, head_dim)`; grouped-query attention needs no repeated keys here
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    query, *states = (each.squeeze(0).transpose(0, 1) for each in (query, *own, *shared))
+    if calls is not None:
+        rows, own_sequences, continuing, keys, shared_sequences = calls
+        return kernels.merged_attention(
+            *(select(each, rows) for each in (query, *states[:2])),
+            *(gather_copies(each, keys) for each in states[2:]),
+            index=continuing,
+            own=own_sequences,
+            shared=shared_sequences,
+            scaling=options.get("scaling"),
+        )
+    queries, keys, sequences = layout.sequences(window, with_prompts)
     return kernels.varlen_attention(
-        query if queries is None else query.index_select(0, queries),
-        gather_copies(key, keys),
-        gather_copies(value, keys),
-        sequences,
+        select(query, queries),
+        *(gather_copies(each, keys) for each in states[:2]),
+        sequences=sequences,
         scaling=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         softcap=options.get("softcap"),

@@ -50,14 +50,16 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     weights may be on any device, or not loaded yet. Returns `None` for anything but scale and soft cap, such as logits
     that are left out.
     """
-    head, backbone = model.get_output_embeddings(), _backbone(model)
+    head, backbone = cast(nn.Linear | None, model.get_output_embeddings()), _backbone(model)
+    if head is None or backbone is None:
+        return None
     # TRL projects with the weight and skips the head's forward, such as that of an adapter's layer. PEFT's wrapper of
     # a module in `modules_to_save` has the weight of the active copy.
     if hasattr(head, "modules_to_save"):
         plain = all(_is_plain(each) for each in [head.original_module, *head.modules_to_save.values()])
     else:
         plain = _is_plain(head)
-    if not plain or backbone is None:
+    if not plain:
         return None
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     states = torch.tensor(_STATES, device=device, dtype=torch.double).repeat(head.in_features)[: head.in_features]
@@ -146,7 +148,7 @@ def add_fused_head(
         if shift_labels is None:
             assert labels is not None
             states, shift_labels = states[:, :-1], labels[:, 1:]
-        head = self.get_output_embeddings()
+        head = cast(nn.Linear, self.get_output_embeddings())
         scored = _fused_scores(
             states, shift_labels, label_index, head, known, temperature, cast_lm_head_to_fp32, outputs
         )
@@ -312,7 +314,7 @@ class _BackboneOutput:
         return self.last_hidden_state if index in (0, "last_hidden_state") else None
 
 
-def _is_plain(head: nn.Module | None) -> bool:
+def _is_plain(head: nn.Module | torch.Tensor) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 

@@ -35,8 +35,8 @@ def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sequences: Sequences,
     *,
+    sequences: Sequences,
     scaling: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
@@ -77,10 +77,10 @@ def merged_attention(
     value: torch.Tensor,
     shared_key: torch.Tensor,
     shared_value: torch.Tensor,
+    *,
     index: torch.Tensor | None,
     own: Sequences,
     shared: Sequences,
-    *,
     scaling: float | None = None,
 ) -> torch.Tensor:
     """

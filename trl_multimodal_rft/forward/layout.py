@@ -269,18 +269,13 @@ class PrefixLayout:
         """
         key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
         if key not in self._masks:
+            prompts = branches = None
             plain = all(linear[kind] is None for linear in block.linear)
-            if not (with_prompts and block.starts):
-                prompts = None
-            elif not plain:
+            if with_prompts and block.starts and not (plain and is_causal):
                 prompts = self._prompt_masks(block, kind, dtype)
-            else:
-                prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
-            if not with_branches:
-                branches = None
-            elif plain and len(set(block.sizes)) == 1:
-                branches = self._causal_mask("branches", block, dtype, groups)
-            else:
+            if with_branches and plain and len(set(block.sizes)) == 1:
+                branches = self._causal_mask(block, dtype, groups)
+            elif with_branches:
                 branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
             self._masks[key] = (prompts, branches)
         return self._masks[key]
@@ -289,20 +284,16 @@ class PrefixLayout:
     def _masks(self) -> dict:
         return {}
 
-    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-        """A view of one mask for blocks of all sizes, unless separate masks are smaller in total."""
+    def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
+        """The mask of a block's branches: a view of one for all blocks whose prompts are of equal length."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
             """Keys before that of the first query, and queries."""
-            queries = block.branch_index.size(1)
-            return (0, block.prompt_index.size(1)) if part == "prompts" else (max(block.sizes) - 1, queries)
+            return block.sizes[0] - 1, block.branch_index.size(1)
 
-        shapes = [shape(b) for b in self.blocks if (b.starts if part == "prompts" else len(set(b.sizes)) == 1)]
+        shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
-        key = (part, dtype, groups)
-        if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
-            key, shapes = (*key, shape(block)), [shape(block)]
-            [(most, rows)] = shapes
+        key = ("branches", dtype, groups)
         if key not in self._masks:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
             masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
@@ -315,6 +306,8 @@ class PrefixLayout:
 
     def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
         n, width = block.prompt_index.shape
+        if all(linear[kind] is None for linear in block.linear):  # one for all, as no token sees padding behind it
+            return self._hidden(1, width, width, dtype).triu_(1)[:, None]
         masks = self._hidden(n, width, width, dtype)
         masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
         for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):

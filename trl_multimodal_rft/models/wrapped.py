@@ -48,6 +48,7 @@ def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) ->
         handles = [backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))]
     else:
         head = head or model.get_decoder().get_output_embeddings()
+        assert head is not None
         handles = [head.register_forward_pre_hook(take)]
         if instead_of_logits:
             handles.append(model.register_forward_hook(give_away))
