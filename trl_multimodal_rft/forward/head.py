@@ -1,11 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A fused LM head with TRL's kernel, and the scale and soft cap of a model's logits."""
 
-import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +22,8 @@ from trl.trainer.utils import (
     maybe_gather_lm_head_ctx,
     selective_log_softmax_and_entropy,
 )
+
+from ..models.wrapped import replaced_method
 
 
 # Exact in half precision: states that a norm would change, a range of logits, and a logit too small for a soft cap
@@ -46,7 +47,7 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
     Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
 
-    The model's own forward runs on a copy whose backbone and head return known values. No weight takes part, so that
+    The forward of the model's class runs while backbone and head return known values. No weight takes part, so that
     weights may be on any device, or not loaded yet. Returns `None` for anything but scale and soft cap, such as logits
     that are left out.
     """
@@ -68,13 +69,13 @@ def head_rule(model: PreTrainedModel) -> HeadRule | None:
     logits = torch.stack([logits, torch.full_like(logits, _SMALL)])[None]
     taken = []
     ids = torch.zeros(states.shape[:2], dtype=torch.long, device=device)
-    replaced = {
-        backbone: _with_forward(backbone, lambda *args, **kwargs: _BackboneOutput(states)),
-        head: _with_forward(head, lambda given: taken.append(given) or logits.clone()),
-    }
     try:
-        with torch.no_grad():
-            result = _with_modules(model, replaced)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        with (
+            torch.no_grad(),
+            replaced_method(backbone, "forward", lambda *args, **kwargs: _BackboneOutput(states)),
+            replaced_method(head, "forward", lambda given: taken.append(given) or logits.clone()),
+        ):
+            result = type(model).forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     except Exception:  # such as in a forward that requires media
         return None
     if [given.shape for given in taken] != [states.shape] or result.shape != logits.shape:
@@ -264,40 +265,14 @@ def run_backbone(
     if model.base_model is not model:
         output = model.base_model(*args, **kwargs)
         return output, output.last_hidden_state
-    backbone, head, taken = _backbone(model), vars(model.get_output_embeddings()), []
-    assert backbone is not None
-    own = {"forward": head["forward"]} if "forward" in head else {}
+    backbone, head, taken = _backbone(model), model.get_output_embeddings(), []
+    assert backbone is not None and head is not None
     hook = backbone.register_forward_hook(lambda module, given, output: taken.append(output.last_hidden_state))
-    head["forward"] = lambda states: states
     try:
-        return forward(*args, **kwargs), taken[-1]
+        with replaced_method(head, "forward", lambda states: states):
+            return forward(*args, **kwargs), taken[-1]
     finally:
         hook.remove()
-        del head["forward"]
-        head.update(own)
-
-
-def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
-    """A shallow copy of a module with another forward."""
-    copied = copy.copy(module)
-    copied.forward = forward
-    return copied
-
-
-def _with_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """
-    A model with some submodules replaced. Modules that hold them are shallow copies, with the forwards of their
-    classes.
-    """
-    if module in replaced:
-        return replaced[module]
-    children = {name: child and _with_modules(child, replaced) for name, child in module._modules.items()}
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    copied = copy.copy(module)
-    copied._modules = children
-    vars(copied).pop("forward", None)
-    return copied
 
 
 class _BackboneOutput:
