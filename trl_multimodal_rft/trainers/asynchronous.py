@@ -19,7 +19,7 @@ from ..generation.vllm_requests import ServerSample
 from ..generation.vllm_server import on_all_ranks, server_features
 from ..rollout.collect import complete
 from ..rollout.in_flight import InFlight, Key, request_keys
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, only_waits, reward_early
 from ..rollout.rollout import EarlyRewards, Flight, Rollout
 from ..rollout.samplers import Samples, VLLMSampler

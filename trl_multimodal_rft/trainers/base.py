@@ -21,7 +21,7 @@ from trl.trainer.utils import is_async_callable, use_adapter
 
 from ..algorithms.losses import LossOutput
 from ..algorithms.metrics import PendingMetrics
-from ..checks.checks import Checks
+from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, repeat_order
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import restore_media
@@ -39,7 +39,7 @@ from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.collect import complete, take_custom_rollout
 from ..rollout.environments import Environments, rows_for_environments, template_for_tools
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.ranks import any_rank, arranged, rank_metrics
 from ..rollout.rollout import Rollout, TRLInputs
 from ..rollout.samplers import Sampler, VLLMSampler

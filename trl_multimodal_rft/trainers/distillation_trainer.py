@@ -18,10 +18,10 @@ from ..data.rows.columns import TEACHER_COLUMNS
 from ..forward.scores import Scores
 from ..models.wrapped import unwrapped
 from ..reporting.model_card import common_lines, in_code
+from ..rollout.collect import continued
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.stream import EncodedRow
-from ..rollout.views import continued
 from .base import MultimodalTrainer
 from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage

@@ -11,7 +11,7 @@ from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
 from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
-from ..rollout.views import LossView, view_option
+from ..rollout.view_options import LossView, view_option
 from ..spelling import read_settings, split_settings
 from .arguments import check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling

@@ -23,9 +23,9 @@ from ..algorithms.metrics import Window, log_metrics, token_mean
 from ..algorithms.shaping import RunningScale
 from ..forward.scores import Scores
 from ..rewards.checks import distinct_names
-from ..rollout.advantages import has_signal, is_std_zero, normalize_then_sum, weighted_sum
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import gather_rows, local_rows
+from ..rollout.reward import has_signal, is_std_zero, normalize_then_sum, weighted_sum
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from ..rollout.token_filter import TokenFilter

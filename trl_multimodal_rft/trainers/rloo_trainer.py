@@ -15,9 +15,9 @@ from trl.trainer.rloo_trainer import RewardFunc
 from ..algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ..algorithms.metrics import rank_mean, scored_mean
 from ..forward.scores import Scores
-from ..rollout.advantages import has_signal, is_std_zero, leave_one_out, weighted_sum
 from ..rollout.groups import group_exchange
 from ..rollout.ranks import local_rows, sum_over_ranks
+from ..rollout.reward import has_signal, is_std_zero, leave_one_out, weighted_sum
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
 from .base import MultimodalTrainer

@@ -20,10 +20,9 @@ from ..reporting.events import EventPart
 from ..reporting.hints import EqualRewardsHint
 from ..reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ..reporting.model_card import CardNotes
-from ..rollout.advantages import out_of_range
 from ..rollout.collect import template_tools
 from ..rollout.ranks import local_rows, sum_over_ranks
-from ..rollout.reward import reward_metrics
+from ..rollout.reward import out_of_range, reward_metrics
 from ..rollout.rollout import Rollout, known
 from ..views import View
 from .run import Run

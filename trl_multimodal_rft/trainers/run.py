@@ -13,13 +13,13 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainerState
 
-from ..checks.checks import Checks
+from ..checks.run_checks import Checks
 from ..data.reading.rules import MediaRules
 from ..policy import PolicyForward
 from ..rewards.checks import missing_instructions
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.ranks import any_rank
 from ..rollout.reward import checked_functions, reward_rollout
 from ..rollout.rollout import Rollout

@@ -56,7 +56,7 @@ from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, training_obstacle
 from ..rewards.model import RewardModel
 from ..rollout.environments import Environments
-from ..rollout.views import LossView
+from ..rollout.view_options import LossView
 from .arguments import check_output_dir, refuse_classes, refuse_split_models
 from .configs import SamplingConfig, TrainerConfig, mapping
 from .run import Run

@@ -23,7 +23,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..checks.checks import Checks
+from ..checks.run_checks import Checks
 from ..data.rows.batches import BatchShape, seeded_order
 from ..data.rows.columns import MEDIA_COLUMNS, rows_to_messages
 from ..data.rows.features import undecoded

@@ -10,11 +10,12 @@ from torch import nn
 from ..algorithms.shaping import contrast_bonus
 from ..encoding.prompts import EncodedPrompt
 from ..generation.transformers import Branches
+from ..rollout.collect import view_prompts
 from ..rollout.ranks import any_rank
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler, Samples
 from ..rollout.turns import without_tools
-from ..rollout.views import as_schedule, last_of_groups, view_prompts
+from ..rollout.view_options import as_schedule, last_of_groups
 from ..views import View
 from .run import Run
 

@@ -23,7 +23,7 @@ from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...forward.inputs import left_pad
 from ...models.modes import evaluation_mode
-from ...rollout.prompts import PromptEncoder
+from ...rollout.prompt_encoder import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
