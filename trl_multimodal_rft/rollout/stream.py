@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 # In the output folder
 SKIPPED_ROWS = "skipped_rows.jsonl"
 
-# `max_skipped_rows` as a share is of this many rows of a stream
+# `max_rows` of `on_media_error` as a share is of this many rows of a stream
 _STREAM_LENGTH = 1000
 
 
@@ -211,7 +211,7 @@ class RowStream:
         return dataset.remove_columns([name for name in dataset.column_names if name not in self._columns])
 
     def _check_whole_groups(self, shape: BatchShape) -> None:
-        if self._args.on_media_error == "skip" and shape.size % shape.completions != 0:
+        if self._args.unreadable_rows.action == "skip" and shape.size % shape.completions != 0:
             raise ValueError(
                 "With `on_media_error='skip'` and a stream, a rank replaces a row that can't be read by one of its "
                 f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
@@ -236,7 +236,7 @@ class RowStream:
         first = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         numbers = [*map(_number, batch.keys)]
         begins = [i == 0 or (first + i) % completions == 0 or numbers[i] != numbers[i - 1] for i in range(len(batch))]
-        skips, n_failed = training and self._args.on_media_error == "skip", 0
+        skips, n_failed = training and self._args.unreadable_rows.action == "skip", 0
         read: dict[int, _Read] = {}  # by the place at which a group begins
         while True:
             failed = {}
@@ -325,16 +325,17 @@ class RowStream:
                 for row, error in failures.items():
                     entry = {"step": self._state().global_step, "split": split, "row": row, "error": error}
                     lines.write(json.dumps(entry) + "\n")
-        if len(skipped) > skip_limit(self._args.max_skipped_rows, n_rows):
+        rule = self._args.unreadable_rows
+        if len(skipped) > rule.limit(n_rows):
             raise MediaError(
-                f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({self._args.max_skipped_rows:g}) "
+                f"{len(skipped)} rows can't be read, more than `max_rows` ({rule.max_rows:g}) of `on_media_error` "
                 f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return failures
 
     def _find_unreadable(self, dataset: Any, rows: Iterable[Row]) -> dict[int, str]:
         """The rows to evaluate that can't be read: once per dataset, all are read, each on one rank."""
-        if self._args.on_media_error != "skip" or self._encode is None:
+        if self._args.unreadable_rows.action != "skip" or self._encode is None:
             return {}
         if dataset not in self._unreadable:
             failed: dict[int, str] = {}
@@ -416,7 +417,3 @@ def other_row(row: int, skipped: Collection[int], n_rows: int, seed: int) -> int
         raise ValueError("None of the dataset's rows can be read.")
     drawn = (random.Random(f"{seed} {row} {attempt}").randrange(n_rows) for attempt in count())
     return next(each for each in drawn if each not in skipped)
-
-
-def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
-    return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))

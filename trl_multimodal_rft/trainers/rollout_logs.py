@@ -163,7 +163,7 @@ def media_log(run: Run) -> MediaLog | None:
     if not args.log_completions:
         return None
     most = args.max_logged_media if args.log_multimodal else 0
-    return MediaLog(args.generation_batch_size, most, args.max_logged_megabytes, run.accelerator)
+    return MediaLog(args.generation_batch_size, most, run.accelerator)
 
 
 def media_callback(
