@@ -55,7 +55,7 @@ from trl_multimodal_rft.data.rows.prefetch import PrefetchPool
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rollout import stream
-from trl_multimodal_rft.rollout.stream import other_row, skip_limit
+from trl_multimodal_rft.rollout.stream import UnreadableRows, other_row
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):
@@ -540,7 +540,7 @@ def test_other_rows_are_the_same_everywhere():
     assert len({other_row(2, skipped, 1000, seed) for seed in range(20)}) > 10
     with pytest.raises(ValueError, match="None of the dataset's rows"):
         other_row(0, range(8), 8, seed=0)
-    assert [skip_limit(share, 50) for share in (0.1, 0.001, 1, 7)] == [5, 1, 1, 7]
+    assert [UnreadableRows("skip", share).limit(50) for share in (0.1, 0.001, 1, 7)] == [5, 1, 1, 7]
 
 
 def test_evaluation_leaves_out_what_it_cannot_read():

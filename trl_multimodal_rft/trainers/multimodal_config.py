@@ -13,8 +13,8 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
 from ..data.rows.unread import check_ignored
+from ..rollout.stream import UnreadableRows, unreadable_rows
 from ..rollout.views import ContrastView, RolloutView, as_schedule, view_option
-from ..spelling import read_settings
 from .arguments import (
     KnownKeywords,
     Needs,
@@ -28,18 +28,6 @@ from .arguments import (
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class UnreadableRows:
-    """The option `on_media_error`."""
-
-    action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf]"] = 0.1  # that may be skipped, below 1 as a share
-
-    def limit(self, n_rows: int) -> int:
-        """How many of a dataset's rows may be skipped."""
-        return int(self.max_rows) if self.max_rows >= 1 else max(1, int(self.max_rows * n_rows))
 
 
 @help_from_docstring
@@ -179,7 +167,7 @@ class MediaArguments(KnownKeywords):
     @property
     def unreadable_rows(self) -> UnreadableRows:
         """What happens to rows that can't be read."""
-        return read_settings(UnreadableRows, "on_media_error", self.on_media_error)
+        return unreadable_rows(self.on_media_error)
 
     def __getstate__(self):
         # Saved with the model, and published with it
