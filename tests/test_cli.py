@@ -119,7 +119,7 @@ MISTAKES = [
     (["check", "--dataset", "x", "--model", "y"], 2, "no option `--dataset`. Did you mean `--dataset_name`?"),
     (["estimate", "--model", "y"], 2, "no option `--model`. Did you mean `--model_name_or_path`?"),
     (["check"], 2, "the following arguments are required: --dataset_name, --model_name_or_path"),
-    (["chat"], 2, "one of the arguments model_name_or_path --model_name_or_path is required"),
+    (["chat"], 2, "one of the arguments model_name_or_path is required"),
     (["prepare", "avqaa", "x", "--output_dir", "y"], 2, "invalid choice: 'avqaa' (choose from 'avqa', "),
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),

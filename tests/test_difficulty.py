@@ -15,7 +15,7 @@ from helpers.trainer_utils import InjectedOurs, Recorded, Recording, image_rows,
 
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.difficulty import DifficultySampler, difficulty_sampler
-from trl_multimodal_rft.rollout.advantages import out_of_range
+from trl_multimodal_rft.rollout.reward import out_of_range
 from trl_multimodal_rft.scripts import filter
 from trl_multimodal_rft.scripts.arguments import parse
 

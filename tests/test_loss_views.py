@@ -25,7 +25,7 @@ from peft import LoraConfig
 from torch.testing import assert_close
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalPPOTrainer
-from trl_multimodal_rft.algorithms.views import relevance_weights
+from trl_multimodal_rft.algorithms.entropy import relevance_weights
 from trl_multimodal_rft.views import as_view
 
 

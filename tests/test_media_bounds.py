@@ -1,11 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The cost of decoding, whatever a file claims. Decoding in pieces equals decoding the whole."""
 
-import gzip
 import io
 import re
 import struct
-import tarfile
 import threading
 import time
 import tracemalloc
@@ -81,9 +79,9 @@ def refused(message, source, most, rules=DEFAULT_RULES):
 
 @pytest.mark.parametrize("rate", [8000, 16000, 44100])
 @pytest.mark.parametrize("name", ["WAV", "FLAC", "MP3", "OGG", "AIFF"])
-def test_pieces_are_the_whole(name, rate, monkeypatch):
-    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 9001)
-    data, rounding = sound_file(noise(2.5, rate), rate, name), 3e-6 if name == "MP3" else 0  # decoded by FFmpeg
+def test_pieces_are_the_whole(name, rate):
+    """As libsndfile reads them; FFmpeg has another decoder of MP3 and of Vorbis."""
+    data, rounding = sound_file(noise(2.5, rate), rate, name), {"MP3": 3e-6, "OGG": 1e-6}.get(name, 0)
     with soundfile.SoundFile(io.BytesIO(data)) as sound:
         whole = sound.read(dtype="float32")
     for window, overlong in ((None, "raise"), (1.3, "truncate"), (9.0, "truncate")):
@@ -316,26 +314,17 @@ def test_a_document_starts_no_program(tmp_path, monkeypatch):
 # Compressed files, and files of another type
 
 
-def packed_zeros(kind, size, folder):
+def packed_zeros(size, folder):
     """Returns a link to a file of zeros in an archive a thousand times smaller."""
-    path = folder / f"bomb.{kind}"
-    if kind == "zip":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("i.png", bytes(size))
-    elif kind == "tar":
-        with tarfile.open(path, "w:gz") as archive:
-            member = tarfile.TarInfo("i.png")
-            member.size = size
-            archive.addfile(member, io.BytesIO(bytes(size)))
-    else:
-        path.write_bytes(gzip.compress(bytes(size)))
+    path = folder / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("i.png", bytes(size))
     assert path.stat().st_size < size / 500
-    return f"{kind}://i.png::{path}"
+    return f"zip://i.png::{path}"
 
 
-@pytest.mark.parametrize("kind", ["zip", "tar", "gzip"])
-def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
-    link = packed_zeros(kind, 60_000_000, tmp_path)
+def test_what_is_unpacked_has_a_largest_size(tmp_path):
+    link = packed_zeros(60_000_000, tmp_path)
     for most, message, held in (
         (10_000_000, "more than .* bytes; remove the row or raise `max_media_bytes`", 20e6),
         (60_000_000, "cannot read", 90e6),  # once, plus the spare room of a buffer
@@ -344,26 +333,17 @@ def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
 
 
 def test_headers_of_archives_that_lie_are_long_or_are_many(tmp_path):
-    link = packed_zeros("zip", 30_000_000, tmp_path)
+    link = packed_zeros(30_000_000, tmp_path)
     data = (tmp_path / "bomb.zip").read_bytes()
     (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 30_000_000), struct.pack("<I", 1000)))
     refused("row 3, column 'image'", link, 10e6)
-    # A tar with a name of 80 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes
-    member = tarfile.TarInfo("i.png")
-    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 80_000_000
-    with gzip.open(tmp_path / "a.tar", "wb") as file:
-        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(80_000_000))
+    # A list of files of 80 MB
     listed = b"PK\1\2" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
     count = 80_000_000 // len(listed)
     end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 65535, 65535, count * len(listed), 0, 0)
-    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        archive.writestr("a.zip", listed * count + end)
-    for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
-        refused("the archive has .* bytes of headers; split it", link, 40e6)
-    with gzip.open(tmp_path / "a.tar", "wb") as file:
-        file.write(tarfile.TarInfo("other.png").tobuf() * 20_000 + bytes(1024))
-    message = "no file 'i.png' in the archive; correct the name or remove the row"
-    refused(message, f"tar://i.png::{tmp_path / 'a.tar'}", 8e6)
+    with open(tmp_path / "b.zip", "wb") as file:
+        file.write(listed * count + end)
+    refused("the archive has .* bytes of headers; split it", f"zip://a::{tmp_path / 'b.zip'}", 40e6)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -410,34 +390,6 @@ def test_unpacking_ends_with_its_time(tmp_path):
     assert len(reads) == count > 0
 
 
-@pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
-def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
-    """Its stream is intact and holds fewer bytes."""
-    width, height = 37, 23
-    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-    sizes = [
-        (len(range(x, width, across)), len(range(y, height, down)))
-        for x, y, across, down in (passes if interlaced else [(0, 0, 1, 1)])
-    ]
-    rows = b"".join(b"\0" + b"\x55" * -(-columns * depth * channels // 8) for columns, n in sizes for _ in range(n))
-
-    def png(pixels):
-        def chunk(kind, data):
-            return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-        head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
-        stream = zlib.compress(pixels)
-        parts = chunk(b"IHDR", head), chunk(b"IDAT", stream[:9]), chunk(b"IDAT", stream[9:]), chunk(b"IEND", b"")
-        return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-    if (color, depth) != (0, 16):  # it has no known scale
-        assert load_image(ref("image", png(rows))).size == (width, height)
-    for n in (len(rows) - 1, len(rows) // 2, 0):
-        with pytest.raises(MediaError, match=f"the image is cut off: {n} of {len(rows)} bytes of pixels; repair it"):
-            load_image(ref("image", png(rows[:n])))
-
-
 @pytest.mark.parametrize("name", ["GIF", "PNG", "TIFF", "WEBP"])
 def test_only_the_first_of_several_images_is_decoded(name):
     first, *others = (Image.new("RGB", (600, 500), (i, 40, 90)) for i in range(0, 240, 8))
@@ -463,8 +415,6 @@ def gif():
 WHOLE = {
     "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
     "wav adpcm": lambda: sound_file(noise(1.0, RATE, 1), RATE, "WAV", subtype="IMA_ADPCM"),
-    "rf64": lambda: sound_file(noise(1.0, RATE), RATE, "RF64"),
-    "rf64 of ffmpeg": lambda: av_sound("wav", "pcm_s16le", mux={"rf64": "always"}),
     "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
     "flac": lambda: sound_file(noise(2.0, RATE), RATE, "FLAC"),
     "flac of ffmpeg": lambda: av_sound("flac", "flac"),
@@ -475,7 +425,6 @@ WHOLE = {
     "m4a": lambda: av_sound("mp4", "aac"),
     "m4a in fragments": lambda: av_sound("mp4", "aac", mux={"movflags": "frag_every_frame+empty_moov"}),
     "mka": lambda: av_sound("matroska", "aac"),
-    "flv of sound": lambda: av_sound("flv", "aac"),
     "tta": lambda: av_sound("tta", "tta"),
     "wavpack": lambda: av_sound("wv", "wavpack", seconds=5),
     "mp4": video_file,
@@ -485,7 +434,6 @@ WHOLE = {
     "mkv": lambda: video_file("matroska"),
     "webm": lambda: video_file("webm", "libvpx-vp9"),
     "avi": lambda: video_file("avi", "mpeg4"),
-    "flv": lambda: video_file("flv", "flv"),
     "gif": gif,
 }
 VIDEOS = tuple(WHOLE)[tuple(WHOLE).index("mp4") :]
@@ -529,7 +477,7 @@ def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
             assert len(whole) == sum(1 for _ in container.decode(video=0))
 
 
-@pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif", "flv"])
+@pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif"])
 def test_tags_around_a_file_are_no_part_of_it(name):
     """Only MP3 starts with a tag, but no format takes a tag for a part of the following data."""
     kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
@@ -599,8 +547,7 @@ def test_streams_without_a_length_and_damaged_files():
         load_audio(ref("audio", data[: len(data) // 2]), RATE)
 
 
-def test_channels_that_cancel_each_other_out_are_named_after_all_pieces(monkeypatch):
-    monkeypatch.setattr(decoding, "_SAMPLES_AT_ONCE", 9001)
+def test_channels_that_cancel_each_other_out_are_named_after_all_pieces():
     quiet = noise(2.0, RATE, 1)
     opposite = np.concatenate([quiet, -quiet], axis=1)
     all_of_it = sound_file(opposite, RATE, "FLAC")

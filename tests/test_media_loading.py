@@ -330,7 +330,7 @@ def test_corrupt_and_empty_audio_files_are_named(tmp_path, decoder):
         load_audio(ref("audio", tmp_path / "a.wav"), RATE)
 
 
-@pytest.mark.parametrize(("module", "source"), [("soundfile", b"RIFF"), ("soxr", (SAMPLES, 8000))])
+@pytest.mark.parametrize(("module", "source"), [("av", b"RIFF"), ("soxr", (SAMPLES, 8000))])
 def test_missing_audio_libraries_are_named(monkeypatch, module, source):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf'{module} .*pip install "trl-multimodal-rft\[audio\]"'):

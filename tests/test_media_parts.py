@@ -115,24 +115,6 @@ def test_opus_starts_and_ends_as_it_was_recorded(name, application, rate):
     assert len(samples) == len(recorded) and abs(np.argmax(lags) - 400) < 4
 
 
-# Chunks
-
-
-def chunk(name, data):
-    return name + struct.pack("<I", len(data)) + data
-
-
-@pytest.mark.parametrize("kind", ["WAV", "RF64"])
-@pytest.mark.parametrize("between", [b"", chunk(b"LIST", b"INFOISFT\4\0\0\0none")])
-def test_a_second_chunk_of_samples_is_named(kind, between):
-    """libsndfile and FFmpeg read the second one only."""
-    data = sound_file((noise(0.5) * 32768).astype(np.int16), RATE, kind)
-    start = data.index(b"data")
-    with pytest.raises(MediaError, match="row 3, column 'audio': .*decoders read one of its 'data' chunks"):
-        load(ref("audio", data + between + data[start:]))
-    assert len(load(ref("audio", data + between))) == RATE // 2
-
-
 # Videos
 
 
@@ -186,59 +168,6 @@ def test_the_largest_of_several_videos_is_shown(name, sizes, chosen, default, de
 
 
 # Images
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"progressive": True}, {"subsampling": 0, "quality": 95}, {"restart_marker_rows": 2}, {"optimize": True}],
-    ids=str,
-)
-def test_a_jpeg_that_ends_early_is_named(mode, options):
-    """Its end is marked. What is whole stays as Pillow has it, also in the grey of missing blocks."""
-    pixels = np.random.default_rng(0).integers(0, 256, (100, 150, 3), np.uint8)
-    for picture in (Image.fromarray(pixels), Image.new("RGB", (150, 100), (128, 128, 128))):
-        whole = image_file(picture.convert(mode), "JPEG", **options)
-        expected = np.asarray(Image.open(io.BytesIO(whole)).convert("RGB"))
-        for behind in (b"", bytes(99), whole):
-            np.testing.assert_array_equal(np.asarray(load_image(ref("image", whole + behind))), expected)
-    whole = image_file(Image.fromarray(pixels).convert(mode), "JPEG", **options)
-    for share in (0.4, 0.7, 0.95):
-        cut = whole[: int(len(whole) * share)].rstrip(b"\xff") + b"\xff\xd9"
-        with pytest.raises(
-            MediaError, match="row 3, column 'image': the image is cut off, its scan ends early; repair it"
-        ):
-            load_image(ref("image", cut))
-
-
-def gif(box, color, back, local=False, mode="P", **options):
-    """A GIF of 8 x 6 with a frame of one color in a part of its screen."""
-    left, top, width, height = box
-    picture = Image.new(mode, (width, height), color)
-    if mode == "P":
-        picture.putpalette([10, 20, 30, 200, 30, 40, 30, 200, 40, 30, 40, 200])
-    data = image_file(picture, "GIF", optimize=False, **options)
-    colors = 3 * 2 ** (1 + (data[10] & 7))
-    frame = data.index(struct.pack("<BHHHH", 44, 0, 0, width, height), 13 + colors)
-    screen = struct.pack("<HHBBB", 8, 6, 0 if local else data[10], back, 0)
-    place = struct.pack("<BHHHHB", 44, left, top, width, height, data[10] if local else 0)
-    table, pixels = data[13 : 13 + colors], data[frame + 10 :]
-    return data[:6] + screen + (b"" if local else table) + data[13 + colors : frame] + place + table * local + pixels
-
-
-@pytest.mark.parametrize("box", [(0, 0, 8, 6), (2, 1, 4, 3), (7, 5, 1, 1)], ids=str)
-@pytest.mark.parametrize(
-    ("color", "back", "more"),
-    [(1, 0, {}), (0, 3, {}), (1, 2, {"transparency": 3}), (1, 0, {"local": True}), (9, 3, {"mode": "L"})],
-)
-def test_a_gif_that_fills_a_part_of_its_screen_is_that_of_ffmpeg(box, color, back, more):
-    data = gif(box, color, back, **more)
-    with av.open(io.BytesIO(data)) as container:
-        shown = next(container.decode(video=0)).to_ndarray(format="rgba")
-    expected = np.where(shown[..., 3:] > 0, shown[..., :3], 255)
-    assert shown.shape[:2] == (6, 8)
-    np.testing.assert_array_equal(np.asarray(load_image(ref("image", data))), expected)
-    np.testing.assert_array_equal(load_video(ref("video", data))[0][0], expected)
 
 
 @pytest.mark.filterwarnings("ignore:Image size")

@@ -12,10 +12,9 @@ from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES
 from helpers.trainer_utils import InjectedOurs, run
 
-from trl_multimodal_rft.data.reading.decoding import load_audio, load_video
+from trl_multimodal_rft.data.reading.decoding import load_audio, load_sound_of_video, load_video
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
-from trl_multimodal_rft.data.reading.soundtrack import load_sound_of_video
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, hears_videos
 from trl_multimodal_rft.families import family_of

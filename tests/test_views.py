@@ -11,7 +11,7 @@ from helpers.trainer_utils import image_rows, make_trainer, with_media
 from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.rollout.views import view_prompts
+from trl_multimodal_rft.rollout.collect import view_prompts
 from trl_multimodal_rft.views import VIEWS, View, ViewType, as_view
 
 

@@ -1,11 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Selection of tokens by the entropy of the policy, and the coefficient of the entropy bonus."""
+"""Weights of tokens by the entropy of the policy, and by how far it depends on media; the entropy bonus."""
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
+
+
+# Largest weight of a token in `relevance_weights`, before they are scaled to a mean of 1
+_LARGEST_WEIGHT = 5.0
+
+# Spread of dependencies, in nats, below which completions weigh the same
+_SMALLEST_SPREAD = 1e-6
 
 
 def high_entropy_mask(
@@ -54,28 +60,6 @@ def high_entropy_mask(
     return weight.reshape(mask.shape)
 
 
-def high_entropy_weights(
-    entropies: torch.Tensor,
-    mask: torch.Tensor,
-    ratio: float,
-    *,
-    scope: Literal["batch", "sequence", "micro_batch"],
-    renormalize: bool,
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    rank: int,
-) -> torch.Tensor:
-    """
-    [`high_entropy_mask`] over all ranks, which hold equally many rows; every `scope` but `"sequence"` is all rows.
-
-    `gather` turns rows of this rank into those of all ranks, padded on the right; `rank` is this one's index. Shapes:
-    `entropies`, `mask` `(N, T)`; returns weights `(N, T)` of this rank's tokens.
-    """
-    if scope == "sequence":
-        return high_entropy_mask(entropies, mask, ratio, scope="sequence", renormalize=renormalize)
-    weights = high_entropy_mask(gather(entropies.detach()), gather(mask), ratio, renormalize=renormalize)
-    return weights[rank * len(mask) : (rank + 1) * len(mask), : mask.size(1)]
-
-
 def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, step: float, smallest: float, largest: float
 ) -> float:
@@ -84,3 +68,53 @@ def adapted_entropy_coef(
     step, in nats, is at most its target, and falls otherwise.
     """
     return min(coef + step, largest) if entropy <= target else max(coef - step, smallest)
+
+
+def advantage_weights(dependency: torch.Tensor, counts: torch.Tensor, smallest: float) -> torch.Tensor:
+    r"""
+    Weights of advantages by how far completions depend on their media: $\beta_\mathrm{min}$ for the least dependent
+    one of a batch, and linear in the dependency, so that their mean is 1, see
+    [VPPO](https://huggingface.co/papers/2510.09285).
+
+    Args:
+        dependency (`torch.Tensor`):
+            Mean dependency of the tokens of each completion, shape `(N,)`.
+        counts (`torch.Tensor`):
+            Whether a completion is weighed, shape `(N,)`. The others, such as those without media, weigh 1.
+        smallest (`float`):
+            $\beta_\mathrm{min}$, between 0 and 1.
+
+    Returns:
+        `torch.Tensor`: The weights, shape `(N,)`.
+    """
+    weights = torch.ones_like(dependency)
+    among = dependency[counts]
+    if among.numel() and (spread := among.max() - among.min()) > _SMALLEST_SPREAD:
+        normalized = (among - among.min()) / spread
+        weights[counts] = smallest + (1 - smallest) * normalized / normalized.mean()
+    return weights
+
+
+def relevance_weights(differences: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    r"""
+    Weights of tokens by how far their entropy depends on the media, the modality relevance mask of
+    [MAPO](https://huggingface.co/papers/2605.27741): $T \mathrm{softmax}_t(|\Delta h_t| / (\tau \log T))$ over the $T$
+    tokens of a completion, at most 5, and scaled to a mean of 1.
+
+    Args:
+        differences (`torch.Tensor`):
+            $\Delta h_t$, the entropy without the media minus the one with them, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+        temperature (`float`):
+            $\tau$, above 0.
+
+    Returns:
+        `torch.Tensor`: The weights, shape `(B, T)`, 0 outside the mask.
+    """
+    mask = mask.bool()
+    counts = mask.sum(1, keepdim=True)
+    scores = differences.abs() / (temperature * counts.clamp(min=2).log())
+    weights = torch.where(mask, scores, -torch.inf).softmax(1).nan_to_num(nan=0.0) * counts
+    weights = weights.clamp(max=_LARGEST_WEIGHT)
+    return weights * counts / weights.sum(1, keepdim=True).clamp(min=1e-6)

@@ -156,7 +156,7 @@ def policy_loss(name: str, **facts) -> Callable:
 
     def register(function):
         check_unused([name], LOSSES, "policy_loss")
-        LOSSES[name] = LossType(**{"name": name, "paper": paper_of(function), "function": function, **facts})
+        LOSSES[name] = LossType(name, facts.pop("paper", paper_of(function)), function, **facts)
         return function
 
     return register
@@ -451,6 +451,41 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     inputs = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
     losses, metrics = _clipped(log_ratio.exp()[:, None], inputs, options)
     return LossOutput(losses.mean(), metrics)
+
+
+def view_term(
+    logps: torch.Tensor,
+    view_logps: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    kl_coef: float = 0.0,
+    kl_clip: float | None = None,
+    entropy_coefs: tuple[float, float] = (0.0, 0.0),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""
+    The Implicit Perception Loss and the Double Entropy Loss of [PAPO](https://huggingface.co/papers/2507.06448),
+    $-\gamma \min(k_3, c) - \eta_1 \log \pi - \eta_2 \log \tilde\pi$, where $k_3$ estimates
+    $\mathrm{KL}(\pi \| \tilde\pi)$ of the policy on the clean prompt from the policy under the view. Both have
+    gradients. Entropies are estimated from sampled tokens, as in the paper.
+
+    Args:
+        logps, view_logps (`torch.Tensor`):
+            Log-probabilities of completions after the clean prompt, and after its view, shape `(B, T)`.
+        mask (`torch.Tensor`):
+            1 on the tokens that count, shape `(B, T)`.
+        kl_coef (`float`, *optional*, defaults to `0.0`):
+            $\gamma$.
+        kl_clip (`float`, *optional*):
+            $c$, the divergence of a token in nats from which on it isn't raised further.
+        entropy_coefs (`tuple[float, float]`, *optional*, defaults to `(0.0, 0.0)`):
+            $\eta_1$ and $\eta_2$.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The loss of each token, and the divergence, shape `(B, T)`.
+    """
+    kl = approx_kl(logps, view_logps, mask, "k3")
+    clean, view = entropy_coefs
+    return -kl_coef * kl.clamp(max=kl_clip) - clean * logps - view * view_logps, kl
 
 
 def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:

@@ -22,6 +22,7 @@ from ..data.reading.decoding import (
     holds_frames,
     load_audio,
     load_image,
+    load_sound_of_video,
     load_video,
     load_with_qwen_vl_utils,
     qwen_frame_indices,
@@ -30,7 +31,6 @@ from ..data.reading.decoding import (
     sample_indices,
 )
 from ..data.reading.refs import MediaRef
-from ..data.reading.soundtrack import load_sound_of_video
 from ..data.rows.columns import QWEN_OPTIONS
 from ..families import AUDIO_EXTRACTORS, MODALITIES, family_of_processor
 from ..views import View

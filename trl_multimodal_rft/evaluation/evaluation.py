@@ -31,7 +31,7 @@ from ..rewards.calls import call_rewards, reward_loop
 from ..rewards.choices import named_choice
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.reward import checked_functions, rollout_arguments
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
@@ -228,7 +228,7 @@ class Evaluation:
     def _view(self, row: Row) -> View:
         """What a row shows instead of its medium; of another row, one drawn at random."""
         kind = str(self.args.ablate)
-        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.row_index)
+        view = as_view(self.args.ablate_with).only(kind).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:

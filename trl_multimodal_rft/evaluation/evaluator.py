@@ -28,7 +28,7 @@ from ..policy import Fallbacks, PolicyForward
 from ..rewards.checks import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
-from ..rollout.prompts import PromptEncoder
+from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
 from ..trainers.random_state import kept_random_state

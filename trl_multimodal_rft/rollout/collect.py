@@ -1,19 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Rows to prompts, and lists of ids to completions."""
+"""Rows to prompts, also under a view of their media, and lists of ids to completions."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ..data.reading.refs import iter_refs
+from ..data.reading.refs import MediaRef, iter_refs
+from ..encoding.conversations import Conversation
 from ..encoding.join import same_prompt
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
 from ..views import View
 from .environments import Environments
-from .prompts import PromptEncoder
+from .prompt_encoder import PromptEncoder
 from .rollout import Rollout, Source
 from .stream import EncodedRow
 
@@ -69,6 +71,59 @@ def collect(
             whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
         ),
     )
+
+
+def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: Environments) -> list[EncodedPrompt]:
+    """
+    The prompts of completions under a view: one object for each of the rollout's, which is itself where the view
+    replaces no medium. Media that tools have returned stay as they are. Random numbers depend on the view's seed and
+    the number of the row.
+    """
+    found: dict[int, EncodedPrompt] = {}
+
+    def seen(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
+        if isinstance(prompt, Conversation):
+            return continued(prompt, seen(row, prompt.prompt))
+        if not any(view.applies_to(kind) for kind in prompt.modalities):
+            return prompt
+        if id(prompt) not in found:
+            found[id(prompt)] = encoder.encode(
+                rollout.source.messages[row],
+                rollout.source.row_indices[row],
+                _of_row(view, rollout, row),
+                **template_tools(toolbox, rollout.source.environments, row),
+            )
+        return found[id(prompt)]
+
+    prompts = [seen(row, prompt) for row, prompt in enumerate(rollout.prompts)]
+    share_media(prompts)
+    return prompts
+
+
+def continued(prompt: EncodedPrompt, first: EncodedPrompt) -> EncodedPrompt:
+    """A prompt of the same tokens as the `first` one of a conversation in its place, with what tools returned."""
+    if not isinstance(prompt, Conversation):
+        return first
+    if first is prompt.prompt:
+        return prompt
+    return replace(prompt, prompt=first, media=first.media, mask_cache={}, on_device={})
+
+
+def _of_row(view: View, rollout: Rollout, row: int) -> View:
+    """The view with the random numbers of a row and, where it shows one, with the media of the next other row."""
+    view = view.seeded(*view.seed, rollout.source.row_indices[row])
+    if not view.type.needs_other:
+        return view
+    own = _replaced(view, rollout.source.messages[row])
+    for step in range(1, len(rollout)):
+        others = _replaced(view, rollout.source.messages[(row + step) % len(rollout)])
+        if {ref.modality for ref in others} >= {ref.modality for ref in own} and not same_prompt(others, own):
+            return view.with_others(others)
+    return view
+
+
+def _replaced(view: View, messages: Any) -> list[MediaRef]:
+    return [ref for ref in iter_refs(messages) if view.applies_to(ref.modality)]
 
 
 # What `rollout_func` returns that isn't a column for reward functions

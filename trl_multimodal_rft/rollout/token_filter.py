@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..algorithms.entropy import high_entropy_weights
+from ..algorithms.entropy import high_entropy_mask
 from .rollout import Rollout
 
 
@@ -45,15 +45,12 @@ class TokenFilter:
 
     def weights(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Weights of tokens in the policy loss. Shapes: all `(B, C)`."""
-        return high_entropy_weights(
-            entropies,
-            mask,
-            self.args.top_entropy_quantile,
-            scope=self.args.entropy_settings.scope,
-            renormalize=self.args.entropy_settings.renormalize,
-            gather=self.gather,
-            rank=self.rank,
-        )
+        args, settings = self.args, self.args.entropy_settings
+        options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
+        if settings.scope == "sequence":
+            return high_entropy_mask(entropies, mask, scope="sequence", **options)
+        weights = high_entropy_mask(self.gather(entropies.detach()), self.gather(mask), **options)
+        return weights[self.rank * len(mask) : (self.rank + 1) * len(mask), : mask.size(1)]
 
     def mark(self, micro_batches: Sequence[Rollout], entropies: Sequence[torch.Tensor]) -> None:
         """Sets the weights of the tokens of micro-batches, which compete with each other and those of all ranks."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from trl import DistillationConfig
 
 from ..data.rows.columns import TEACHER_COLUMNS
-from ..rollout.views import ContrastView, RolloutView
+from ..rollout.view_options import ContrastView, RolloutView
 from ..spelling import read_settings
 from ..views import as_view
 from .arguments import Needs, check_batches, help_from_docstring

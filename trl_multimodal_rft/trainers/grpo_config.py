@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
-from ..rollout.views import LossView, view_option
+from ..rollout.view_options import LossView, view_option
 from ..spelling import check_choice, read_settings, split_settings
 from .arguments import Needs, check_values, help_from_docstring
 from .multimodal_config import MultimodalArguments, check_range, check_sampling

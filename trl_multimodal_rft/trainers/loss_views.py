@@ -9,16 +9,15 @@ import torch
 from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..algorithms.entropy import high_entropy_mask
-from ..algorithms.losses import LossOutput, Normalizer
+from ..algorithms.entropy import advantage_weights, high_entropy_mask, relevance_weights
+from ..algorithms.losses import LossOutput, Normalizer, view_term
 from ..algorithms.metrics import log_metrics, scored_mean
-from ..algorithms.views import advantage_weights, relevance_weights, view_term
 from ..forward.head import HeadRule, head_rule
 from ..forward.scores import Scores
+from ..rollout.collect import view_prompts
 from ..rollout.ranks import local_rows
 from ..rollout.rollout import Rollout, known
 from ..rollout.score import score_dependency
-from ..rollout.views import view_prompts
 from .run import Run
 
 

@@ -26,10 +26,10 @@ from ..generation.vllm_teacher import ServerTeacher
 from ..models.modes import evaluation_mode
 from ..models.parts import same_weights_trained
 from ..models.pretrained import load_model
-from ..rollout.prompts import reads_apart
+from ..rollout.collect import view_prompts
+from ..rollout.prompt_encoder import reads_apart
 from ..rollout.rollout import Rollout
 from ..rollout.stream import EncodedRow
-from ..rollout.views import view_prompts
 from ..views import as_view
 from .configs import mapping
 from .distillation_config import MultimodalDistillationConfig

@@ -2,7 +2,6 @@
 """Checks audio and video files before a decoder opens them: their format, their streams, and that they are whole."""
 
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
@@ -36,7 +35,7 @@ _LARGEST = 2**32 - 2**16
 
 _MOST_PARTS = 1_000_000  # parts of a file that are read
 _ID3V1 = 128  # bytes of a tag at the end of an MP3, which some encoders include in the length
-_OGG_FIRST, _OGG_LAST = 2, 4  # flags of the first and the last page of a stream
+_OGG_LAST = 4  # flag of the last page of a stream
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in the other order
 _DEFAULT, _COVER = 0x1, 0x400  # FFmpeg's dispositions of a stream
 
@@ -55,11 +54,11 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, Ogg with
-    damaged or missing pages, and RIFF with a second `data` chunk.
+    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, and Ogg
+    with damaged or missing pages.
 
-    Covers WAV, RF64, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, FLV, GIF, and MP3 with a LAME
-    header. Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
+    Covers WAV, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
+    Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -71,46 +70,6 @@ def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     stream.seek(0)
     if missing is not None:
         raise ref.error(f"the file is damaged or cut off: {missing}; fetch it again or remove the row")
-
-
-def check_png(ref: MediaRef, stream: BinaryIO) -> None:
-    """Refuses a PNG whose pixel stream ends early, of which decoders leave the rest black."""
-    offset = stream.tell()
-    stream.seek(8)
-    expected, count, pixels = 0, 0, zlib.decompressobj()
-    for _ in range(_MOST_PARTS):
-        head = stream.read(8)
-        length, kind = int.from_bytes(head[:4], "big"), head[4:]
-        behind = stream.tell() + length + 4
-        if kind == b"IHDR":
-            expected = _png_bytes(stream.read(13))
-        elif kind == b"IDAT":
-            rest = stream.read(length)
-            while rest and count < expected and not pixels.eof:
-                try:
-                    count += len(pixels.decompress(rest, 2**20))
-                except zlib.error:  # for which the decoder raises
-                    count = expected
-                rest = pixels.unconsumed_tail
-        if len(head) < 8 or kind == b"IEND" or count >= expected > 0 or pixels.eof:
-            break
-        stream.seek(behind)
-    stream.seek(offset)
-    if pixels.eof and count < expected:
-        raise ref.error(f"the image is cut off: {count} of {expected} bytes of pixels; repair it or remove the row")
-
-
-def _png_bytes(header: bytes) -> int:
-    """The number of bytes of all pixel rows, each with one byte for its filter."""
-    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
-    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    # Adam7: the start and the steps of each pass
-    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-    total = 0
-    for x, y, across, down in passes if interlaced else ((0, 0, 1, 1),):
-        columns, rows = -((x - width) // across), -((y - height) // down)
-        total += rows * (1 + (columns * bits + 7) // 8) if columns > 0 else 0
-    return total
 
 
 def best_stream(streams: "tuple[S, ...]") -> "S | None":
@@ -161,19 +120,6 @@ def _skip_tags(stream: BinaryIO) -> None:
     stream.seek(offset)
 
 
-def is_chained(stream: BinaryIO) -> bool:
-    """Returns whether an Ogg file holds several consecutive streams, of which libsndfile reads only the first."""
-    _skip_tags(stream)
-    begins, chained = True, False
-    if stream.read(4) == b"OggS":
-        stream.seek(-4, 1)
-        for flags, *_ in _ogg_pages(stream):
-            chained = chained or (bool(flags & _OGG_FIRST) and not begins)
-            begins = begins and bool(flags & _OGG_FIRST)
-    stream.seek(0)
-    return chained
-
-
 # Each returns what is missing of a truncated file
 
 
@@ -182,44 +128,18 @@ def _short(begin: int, length: int, size: int) -> str | None:
 
 
 def _riff(stream: BinaryIO, size: int) -> str | None:
-    kind, length = stream.read(4), stream.read(4)
-    order, samples = ("little", b"data") if kind in (b"RIFF", b"RF64") else ("big", b"data")
-    if kind == b"FORM":
-        samples = b"SSND"
-    if stream.read(4) == b"AVI ":
-        return _avi(stream, size)
-    large, n_chunks = 0, 0  # the length in an RF64 header, and the chunks of samples
+    """The samples of WAV and AIFF, and each list of an AVI, of which there is one per GB."""
+    start = stream.tell()
+    head = stream.read(12)
+    order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
+    offset, names = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
     for _ in range(_MOST_PARTS):
+        stream.seek(offset)
         chunk = stream.read(8)
         if len(chunk) < 8:
             break
         length = int.from_bytes(chunk[4:], order)
-        if chunk[:4] == b"ds64":
-            large = int.from_bytes(stream.read(16)[8:], "little")
-            stream.seek(-16, 1)
-        if chunk[:4] == samples:
-            n_chunks += 1
-            if n_chunks == 2:
-                return f"decoders read one of its '{samples.decode()}' chunks"
-            length = large if length >= _LARGEST and kind == b"RF64" else length
-            if length == 0 or (length >= _LARGEST and kind != b"RF64"):
-                return None
-            if missing := _short(stream.tell(), length, size):
-                return missing
-        stream.seek(length + length % 2, 1)
-    return None
-
-
-def _avi(stream: BinaryIO, size: int) -> str | None:
-    """Several lists of chunks, one per GB."""
-    offset = stream.tell() - 12
-    for _ in range(_MOST_PARTS):
-        stream.seek(offset)
-        head = stream.read(8)
-        length = int.from_bytes(head[4:], "little")
-        if head[:4] != b"RIFF" or length >= _LARGEST:
-            return None
-        if missing := _short(offset + 8, length, size):
+        if chunk[:4] in names and 0 < length < _LARGEST and (missing := _short(offset + 8, length, size)):
             return missing
         offset += 8 + length + length % 2
     return None
@@ -349,47 +269,17 @@ def _mp3(stream: BinaryIO, size: int) -> str | None:
     return None if begin + length - _ID3V1 == size else _short(begin, length, size)
 
 
-def _flv(stream: BinaryIO, size: int) -> str | None:
-    """The length in the metadata, the first tag."""
-    begin = stream.tell()
-    found = re.search(rb"\0\x08filesize\0(.{8})", stream.read(2**13), re.DOTALL)
-    length = int(struct.unpack(">d", found.group(1))[0]) if found else 0
-    return _short(begin, length, size)
-
-
 def _gif(stream: BinaryIO, size: int) -> str | None:
-    """Blocks, each a list of parts that ends with an empty one, up to the last block."""
-    stream.seek(10, 1)
-    _skip_colors(stream, stream.read(3)[:1])
-    within = False
-    for _ in range(_MOST_PARTS):
-        part = stream.read(1)
-        if not part:
-            return "its last block is missing"
-        if within:
-            stream.seek(part[0], 1)
-            within = part != b"\0"
-            continue
-        if part == b";":
-            return None
-        if part == b",":
-            _skip_colors(stream, stream.read(9)[8:])
-        stream.seek(1, 1)
-        within = True
-    return None
-
-
-def _skip_colors(stream: BinaryIO, flags: bytes) -> None:
-    if flags and flags[0] & 128:
-        stream.seek(3 * 2 ** (1 + (flags[0] & 7)), 1)
+    """The end of its last block, before zeros."""
+    stream.seek(max(0, size - 2**12))
+    return None if stream.read().rstrip(b"\0").endswith(b"\0;") else "its last block is missing"
 
 
 _CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
-    (rb"(?:RIFF|RIFX|RF64).{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
+    (rb"RIF[FX].{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
     (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _boxes),
     (rb"\x1aE\xdf\xa3", _matroska),
     (rb"OggS", _ogg),
     (rb"\xff[\xe2-\xff]", _mp3),
-    (rb"FLV", _flv),
     (rb"GIF8", _gif),
 )

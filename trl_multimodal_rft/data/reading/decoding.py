@@ -20,8 +20,8 @@ from transformers import image_utils
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from ...versions import is_torchcodec_usable
-from .containers import best_stream, check_complete, check_container, has_idr_picture, is_chained, is_indexed
-from .images import check_exif, check_object, check_pixels, load_pixels, open_image
+from .containers import best_stream, check_complete, check_container, has_idr_picture, is_indexed
+from .images import check_exif, check_object, check_pixels, open_image
 from .refs import MediaError, MediaRef
 from .sources import fetch_file, open_file
 
@@ -37,15 +37,11 @@ _SHORTEST = 0.025  # seconds, one window of a spectrogram
 _CANCELLED = 1e-3  # channels cancel each other out if their average keeps less of the amplitude
 _FASTEST = 1000.0  # frames per second
 
-# Samples of all channels, and pixels of frames, that are decoded at once
-_SAMPLES_AT_ONCE = 2**20
-_PIXELS_AT_ONCE = 2**22
+_PIXELS_AT_ONCE = 2**22  # pixels of frames that are decoded at once
 
-# libsndfile's length of files whose header doesn't contain it
-_UNKNOWN_LENGTH = 2**63 - 1
-
-# Formats whose header contains the number of samples, by FFmpeg's names
-_COUNTED = ("ape", "tta", "wv")
+# Formats whose header has the number of samples, by FFmpeg's names. In the first ones, only this number shows a cut
+_COUNTED = ("flac", "ape", "tta", "wv")
+_DECLARED = (*_COUNTED, "wav", "aiff")
 
 # Options that select frames of a file
 _FRAME_CHOICES = {"nframes", "min_frames", "max_frames", "video_start", "video_end"}
@@ -76,17 +72,16 @@ def load_image(ref: MediaRef) -> PIL.Image.Image:
         MediaError: If the image is missing, unreadable or empty, or its pixel values have no known scale.
     """
     with decoding(ref):
-        image, stream = encoded_source(ref), None
+        image = encoded_source(ref)
         if isinstance(image, (np.ndarray, torch.Tensor, list)):
             image = PIL.Image.fromarray(_pixels(ref, image))
         elif not isinstance(image, PIL.Image.Image):
-            stream = open_source(ref)
-            image = open_image(ref, stream)
+            image = open_image(ref, open_source(ref))
         check_object(ref, image)
         if 0 in image.size:
             raise ref.error("the image is empty; remove the row")
         check_pixels(ref, image.size)
-        image = load_pixels(ref, image, stream)
+        image.load()
         check_pixels(ref, image.size)  # the header of an icon may be wrong
         check_exif(ref, image)
         if image.mode[0] in "IF":
@@ -108,8 +103,8 @@ def load_audio(
     """
     Decodes audio, averages its channels and resamples it.
 
-    Files are read in chunks, with soundfile or, for MP3, Opus and other formats, with PyAV. Audio beyond the limits is
-    never decoded, and memory holds no more than the samples at the target rate.
+    PyAV reads files in chunks. Audio beyond the limits is never decoded, and memory holds no more than the samples at
+    the target rate.
 
     Args:
         ref ([`MediaRef`]):
@@ -130,7 +125,7 @@ def load_audio(
     Raises:
         MediaError: If the audio is missing, unreadable, cut off, empty, overlong or not finite, or if its rate is
             unknown or invalid.
-        ImportError: If soundfile, PyAV or soxr is needed and not installed.
+        ImportError: If PyAV or soxr is needed and not installed.
     """
     cuts = overlong == "truncate" and max_seconds is not None
 
@@ -168,6 +163,26 @@ def load_audio(
             pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
         samples = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def load_sound_of_video(
+    ref: MediaRef, sampling_rate: int, max_seconds: float | None, overlong: Literal["raise", "truncate"]
+) -> np.ndarray | None:
+    """The sound of a video within its span as [`load_audio`] gives it, `None` if the video has none."""
+    if holds_frames(ref) or hasattr(ref.source, "get_frames_at"):
+        return None
+    with decoding(ref), open_source(ref) as stream:
+        check_container(ref, stream)
+        with require_module("av", "video").open(stream) as container:
+            if not container.streams.audio:
+                return None
+    start, end = ref.options.get("video_start", 0.0), ref.options.get("video_end", math.inf)
+    sound = replace(ref, options={})
+    if start or end < math.inf:
+        whole = load_audio(sound, sampling_rate)
+        span = whole[round(start * sampling_rate) : None if end == math.inf else round(end * sampling_rate)]
+        sound = replace(sound, source={"array": span, "sampling_rate": sampling_rate})
+    return load_audio(sound, sampling_rate, max_seconds, overlong)
 
 
 def load_video(
@@ -438,58 +453,16 @@ def _decode_pieces(ref: MediaRef, stop: float | None, check: Callable[[float, fl
 
 
 def _decode_file(ref: MediaRef, stream: BinaryIO, check: Callable[[float, float], None]) -> _Pieces:
-    soundfile = require_module("soundfile", "audio")
-
-    class Streamed(soundfile.SoundFile):
-        def seekable(self) -> bool:
-            return False  # else it seeks after each chunk
-
+    av = require_module("av", "audio")
     check_container(ref, stream)
     check_complete(ref, stream)
-    if is_chained(stream):
-        yield from _decode_with_pyav(ref, stream)
-        return
-    try:
-        sound = Streamed(stream)
-    except soundfile.LibsndfileError:
-        sound = None
-    # libsndfile ends an MP3 where it guesses its end, or that of the first of several, and shifts Opus of FFmpeg
-    if sound is None or sound.format == "MP3" or sound.subtype == "OPUS":
-        yield from _decode_with_pyav(ref, stream)
-        return
-    with sound:
-        known = sound.frames != _UNKNOWN_LENGTH
-        if known:
-            check(sound.frames, sound.samplerate)
-        at_once = max(1, _SAMPLES_AT_ONCE // sound.channels)
-        count = 0
-        while len(piece := sound.read(at_once, dtype="float32", always_2d=True)):
-            count += len(piece)
-            yield piece, sound.samplerate
-        if known:
-            _check_count(ref, count, sound.frames)
-            if sound.format == "FLAC":  # of which no more is read than its header says
-                stream.seek(0)
-                with require_module("av", "audio").open(stream) as container:
-                    (track,) = container.streams.audio
-                    ticks = sum(packet.duration or 0 for packet in container.demux(track))
-                    _check_count(ref, count, round(ticks * track.time_base * track.sample_rate))
-
-
-def _check_count(ref: MediaRef, count: int, expected: int) -> None:
-    if count != expected:
-        raise ref.error(
-            f"the file is damaged or cut off: {count} of {expected} samples; fetch it again or remove the row"
-        )
-
-
-def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
-    av = require_module("av", "audio")
-    stream.seek(0)
     with av.open(stream) as container:
         sound = best_stream(container.streams.audio)
         if sound is None:
             raise ref.error("the file has no audio; remove the row")
+        declared = round((sound.duration or 0) * sound.time_base * sound.rate)
+        if declared and container.format.name in _DECLARED:
+            check(declared, sound.rate)
         floats, count = av.AudioResampler(format="fltp"), 0
         for packet in container.demux(sound):
             if container.format.name == "mp3" and packet.size and bytes(packet)[0] != 0xFF:
@@ -497,8 +470,10 @@ def _decode_with_pyav(ref: MediaRef, stream: BinaryIO) -> _Pieces:
             for piece in itertools.chain.from_iterable(map(floats.resample, packet.decode())):
                 count += piece.samples
                 yield piece.to_ndarray().T, piece.sample_rate
-        if container.format.name in _COUNTED:
-            _check_count(ref, count, sound.duration or 0)
+        if declared and container.format.name in _COUNTED and count != declared:
+            raise ref.error(
+                f"the file is damaged or cut off: {count} of {declared} samples; fetch it again or remove the row"
+            )
 
 
 def _check_seconds(ref: MediaRef, seconds: float, option: str) -> None:
@@ -652,8 +627,6 @@ def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[VideoMetadata, int | N
                 exact = exact and (packet.is_keyframe or count > 1)
                 if independent and packet.is_keyframe and video.codec_context.name == "h264":
                     independent = has_idr_picture(bytes(packet), video.codec_context.extradata)
-        if container.format.name == "ivf" and count < video.frames:
-            raise ref.error(f"the file is cut off: {count} of {video.frames} frames; fetch it again")
         size, index = (video.width, video.height), video.index
     _check_video(ref, VideoMetadata(count, fps, *size))
     if not exact:

@@ -170,7 +170,7 @@ class PPOTrainerVL:
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
         self.save_hf_ckpt = save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(buffer_limit, seed=config.seed, cpu_offload=buffer_cpu_offload)
+        self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload, seed=config.seed)
         self.trainer = ExperienceTrainer(
             actor,
             config,
