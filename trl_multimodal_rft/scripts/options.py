@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
                 names = [each[2:] for each in self._option_string_actions if each.startswith("--")]
                 near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
                 self.error(f"there is no option `{name}`.{near}")
-        return super().parse_args(words, namespace)
+        return super().parse_args(words, namespace or argparse.Namespace())
 
     def add_options(self, command: str, *names: str, **defaults: Value) -> None:
         """Adds options of a launched command, with their defaults or others."""
