@@ -254,7 +254,7 @@ def evaluate_trainer(
         complete,
         toolbox,
         trainer.tool_loop if trainer.toolbox.tools else None,
-        trainer.args.on_media_error,
+        trainer.args.unreadable_rows.action,
         trainer.sampler.is_collective,
         trainer.state,
     )
