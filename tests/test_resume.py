@@ -388,7 +388,7 @@ def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
     folder = checkpoint(straight(name), 6)
     state = load_rollout_state(folder, 0)
     assert state["groups"]["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
-    options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": False, "max_steps": 8}
+    options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": 0, "max_steps": 8}
     trainer = CASES[name].resume(folder, tmp_path, **options)
     assert trainer.kl_coef == 0.3
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
@@ -406,9 +406,3 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
     assert scored and not any(scored) and not trainer._policy.fallbacks.packing
     assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5
-
-
-def test_checkpoint_of_the_model_only_holds_no_rollouts(tmp_path):
-    CASES["several epochs"].make(tmp_path, save_only_model=True, max_steps=1).train()
-    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
-    assert not list((tmp_path / "checkpoint-1").glob("rollout_state*"))

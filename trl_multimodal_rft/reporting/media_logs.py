@@ -49,6 +49,8 @@ _TOOL_COLUMNS = {f"tool_{kind}s": kind for kind in _FEATURES}
 
 _COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
 
+MAX_BYTES = 32e6  # of the media of a prompt in a table
+
 # The media of a prompt and a completion, by column
 PromptMedia = dict[str, list[MediaFile]]
 # Media with their names in a board
@@ -63,10 +65,10 @@ class MediaLog:
     stay undecoded until [`gather`], and are kept as long as TRL keeps the texts.
     """
 
-    def __init__(self, n_rows: int, max_prompts: int | None, max_megabytes: float, accelerator: Accelerator):
+    def __init__(self, n_rows: int, max_prompts: int | None, accelerator: Accelerator):
         self.n_rows = n_rows
         self.max_prompts = sys.maxsize if max_prompts is None else max_prompts
-        self.max_bytes = max_megabytes * 1e6
+        self.max_bytes = MAX_BYTES
         self.process_index, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.n_seen = 0
         self._refs: dict[int, Any] = {}  # lists of `MediaRef`, by the first row of the prompt; `None` beyond the limit
@@ -371,14 +373,10 @@ class MediaLogCallback(TrainerCallback):
             if "trackio" in trackers:
                 require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
         for callback in self.handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                write_tensorboard(self._private_writer(callback), frame, media, step)
-
-    def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
-        """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
-        folder = Path(callback.logging_dir or "runs").absolute()
-        if not folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):
-            return callback.tb_writer
-        if self._writer is None:
-            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / folder.name))
-        return self._writer
+            writer = callback.tb_writer if isinstance(callback, TensorBoardCallback) else None
+            if writer is not None:
+                folder = Path(callback.logging_dir or "runs").absolute()
+                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):  # which is published
+                    self._writer = self._writer or type(writer)(str(self.folder / "runs" / folder.name))
+                    writer = self._writer
+                write_tensorboard(writer, frame, media, step)

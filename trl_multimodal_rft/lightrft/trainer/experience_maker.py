@@ -22,31 +22,39 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...forward.inputs import left_pad
+from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.prompt_encoder import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
-from ..models.critic import Critic
 from .experience import (  # noqa: F401  some of them only for users of LightRFT
     Experience,
-    ExperienceAL,
-    ExperienceOmni,
     ExperienceVL,
     Samples,
     clip_filter_like_weight_func,
+    info_of,
     pin_memory,
     to,
 )
 from .experience_config import ExperienceConfig, check_options
-from .experience_media import media_fields
-from .replay_buffer_utils import TYPES
+from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
-from .rollout_advantages import RolloutAdvantages, penalize_length
+from .rollout_advantages import RolloutAdvantages
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
+
+# Names in experiences of models' media tensors, where they differ
+MEDIA_FIELDS = {
+    "image_grid_thw": "image_grid_thws",
+    "video_grid_thw": "video_grid_thws",
+    "input_features": "audio_values",
+    "audio_input_features": "audio_values",
+    "feature_attention_mask": "audio_attention_mask",
+    "input_features_mask": "audio_attention_mask",
+}
 
 
 class NaiveExperienceMaker(RolloutAdvantages):
@@ -114,7 +122,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             )
         super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
-        self.critic = Critic.of(critic)
+        self.critic = critic
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor
@@ -206,7 +214,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 See [`generate_samples`].
             generate_kwargs:
                 Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
-                and `"reinforce"`.
+                and `"reinforce"`, by default those of the estimator.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
@@ -215,13 +223,17 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
                 or a reward is invalid.
         """
-        gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
+        own = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
+        gamma, lambd = generate_kwargs.pop("gamma", own["gamma"]), generate_kwargs.pop("lambd", own["lam"])
         length_penalty = self._length_penalty(generate_kwargs)
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))
         experiences = [self.make_experience(each) for each in bar]
         if length_penalty is not None:
-            penalize_length(experiences, length_penalty)
+            for info in map(info_of, experiences):
+                completions = [range(n) for n in info["response_length"].long().tolist()]
+                info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
+                info["reward"] = info["reward"] + info["soft_overlong_punishment"]
         experiences, rewards = self.process_experiences(experiences)
         self._set_advantages(experiences, rewards, gamma, lambd)
         return experiences
@@ -380,8 +392,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         others = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
         info |= {name: value for name, value in others.items() if value is not None}
         modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
-        cls, _ = TYPES[not modalities <= {"audio"}, "audio" in modalities]
-        return cls(
+        experience = (ExperienceVL if modalities else Experience)(
             sequences=samples.sequences,
             action_log_probs=logps,
             base_action_log_probs=base_logps,
@@ -393,8 +404,10 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info=info,
             kl=kl,
             action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
-            **(media_fields(samples.encoded_prompts or [], cls) if modalities else {}),
         )
+        if isinstance(experience, ExperienceVL):
+            _add_media(experience, samples.encoded_prompts or [])
+        return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of the actions and, if the forward gives them, entropies, `(B, A)`, 0 outside the mask."""
@@ -472,7 +485,23 @@ class NaiveExperienceMaker(RolloutAdvantages):
             raise ValueError("`soft_overlong_cache` counts from `max_new_tokens`; pass it.")
         return get_soft_overlong_punishment(most, self.strategy.soft_overlong_cache)
 
+    @property
+    def _is_main(self) -> bool:
+        accelerator = self.strategy.accelerator
+        return accelerator is None or accelerator.is_main_process
+
     def _autocast(self):
         """The precision of the accelerator's updates."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
+
+
+def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
+    """Adds the media of prompts to their experience."""
+    experience.media_rows = {}
+    for name, value in join_media(prompts).items():
+        field = MEDIA_FIELDS.get(name, name)
+        set_media(experience, field, value)
+        experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
+    images = [next((each.media.get("image") for _, each in prompt.decoded), None) for prompt in prompts]
+    experience.raw_images = images if any(images) else None
