@@ -93,6 +93,13 @@ def test_pieces_are_the_whole(name, rate):
     np.testing.assert_allclose(read_audio(ref("audio", data))[0], whole.mean(axis=1), rtol=0, atol=rounding)
 
 
+@pytest.mark.parametrize("channels", [3, 8, 12])
+def test_many_channels_are_averaged(channels):
+    samples = noise(0.5, channels=channels)
+    found, _ = read_audio(ref("audio", sound_file(samples, RATE, "WAV", subtype="FLOAT")))
+    np.testing.assert_array_equal(found, samples.mean(axis=1))
+
+
 @pytest.mark.parametrize(("name", "codec"), [("mp4", "aac"), ("matroska", "pcm_s16le"), ("mpegts", "aac")])
 def test_pieces_of_what_soundfile_does_not_know_are_the_whole(name, codec):
     torchcodec = pytest.importorskip("torchcodec.decoders")
