@@ -228,7 +228,7 @@ def evaluate_trainer(
         complete,
         toolbox,
         trainer.tool_loop if trainer.tools else None,
-        trainer.args.on_media_error,
+        trainer.args.unreadable_rows.action,
         trainer.sampler.is_collective,
         trainer.state,
     )

@@ -269,7 +269,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         local = local_rows(self.accelerator, rewards, len(rollout))
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
-        advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
+        advantages, returns = gae(per_token, values, mask, bootstrap=bootstrap, **args.estimator.settings)
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
         mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
@@ -379,8 +379,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return {**super()._fingerprints(), "ptx_dataset": own}
 
     def _batches(self) -> dict[str, Any]:
-        args = self.args
-        return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
+        return {**super()._batches(), "bootstrap_truncated": self.args.bootstrap_truncated}
 
     # Optimizer
 
