@@ -283,11 +283,6 @@ class SupervisedEncoder:
     def _render(self, messages: list, n: int, name: str) -> tuple[str, str]:
         """Renders the chat template for the first `n` messages, and for all."""
         processing_class, options = self.processing_class, self.template_kwargs
-        if processing_class.chat_template is None and options.get("chat_template") is None:
-            raise ValueError(
-                f"{name}: {type(processing_class).__name__} has no chat template that could write an answer; set "
-                "`processing_class.chat_template`."
-            )
         before = write_chat(messages[:n], processing_class, name, add_generation_prompt=True, **options)
         whole = write_chat(messages, processing_class, name, **options)
         if not whole.startswith(before):

@@ -21,7 +21,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
-from .vllm_requests import RequestLost, ServerSample, at_once, known_logp, until_answered
+from .vllm_requests import RequestLost, ServerSample, at_once, logp_or_none, until_answered
 from .vllm_server import (
     ServerClient,
     ServerGroup,
@@ -343,7 +343,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for output in outputs[first : first + len(requests)]:
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
-                completions.append((list(each.token_ids), [*map(known_logp, logps)]))
+                completions.append((list(each.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
     def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:
