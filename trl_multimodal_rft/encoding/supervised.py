@@ -165,14 +165,14 @@ class SupervisedEncoder:
         return sequence
 
     def encode_pairs(
-        self, rows: Sequence[dict[str, Any]], end_ids: list[int]
+        self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
         Encodes prompts with their media, and the completions to learn. Of `messages`, the last one, the assistant's,
         is the completion.
 
         Args:
-            rows (`Sequence[dict]`):
+            rows (`Sequence[Mapping]`):
                 Rows.
             end_ids (`list[int]`):
                 Tokens that end a completion. It is cut after the first of them, or the first of this list is appended.
@@ -187,7 +187,7 @@ class SupervisedEncoder:
         """
         encoded, completions = [], []
         for index, columns in enumerate(rows):
-            row = columns if isinstance(columns, Row) else Row(index, columns)
+            row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             name = f"row {row.row_index} of `ptx_dataset`"
             chat, completion = _chat(row, name)
             messages = self._messages(row, chat, completion)
@@ -338,11 +338,6 @@ class SupervisedEncoder:
     def _render(self, messages: list, n: int, name: str) -> tuple[str, str]:
         """Renders the chat template for the first `n` messages, and for all."""
         processing_class, options = self.processing_class, self.template_kwargs
-        if processing_class.chat_template is None and options.get("chat_template") is None:
-            raise ValueError(
-                f"{name}: {type(processing_class).__name__} has no chat template that could write an answer; set "
-                "`processing_class.chat_template`."
-            )
         before = write_chat(messages[:n], processing_class, name, add_generation_prompt=True, **options)
         whole = write_chat(messages, processing_class, name, **options)
         if not whole.startswith(before):

@@ -21,7 +21,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..models.wrapped import unwrapped
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_prompts import EnginePrompts, processors_unchecked
-from .vllm_requests import RequestLost, ServerSample, at_once, known_logp, until_answered
+from .vllm_requests import RequestLost, ServerSample, at_once, logp_or_none, until_answered
 from .vllm_server import (
     ServerClient,
     ServerGroup,
@@ -90,11 +90,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter: EngineAdapter | None = None,
         adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
-        server_base_urls: Sequence[str] | None = None,
         max_staleness: int = 0,
         **kwargs,
     ):
-        self._server_base_urls = server_base_urls
         self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
         self._max_staleness = max_staleness
         self._engine_kwargs = engine_kwargs or {}
@@ -146,7 +144,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
-                f"`vllm_server_base_urls` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
+                f"`vllm_server_base_url` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
                 "leave out the rest."
             )
 
@@ -165,7 +163,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def _urls(self) -> Sequence[str]:
-        return self._server_base_urls or [self.server_base_url or f"http://{self.server_host}:{self.server_port}"]
+        return (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
 
     def _by_main(self, work: Callable[[], None]) -> None:
         on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)
@@ -345,7 +343,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         for output in outputs[first : first + len(requests)]:
             for each in output.outputs:
                 logps = [entry[token].logprob for token, entry in zip(each.token_ids, each.logprobs, strict=True)]
-                completions.append((list(each.token_ids), [*map(known_logp, logps)]))
+                completions.append((list(each.token_ids), [*map(logp_or_none, logps)]))
         return completions
 
     def _run(self, requests: list[_Request], options: dict[str, Any]) -> list[Any]:

@@ -151,9 +151,9 @@ def completions_in(body: bytes, count: int) -> list[ServerSample]:
             raise ValueError(f"completion {i} ended by {end!r}")
         if not ids or len(logps) != len(ids):
             raise ValueError(f"completion {i} has {len(logps)} log-probabilities for {len(ids)} tokens")
-    return [(ids, [known_logp(each["logprob"]) for each in logps]) for ids, logps, _ in samples]
+    return [(ids, [logp_or_none(each["logprob"]) for each in logps]) for ids, logps, _ in samples]
 
 
-def known_logp(logp: float | None) -> float | None:
+def logp_or_none(logp: float | None) -> float | None:
     """`None` for what engines and servers say of a token whose log-probability they don't have."""
     return None if logp is None or logp <= _UNKNOWN or math.isnan(logp) else logp

@@ -303,23 +303,24 @@ def server_features(rendered: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "mm_hashes": dict(rendered["mm_hashes"]),
         "mm_placeholders": {
-            kind: [_range(place, kind) for place in places] for kind, places in rendered["mm_placeholders"].items()
+            modality: [_range(place, modality) for place in places]
+            for modality, places in rendered["mm_placeholders"].items()
         },
         "kwargs_data": {
-            kind: [mm_serde.encode_mm_kwargs_item(item) for item in items]
-            for kind, items in rendered["mm_kwargs"].items()
+            modality: [mm_serde.encode_mm_kwargs_item(item) for item in items]
+            for modality, items in rendered["mm_kwargs"].items()
         },
     }
 
 
-def _range(place: "PlaceholderRange", kind: str) -> dict[str, int]:
+def _range(place: "PlaceholderRange", modality: str) -> dict[str, int]:
     """Where the embeddings of a medium go, without surrounding tokens."""
     offset, length = place.offset, place.length
     if place.is_embed is not None:
         first, last = place.is_embed.nonzero().flatten()[[0, -1]].tolist()
         if not place.is_embed[first : last + 1].all():
             raise MediaError(
-                f"This model has text between the parts of {kind}, which vLLM's server doesn't support; set "
+                f"This model has text between the parts of {modality}, which vLLM's server doesn't support; set "
                 "`vllm_mode='colocate'`."
             )
         offset, length = offset + first, last - first + 1
@@ -343,7 +344,7 @@ def server_completions(
     """
     given = {"seed": request.seed, **options, "max_tokens": request.most, "n": request.count}
     n_logps = request.count * request.most * (1 + (options.get("logprobs") or 0))
-    body = {**_asked(model, request, given), **({} if salt is None else {"cache_salt": salt})}
+    body = {**_request_body(model, request, given), **({} if salt is None else {"cache_salt": salt})}
     answer = answer_of(url, _GENERATE, body, seconds=timeout, max_bytes=_BYTES_AROUND + n_logps * _BYTES_PER_LOGP)
     if answer.status == 404 and model is not None:  # a server that was started again doesn't know the adapter
         raise lost(url, _GENERATE, 404, answer)
@@ -365,7 +366,7 @@ def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -
         given = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         max_bytes = _BYTES_AROUND + len(request.ids) * (1 + k) * _BYTES_PER_LOGP
         # TRL's client doesn't read the answers of vLLM from 0.32 on
-        answer = client.call(_GENERATE, _asked(client.model, request, given), max_bytes=max_bytes)
+        answer = client.call(_GENERATE, _request_body(client.model, request, given), max_bytes=max_bytes)
         places = answer["prompt_logprobs"][1:]
         # The prompt's own token comes in addition where it isn't among them
         found = [{int(token): each["logprob"] for token, each in place.items()} for place in places]
@@ -374,7 +375,7 @@ def prompt_scores(client: ServerClient, requests: list[ServerRequest], k: int) -
     return at_once(score, requests)
 
 
-def _asked(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: str | None, request: ServerRequest, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "token_ids": request.ids,

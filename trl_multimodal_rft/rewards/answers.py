@@ -18,7 +18,7 @@ import torch
 
 from ..data.rows.letters import listed_letters, read_letter
 from . import expressions
-from .checks import Argument, Completion, Reference, RowError, given_column
+from .checks import Argument, Completion, Reference, RowError, require_column
 
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    solution = given_column(solution, "solution", "accuracy_reward", kwargs)
+    solution = require_column(solution, "solution", "accuracy_reward", kwargs)
     if len(solution) != len(completions):
         raise ValueError(f"accuracy_reward got {len(completions)} completions and {len(solution)} solutions.")
     rewards: list[float | None] = []
@@ -178,7 +178,7 @@ def compared(
     `reward(answer, references, position)`.
     """
     rewards: list[float | None] = []
-    pairs = zip(completions, given_column(solution, "solution", name, columns), strict=True)
+    pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)
     for position, (completion, reference) in enumerate(pairs):
         reference = plain(reference)
         if reference is None or reference in ([], [None]):

@@ -51,7 +51,7 @@ class RowError(ValueError):
         return f"row {self.position}, {self.problem}"
 
 
-def given_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
+def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
     """The column that a reward function compares with, if it got one."""
     if values is None:
         raise ValueError(
@@ -61,22 +61,22 @@ def given_column(values: Sequence[T] | None, column: str, name: str, columns: Co
     return values
 
 
-def check_signature(reward_func: Callable, name: str, given: Collection[str] | None = None) -> None:
+def check_signature(reward_func: Callable, name: str, arguments: Collection[str] | None = None) -> None:
     try:
         parameters = inspect.signature(reward_func).parameters
     except (TypeError, ValueError):  # of some builtins
         return
     kinds = {each.kind for each in parameters.values()}
     by_name = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    names = _ALWAYS_GIVEN if given is None else given
-    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if given is None else "")
+    names = _ALWAYS_GIVEN if arguments is None else arguments
+    called = f"it is called with {', '.join(names)}" + (" and the columns of the dataset" if arguments is None else "")
     if inspect.Parameter.VAR_KEYWORD not in kinds and not by_name.issuperset(names):
         raise ValueError(
             f"The reward function '{name}' takes ({', '.join(map(str, parameters))}), but {called}, all by name; add "
             "`**kwargs` to its parameters."
         )
     missing = [key for key in by_name.difference(names) if parameters[key].default is inspect.Parameter.empty]
-    if given is not None and missing:
+    if arguments is not None and missing:
         raise ValueError(
             f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
             "parameter after a column, or give it a default."

@@ -14,7 +14,7 @@ from typing import Any
 
 import requests
 
-from ..data.reading.http import Answer, TooLarge
+from ..data.reading.http import Answer
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import as_text, has_media, rows_to_messages, strip_media
@@ -157,7 +157,7 @@ class JudgeReward(Server):
         keys = {place: hashlib.sha256(text.encode()).hexdigest() for place, text in texts.items()}
         new = {key: asked[place] for place, key in keys.items() if key not in self._replies}
         if new:
-            self._ask_each(self._ask, new.items(), self._key())
+            self._ask_all(self._ask, new.items(), self._key())
         scores = {place: self._score(self._replies[key]) for place, key in keys.items()}
         if log_metric is not None and scores:
             log_metric(f"{self.name}/unreadable", sum(score is None for score in scores.values()) / len(scores))
@@ -216,21 +216,16 @@ class JudgeReward(Server):
                     "`cache_dir`, replies are kept."
                 )
             self.n_requests += 1
-        shown = self._shown
-        try:
-            answer = self._post(
-                payload, session, _MOST_BYTES, lambda answer: answer.status != 200 or _read(answer) is not None
-            )
-        except TooLarge:
-            raise RuntimeError(
-                f"The reply of the judge {shown} is too large; set `max_tokens` in `options`."
-            ) from None
+        too_large = f"The reply of the judge {self._shown} is too large; set `max_tokens` in `options`."
+        answer = self._post(
+            payload, session, _MOST_BYTES, too_large, lambda answer: answer.status != 200 or _read(answer) is not None
+        )
         reply = _read(answer)
         if reply is None:
             text = answer.body[:200].decode(errors="replace")
             secret = self._key()
             text = text if secret is None else text.replace(secret, "***")
-            raise RuntimeError(f"The judge {shown} answered {answer.status}: {text!r}.")
+            raise RuntimeError(f"The judge {self._shown} answered {answer.status}: {text!r}.")
         with self._lock:
             self._replies[key] = reply
             if self._file is not None:

@@ -56,7 +56,7 @@ class RewardModel:
 
     Raises:
         [`MediaError`]: When called, if a medium can't be decoded, if the model or its processor doesn't support its
-            kind, or if the chat template writes no placeholder for it. The message names the row.
+            modality, or if the chat template writes no placeholder for it. The message names the row.
         `ValueError`: If the processor pads audio on the wrong side; when called, if the model doesn't return one score
             per row.
 

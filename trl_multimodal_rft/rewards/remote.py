@@ -50,9 +50,7 @@ class Server:
     def _shown(self) -> str:
         return without_credentials(self.url)
 
-    def _ask_each(
-        self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None
-    ) -> list[T]:
+    def _ask_all(self, ask: Callable[[requests.Session, P], T], parts: Iterable[P], key: str | None = None) -> list[T]:
         """Calls `ask` for each part in threads that share a session."""
         with requests.Session() as session, ThreadPoolExecutor(self.concurrency) as pool:
             for scheme in ("http://", "https://"):
@@ -66,9 +64,14 @@ class Server:
                 raise
 
     def _post(
-        self, payload: dict[str, Any], session: requests.Session, max_bytes: int, is_usable: Callable[[Answer], bool]
+        self,
+        payload: dict[str, Any],
+        session: requests.Session,
+        max_bytes: int,
+        too_large: str,
+        is_usable: Callable[[Answer], bool],
     ) -> Answer:
-        """Sends a request until the server answers. Raises [`TooLarge`], or `RuntimeError` if it is unreachable."""
+        """Sends a request until the server answers. Raises a `RuntimeError` for a larger answer, and without one."""
         try:
             return ask(
                 "POST",
@@ -82,6 +85,8 @@ class Server:
                 max_bytes=max_bytes,
                 is_usable=is_usable,
             )
+        except TooLarge:
+            raise RuntimeError(too_large) from None
         except (NoAnswer, requests.RequestException) as error:
             reason = error if isinstance(error, NoAnswer) else type(error).__name__
             raise RuntimeError(f"The request to the reward server {self._shown} failed: {reason}.") from error
@@ -141,25 +146,18 @@ class RemoteReward(Server):
             {name: values[start : start + self.batch_size] for name, values in payload.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        return [reward for part in self._ask_each(self._ask, parts) for reward in part]
+        return [reward for part in self._ask_all(self._ask, parts) for reward in part]
 
     def _ask(self, session: requests.Session, part: dict[str, list]) -> list[float | None]:
         n = len(part["completions"])
-        try:
-            answer = self._post(
-                part,
-                session,
-                max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
-                is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
-            )
-        except TooLarge:
-            raise RuntimeError(
-                f"The response of the reward server {self._shown} is too large for {n} rewards; it must return one "
-                "number for each completion."
-            ) from None
-        return self._rewards(answer, n)
-
-    def _rewards(self, answer: Answer, n: int) -> list[float | None]:
+        answer = self._post(
+            part,
+            session,
+            max_bytes=_BYTES_AROUND + n * _BYTES_PER_REWARD,
+            too_large=f"The response of the reward server {self._shown} is too large for {n} rewards; it must return "
+            "one number for each completion.",
+            is_usable=lambda answer: not (answer.status == 200 and answer.is_html),
+        )
         text = answer.body[:200].decode(errors="replace")
         if answer.status != 200:
             raise RuntimeError(f"The reward server {self._shown} answered {answer.status}: {text!r}.")

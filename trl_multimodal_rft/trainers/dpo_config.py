@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the DPO trainer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from trl import DPOConfig
 
@@ -47,8 +48,8 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     """
 
     remove_unused_columns: bool | None = False
-    max_length: int | None = None
-    packing: str = field(default="prefix", metadata={"choices": ["prefix", "padded"]})
+    max_length: Annotated[int | None, "[2, inf]"] = None
+    packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
 
     def __post_init__(self):
