@@ -49,11 +49,11 @@ CASES = {
     "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
     "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "MPO": MPO,
-    "forward_kl": {"f_divergence_type": "forward_kl"},
+    "forward_kl": {"f_divergence_type": "forward_kl", "distance": 0.004, "learning_rate": 0.003},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "alpha_divergence": {"f_divergence_type": "alpha_divergence"},
     "length desensitized": {"ld_alpha": 0.3},
-    "weighted": {"use_weighting": True},
+    "weighted": {"use_weighting": True, "learning_rate": 1.0},
     "accumulated": {**MPO, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "adapter": {**MPO, "objects": {"peft_config": LORA}},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
@@ -91,12 +91,12 @@ def sound_pairs(n=8):
     return with_media(Dataset.from_list(pairs(n)), "audio", [sound(0.3 + 0.2 * (i % 4), seed=i) for i in range(n)])
 
 
-def trained(trainer_class, family, rows, *, moved=True, objects=None, **options):
+def trained(trainer_class, family, rows, *, distance=0.02, objects=None, **options):
     """Trains from a reference that differs from the policy, so that the first update has ratios other than 1."""
     objects = dict(objects or {})
     model, processor = load_model(family)
-    if "peft_config" not in objects and moved and not options.get("sync_ref_model"):
-        objects["ref_model"] = shifted(load_model(family)[0])
+    if "peft_config" not in objects and not options.get("sync_ref_model"):
+        objects["ref_model"] = shifted(load_model(family)[0], distance)
     objects = {"model": model, "processing_class": processor, **objects}
     options = {**IN_ORDER, "learning_rate": 0.03, **options}
     result = run(trainer_class, family, rows, reward=None, objects=objects, **options)

@@ -103,6 +103,7 @@ class MultimodalDPOTrainer(CheckpointMixin, DPOTrainer):
     use_vllm = False
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_length = 256
+    data_collator: Any
 
     def __init__(
         self,
