@@ -415,8 +415,6 @@ def gif():
 WHOLE = {
     "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
     "wav adpcm": lambda: sound_file(noise(1.0, RATE, 1), RATE, "WAV", subtype="IMA_ADPCM"),
-    "rf64": lambda: sound_file(noise(1.0, RATE), RATE, "RF64"),
-    "rf64 of ffmpeg": lambda: av_sound("wav", "pcm_s16le", mux={"rf64": "always"}),
     "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
     "flac": lambda: sound_file(noise(2.0, RATE), RATE, "FLAC"),
     "flac of ffmpeg": lambda: av_sound("flac", "flac"),

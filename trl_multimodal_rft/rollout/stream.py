@@ -93,6 +93,7 @@ class RowStream:
         self._completions = 1
         self._last_row: Row | None = None  # of a stream, the last one that could be read
         self._extra: EndlessRows | None = None
+        self._n_extra = 0  # of these rows that all ranks have drawn
         self.sampler: DifficultySampler | None = None  # of rows to train on
         self._pool: PrefetchPool | None = None
         self._n_ahead = 0  # batches
@@ -101,6 +102,17 @@ class RowStream:
         self._coming_extra: list[int] = []
         # Of each dataset that was evaluated, rows that can't be read
         self._unreadable: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows that can't be read, additional ones that were drawn, and how difficult rows are."""
+        difficulty = None if self.sampler is None else self.sampler.state_dict()
+        return {"skipped": self.skipped, "n_extra": self._n_extra, "difficulty": difficulty}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # An error of a server may not show again
+        self.skipped, self._n_extra = state["skipped"], state["n_extra"]
+        if self.sampler is not None and state["difficulty"] is not None:
+            self.sampler.load_state_dict(state["difficulty"])
 
     def close(self) -> None:
         if self._pool is not None:
@@ -172,13 +184,11 @@ class RowStream:
         )
         return accelerator.prepare_data_loader(loader, device_placement=False)
 
-    def draw(self, start: int, n: int) -> RowBatch:
-        """
-        This rank's next `n` rows for additional completions, after the `start` that all ranks drew before. Their
-        endless order is independent of the batches.
-        """
+    def draw(self, n: int) -> RowBatch:
+        """This rank's next `n` rows for additional completions, whose endless order is independent of the batches."""
         assert self._extra is not None
-        ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
+        ranks, rank, start = self._accelerator.num_processes, self._accelerator.process_index, self._n_extra
+        self._n_extra += ranks * n
         numbers = self._extra.row_indices(start + rank * n, n)
         self._coming_extra = self._extra.row_indices(start + (ranks + rank) * n, n)
         return RowBatch([number for number in numbers for _ in range(self._completions)], self._read_training)

@@ -2,13 +2,11 @@
 """On-policy distillation with media."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 from trl import DistillationTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -27,6 +25,7 @@ from .distillation_config import MultimodalDistillationConfig
 from .ema import MovingAverage
 from .rollout_logs import log_contribution
 from .setup import resolve_config
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 from .teacher import (
     Teacher,
     check_own_teacher,
@@ -38,11 +37,6 @@ from .teacher import (
     server_teacher,
     teacher_prompts,
 )
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
 
 
 class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # pyrefly: ignore[inconsistent-inheritance]
@@ -113,21 +107,16 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         teacher_model: str | PreTrainedModel | None = None,
         args: MultimodalDistillationConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
         tools: list[Callable] | None = None,
         sampler: Sampler | None = None,
     ):
@@ -180,7 +169,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Rollout
 
-    def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
+    def _draw(self, inputs: Sequence[Any]) -> Rollout:
         self._check_policy()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         if self.teacher_model is None and self.teacher_server is None:

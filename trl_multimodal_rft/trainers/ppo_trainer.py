@@ -6,19 +6,13 @@ import json
 import textwrap
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -53,11 +47,7 @@ from .grpo_trainer import MultimodalGRPOTrainer
 from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig
+from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
 
 
 # Folders in addition to the policy's files, in a checkpoint and in the final model
@@ -156,22 +146,17 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Model,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: MultimodalPPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | ProcessorMixin | list | None = None,
+        train_dataset: Rows = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Processor | None = None,
+        reward_processing_classes: Processor | list | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: "BitsAndBytesConfig | None" = None,
-        peft_config: "PeftConfig | None" = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: Adapter = None,
         value_model: str | PreTrainedModel | Critic | None = None,
         ref_model: PreTrainedModel | None = None,
         ptx_dataset: Dataset | None = None,

@@ -92,10 +92,8 @@ def check_columns(
     features, rows, has_media = _look(dataset, reads, ignored)
     columns = list(features or dict.fromkeys(key for row in rows for key in row))
     sample = features or (rows[0] if rows else {})
-    if needs_prompt and columns and "prompt" not in columns:
-        raise ValueError(f"{name} {_no_prompt(columns, sample)}")
-    if "solution" not in columns and other_layout(sample) == "verl":
-        raise ValueError(f"{name} {_VERL}")
+    if columns:
+        _check_names(name, columns, sample, needs_prompt)
     for modality in MODALITIES:
         feature = features.get(modality)
         lists = isinstance(feature, (List, LargeList)) and isinstance(feature.feature, (Audio, Video))
@@ -124,11 +122,7 @@ def check_columns(
 
 
 def check_has_prompt(row: Mapping[str, Any], index: int | None = None) -> None:
-    row_index = getattr(row, "row_index", index)
-    if "prompt" not in row:
-        raise ValueError(f"row {row_index} {_no_prompt(row, row)}")
-    if "solution" not in row and other_layout(row) == "verl":
-        raise ValueError(f"row {row_index} {_VERL}")
+    _check_names(f"row {getattr(row, 'row_index', index)}", row, row)
 
 
 def check_reward_columns(row: Mapping[str, Any], index: int | None = None) -> None:
@@ -156,13 +150,15 @@ def prepared(layout: str, options: str = "") -> str:
     return f"convert the {layout} rows with `trl-multimodal-rft prepare {layout}{options}`"
 
 
-_VERL = (
-    f"has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add 'solution' for "
-    "reward functions."
-)
-
-
-def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
+def _check_names(name: str, columns: Collection[str], row: Mapping[str, Any], needs_prompt: bool = True) -> None:
+    """Raises where columns have the names of another layout."""
+    if "prompt" in columns or not needs_prompt:
+        if "solution" not in columns and other_layout(row) == "verl":
+            raise ValueError(
+                f"{name} has no column 'solution', and its answers are in 'reward_model'; {prepared('verl')}, or add "
+                "'solution' for reward functions."
+            )
+        return
     likely = next((column for other in _PROMPTS for column in columns if column.lower() == other), None)
     remedy = "rename the right one" if likely is None else f"rename {likely!r} to 'prompt'"
     if likely == "messages":  # which may hold the answer
@@ -172,7 +168,7 @@ def _no_prompt(columns: Collection[str], row: Mapping[str, Any]) -> str:
         options = " --task rl" if layout in ("ms-swift", "sharegpt") else ""
         alternative = "" if likely is None or layout == "sharegpt" else f"{remedy}, or "
         remedy = alternative + prepared(layout, options)
-    return f"has no column 'prompt', only {sorted(columns)}; {remedy}."
+    raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")
 
 
 def check_ignored(columns: Collection[str] | None) -> None:
