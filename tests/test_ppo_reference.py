@@ -916,8 +916,7 @@ def state_of(ppo) -> dict:
     )
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_evaluation_changes_nothing(greedy, tmp_path):
+def test_evaluation_changes_nothing(tmp_path):
     class Restless(Judge):
         """Uses all kinds of random numbers."""
 
@@ -931,10 +930,10 @@ def test_evaluation_changes_nothing(greedy, tmp_path):
     ppo.replay_buffer.append(batch_of(ppo))
     ppo.actor.base_model.model.visual.eval()  # for example a frozen encoder
     before = state_of(ppo)
-    results = ppo.evaluate(loader(image_rows(5), shuffle=True), 1, greedy, 1 if greedy else 3)
+    results = ppo.evaluate(loader(image_rows(5), shuffle=True), 1)
     after = state_of(ppo)
     assert [name for name in before if not equal(before[name], after[name])] == []
-    assert results["num_samples"] == 5 * (1 if greedy else 3)
+    assert results["num_samples"] == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -962,26 +961,15 @@ def test_greedy_evaluation(kind, tmp_path, caplog, monkeypatch):
             "response_length_mean": fmean(map(len, responses)),
         }
     )
-    with pytest.raises(ValueError, match="set `greedy=False`"):
-        ppo.evaluate(loader(rows), 0, n_samples_per_prompt=2)
 
 
-def test_sampled_evaluation(tmp_path):
-    calls = []
-
+def test_evaluation_of_unscorable_responses(tmp_path):
     def reward(completion_ids, **columns):
-        calls.append(length_and_sum(completion_ids))
-        return [None if i == 0 else value for i, value in enumerate(calls[-1])]
+        return [None if i == 0 else value for i, value in enumerate(length_and_sum(completion_ids))]
 
-    ppo = make(tmp_path, reward_fn=reward, micro_rollout_batch_size=6)
-    results = ppo.evaluate(loader(image_rows(4)), 0, greedy=False, n_samples_per_prompt=3)
-    assert ppo.evaluate(loader(image_rows(4)), 0, False, 3) == results
-    assert len(calls) == 4 and len(set(calls[0])) > 1
-    known = [calls[i][1:] for i in range(2)]
-    best = [max(part) for rewards in known for part in (rewards[:2], rewards[2:])]
-    assert results["reward_mean"] == pytest.approx(fmean(sum(known, [])))
-    assert results["reward_best_mean"] == pytest.approx(fmean(best))
-    assert results["num_samples"] == 12
+    ppo = make(tmp_path, reward_fn=reward)
+    results = ppo.evaluate(loader(image_rows(2)), 0)
+    assert results["reward_mean"] > 0 and results["reward_std"] == 0 and results["num_samples"] == 2
     ppo = make(tmp_path, reward_fn=lambda completions, **columns: [None] * len(completions))
     results = ppo.evaluate(loader(image_rows(2)), 0)
     assert math.isnan(results["reward_mean"]) and math.isnan(results["reward_std"]) and results["num_samples"] == 2
