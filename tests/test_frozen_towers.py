@@ -194,7 +194,7 @@ def assert_same(plain, ours) -> None:
         ("grpo", FAMILY, video_rows, {"freeze": ["vision_tower"], "beta": 0.1, "sync_ref_model": True}),
         ("grpo", "qwen3_vl", image_rows, {"freeze": ["vision_tower"], "gradient_checkpointing": True}),
         ("grpo", FAMILY, image_rows, {**FROZEN, "loss_type": "gmpo", "num_iterations": 2}),
-        ("grpo", FAMILY, image_rows, {**FROZEN, "dynamic_sampling": True, "replay_buffer_size": 2}),
+        ("grpo", FAMILY, image_rows, {**FROZEN, "dynamic_sampling": 4, "replay_buffer_size": 2}),
         ("grpo", FAMILY, text_rows, FROZEN),
         ("rloo", FAMILY, image_rows, {**FROZEN, "beta": 0.1, "num_iterations": 2}),
         ("ppo", FAMILY, image_rows, {**FROZEN, "beta": 0.1}),
@@ -310,7 +310,7 @@ def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
 
 
 def test_nothing_is_kept_of_used_rollouts():
-    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": True}
+    options = {**TWO, **FROZEN, "max_steps": 2, "replay_buffer_size": 4, "dynamic_sampling": 4}
     trainer = run(trainer_class("grpo"), FAMILY, image_rows(), **options).trainer
     first, last = trainer.rollouts
     assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)

@@ -33,10 +33,6 @@ _LENGTH_TOLERANCE = 1.25
 # gets its own call, where its branches share a mask; by then the work outweighs a call.
 MASK_ENTRIES = 2**18
 
-# From so many copies of keys on, completions attend to their prompt and to themselves in two calls that copy none.
-# With 2 heads of 128 in half precision, a key and its value are 1 KiB, and their gradients as much.
-_COPIED_KEYS = 2**14
-
 # Kernels want the length of a mask's rows, and their first column, to be multiples of this
 MASK_ALIGNMENT = 16
 
@@ -137,53 +133,6 @@ class PrefixLayout:
             self._masks[key] = queries, to_device(keys, device), (*sequences, *longest)
         return self._masks[key]
 
-    def shared_sequences(
-        self, with_prompts: bool
-    ) -> tuple[torch.Tensor | None, Sequences, torch.Tensor | None, torch.Tensor, Sequences] | None:
-        """
-        What [`sequences`] returns without a window, for two calls: each sequence attends to its own tokens, and all
-        that continue the same tokens, as one sequence, to these; `None` where this would save few copies of keys.
-
-        Returns positions in the row of the queries, which are the keys, too, `(Q,)`, `None` for all; the arguments of
-        the kernel; which of them attend to shared tokens `(R,)`, `None` for all; positions of the keys of these in
-        the row, known ones included, `(K,)`; and the arguments for them.
-        """
-        key = ("shared", with_prompts)
-        if key not in self._masks:
-            self._masks[key] = self._shared_sequences(with_prompts)
-        return self._masks[key]
-
-    def _shared_sequences(self, with_prompts: bool):
-        segments = [each for each in self.segments if with_prompts or each[0] != each[2]]
-        shared = {parent: self.before[start] for start, _, parent, _ in segments if len(self.before[start])}
-        behind: dict[int, list[torch.Tensor]] = {parent: [] for parent in shared}
-        taken = 0
-        for _, length, parent, n in segments:
-            if n:
-                behind[parent].append(torch.arange(taken, taken + length))
-            taken += length
-        free = 0 if self.n_known else 1  # known keys are copied to stand before others
-        n_copied = sum(len(shared[parent]) * (len(each) - free) for parent, each in behind.items())
-        if not n_copied or n_copied < _COPIED_KEYS:
-            return None
-        starts, lengths, _, _ = torch.tensor(segments).T
-        rows = [torch.cat(each) for each in behind.values()]
-        index, device = torch.cat(rows), self.restore_index.device
-
-        def bounds(sizes: torch.Tensor) -> tuple[torch.Tensor, int]:
-            return to_device(F.pad(sizes.cumsum(0), (1, 0)).int(), device), int(sizes.max())
-
-        own, longest = bounds(lengths)
-        queries, most = bounds(torch.tensor([len(each) for each in rows]))
-        keys, farthest = bounds(torch.tensor([len(each) for each in shared.values()]))
-        return (
-            None if with_prompts or self.n_known else to_device(_ranges(starts, lengths), device),
-            (own, own, longest, longest),
-            None if len(index) == taken and (index.diff() == 1).all() else to_device(index, device),
-            to_device(torch.cat([*shared.values()]), device),
-            (queries, keys, most, farthest),
-        )
-
     @cached_property
     def restore_sequences(self) -> torch.Tensor:
         """Place of each row position in the outputs of the prompts of all blocks, followed by all branches, `(T,)`."""
@@ -269,18 +218,13 @@ class PrefixLayout:
         """
         key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
         if key not in self._masks:
+            prompts = branches = None
             plain = all(linear[kind] is None for linear in block.linear)
-            if not (with_prompts and block.starts):
-                prompts = None
-            elif not plain:
+            if with_prompts and block.starts and not (plain and is_causal):
                 prompts = self._prompt_masks(block, kind, dtype)
-            else:
-                prompts = None if is_causal else self._causal_mask("prompts", block, dtype)
-            if not with_branches:
-                branches = None
-            elif plain and len(set(block.sizes)) == 1:
-                branches = self._causal_mask("branches", block, dtype, groups)
-            else:
+            if with_branches and plain and len(set(block.sizes)) == 1:
+                branches = self._causal_mask(block, dtype, groups)
+            elif with_branches:
                 branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
             self._masks[key] = (prompts, branches)
         return self._masks[key]
@@ -289,20 +233,16 @@ class PrefixLayout:
     def _masks(self) -> dict:
         return {}
 
-    def _causal_mask(self, part: str, block: PrefixBlock, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
-        """A view of one mask for blocks of all sizes, unless separate masks are smaller in total."""
+    def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
+        """The mask of a block's branches: a view of one for all blocks whose prompts are of equal length."""
 
         def shape(block: PrefixBlock) -> tuple[int, int]:
             """Keys before that of the first query, and queries."""
-            queries = block.branch_index.size(1)
-            return (0, block.prompt_index.size(1)) if part == "prompts" else (max(block.sizes) - 1, queries)
+            return block.sizes[0] - 1, block.branch_index.size(1)
 
-        shapes = [shape(b) for b in self.blocks if (b.starts if part == "prompts" else len(set(b.sizes)) == 1)]
+        shapes = [shape(other) for other in self.blocks if len(set(other.sizes)) == 1]
         most, rows = (max(sizes) for sizes in zip(*shapes, strict=True))
-        key = (part, dtype, groups)
-        if rows * (most + rows) > sum(queries * (before + queries) for before, queries in set(shapes)):
-            key, shapes = (*key, shape(block)), [shape(block)]
-            [(most, rows)] = shapes
+        key = ("branches", dtype, groups)
         if key not in self._masks:
             spare = max((before - most) % MASK_ALIGNMENT for before, _ in shapes)
             masks = self._hidden(1, rows + spare, most + rows + spare, dtype).triu_(most + 1)
@@ -315,6 +255,8 @@ class PrefixLayout:
 
     def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
         n, width = block.prompt_index.shape
+        if all(linear[kind] is None for linear in block.linear):  # one for all, as no token sees padding behind it
+            return self._hidden(1, width, width, dtype).triu_(1)[:, None]
         masks = self._hidden(n, width, width, dtype)
         masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
         for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
