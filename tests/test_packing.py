@@ -203,12 +203,11 @@ def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
     n_branches = 0
     for block in row.layout.blocks:
         for is_causal in (True, False):
-            of_prompts, of_branches = row.layout.masks(block, None, torch.float32, is_causal)
-            assert (of_prompts is None) == (is_causal and not tril)
-            for masks, queries, keys in (
-                (of_prompts, block.prompt_index, block.prompt_index),
-                (of_branches, block.branch_index, block.key_index),
-            ):
+            attended = [row.layout.prompts(block, None, torch.float32, is_causal)]
+            assert (attended[0][2] is None) == (is_causal and not tril)
+            if len(block.branch_index):
+                attended.append(row.layout.branches(block, None, torch.float32))
+            for queries, keys, masks in attended:
                 if masks is None:
                     continue
                 # Requirements of kernels

@@ -45,7 +45,7 @@ from trl import GRPOConfig
 from trl_multimodal_rft import MultimodalPPOConfig, TrainingCurvesCallback
 from trl_multimodal_rft.algorithms.advantages import gae
 from trl_multimodal_rft.algorithms.returns import token_rewards
-from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.lightrft import (
     Actor,
@@ -856,7 +856,9 @@ def test_supervised_rows(kind, tmp_path):
         updates.append(fit(ppo, loader(rows), loader(supervised)))
     (without, critic), (with_it, same_critic) = updates
     policy, processor = load(KINDS[kind].family)
-    prompts, ids, mask = encode_supervised(supervised, processor, policy, [processor.tokenizer.eos_token_id])
+    prompts, ids, mask = SupervisedEncoder(processor, policy).encode_pairs(
+        supervised, [processor.tokenizer.eos_token_id]
+    )
     slow, likelihood = Slow(kind, ppo.strategy), 0.0
     for row, response in zip(rows, (own[keep.bool()] for own, keep in zip(ids, mask, strict=True)), strict=True):
         inputs, start = encoded(processor, row, response.tolist())

@@ -2,13 +2,11 @@
 """The path of CUDA on a CPU: a strict stand-in for the variable-length kernel of torch, and counts of what runs."""
 
 import itertools
-from collections import Counter
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft.forward import head, kernels
 
@@ -131,39 +129,18 @@ def cuda_path(monkeypatch):
         yield kernel
 
 
-class Counts(TorchDispatchMode):
+class Attentions(TorchFunctionMode):
     """
-    Counts what runs within the context: `operations` that are dispatched, and `shapes` of scaled dot product attention
-    where cuDNN may take it.
+    Records calls of scaled dot product attention: shapes of queries and keys in `calls`, and those where cuDNN may
+    take the call, for which it makes plans, in `planned`.
     """
 
     def __init__(self):
         super().__init__()
-        self.operations, self.shapes = Counter(), Counter()
-        self._attentions = _Attentions(self)
-
-    def __enter__(self):
-        self._attentions.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._attentions.__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operations[function._overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class _Attentions(TorchFunctionMode):
-    """Counts shapes of attention."""
-
-    def __init__(self, counts: Counts):
-        super().__init__()
-        self.counts = counts
+        self.calls, self.planned = [], set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        if name == "scaled_dot_product_attention" and torch.backends.cuda.cudnn_sdp_enabled():
-            self.counts.shapes[tuple(tuple(states.shape) for states in args[:2])] += 1
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append(tuple(states.shape for states in args[:2]))
+            self.planned |= {self.calls[-1]} if torch.backends.cuda.cudnn_sdp_enabled() else set()
         return function(*args, **(kwargs or {}))

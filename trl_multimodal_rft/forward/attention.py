@@ -184,35 +184,23 @@ def _prefix_attention(
     folds = base != "eager" and options.get("position_bias") is None
     groups = query.size(1) // key.size(1) if folds else 1
 
+    # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
     outputs = []
     for block in layout.blocks:
-        # Additive masks: eager attention would silently add a boolean mask, and sdpa convert it anew in each layer
-        local = layout.local_prompts(block, kind, query.dtype)
-        prompt_mask, branch_mask = layout.masks(
-            block,
-            kind,
-            query.dtype,
-            is_causal=base != "eager",
-            groups=groups,
-            with_prompts=local is None,
-            with_branches=not takes_varlen,
-        )
         if block.starts:
-            queries, keys, prompt_mask = local or (block.prompt_index, block.prompt_index, prompt_mask)
-            prompts = _gather(query, queries), _gather(key, keys), _gather(value, keys)
-            output, _ = base_attention(module, *prompts, prompt_mask, **options)
-            if local:
-                output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
+            queries, keys, mask = layout.prompts(block, kind, query.dtype, is_causal=base != "eager")
+            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+            output, _ = base_attention(module, *states, mask, **options)
+            output = output.unflatten(0, (len(block.sizes), -1)).flatten(1, 2)[:, : block.prompt_index.size(1)]
             outputs.append(output.flatten(0, 1))
-        if takes_varlen or block.branch_index.numel() == 0:
-            continue
-        keys = block.key_index[:, block.unseen_keys(kind) :]
-        states = _gather(query, block.branch_index), _gather(key, keys), _gather(value, keys)
-        if groups > 1:
-            output = _grouped_attention(*states, branch_mask, groups, options)
-        else:
-            output, _ = base_attention(module, *states, branch_mask, **options)
-        outputs.append(output.flatten(0, 1))
+        if not takes_varlen and block.branch_index.numel():
+            queries, keys, mask = layout.branches(block, kind, query.dtype, groups)
+            states = _gather(query, queries), _gather(key, keys), _gather(value, keys)
+            if groups > 1:
+                output = _grouped_attention(*states, mask, groups, options)
+            else:
+                output, _ = base_attention(module, *states, mask, **options)
+            outputs.append(output.flatten(0, 1))
     restore_index = layout.restore_sequences if takes_varlen else layout.restore_index
     return torch.cat(outputs + branches).index_select(0, restore_index)[None], None
 

@@ -22,7 +22,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..families import MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers
-from ..models.towers import find_tower
+from ..models.towers import find_towers
 from ..models.wrapped import replaced_method
 
 
@@ -228,15 +228,11 @@ def _calls_of_one(
 def _frozen_kinds(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[str]:
     """Kinds of media whose encoders have frozen modules."""
     kinds = set()
-    for kind in ("image", "audio"):
-        if kind in model.input_modalities:
-            try:
-                tower = model.get_submodule(find_tower(model, kind))
-            except ValueError:
-                continue
-            inside = {*tower.modules()}
-            if any(module in inside or tower in module.modules() for module in modules):
-                kinds |= {kind, "video"} if kind == "image" else {kind}
+    for kind, name in find_towers(model).items():
+        tower = model.get_submodule(name)
+        inside = {*tower.modules()}
+        if any(module in inside or tower in module.modules() for module in modules):
+            kinds |= {kind, "video"} if kind == "image" else {kind}
     return kinds
 
 

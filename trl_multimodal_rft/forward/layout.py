@@ -195,43 +195,65 @@ class PrefixLayout:
             to_device(restore, device),
         )
 
-    def masks(
-        self,
-        block: PrefixBlock,
-        kind: str | None,
-        dtype: torch.dtype,
-        is_causal: bool = True,
-        groups: int = 1,
-        with_prompts: bool = True,
-        with_branches: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """
-        What a block adds to its scores in layers of type `kind`; cached, on the row's device, for all layers.
-
-        `is_causal` says whether the caller is causal where the mask of the prompts is `None`; `groups` `G` is the
-        number of query heads that share a key and are attended as one sequence in branches. Masks that the caller
-        doesn't need are `None`.
-
-        Returns the masks of the prompts, `(1 or N, 1, P, P)` or `None` for plain causal attention, and of the
-        branches, `(1 or M, 1, L * G, K)` for their keys without the unseen ones: one for all branches, except for
-        short prompts of unequal length.
-        """
-        key = (block, kind, dtype, is_causal, groups, with_prompts, with_branches)
-        if key not in self._masks:
-            prompts = branches = None
-            plain = all(linear[kind] is None for linear in block.linear)
-            if with_prompts and block.starts and not (plain and is_causal):
-                prompts = self._prompt_masks(block, kind, dtype)
-            if with_branches and plain and len(set(block.sizes)) == 1:
-                branches = self._causal_mask(block, dtype, groups)
-            elif with_branches:
-                branches = self._repeat_rows(self._branch_masks(block, kind, dtype), groups)[:, None]
-            self._masks[key] = (prompts, branches)
-        return self._masks[key]
-
     @cached_property
     def _masks(self) -> dict:
         return {}
+
+    def prompts(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, is_causal: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """
+        How a block's prompts are attended in layers of type `kind`; cached, on the row's device, for all layers.
+
+        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and what is added to their
+        scores, `(1 or N * C, 1, L, K)`, or `None` for plain causal attention if the caller `is_causal` without a mask.
+        Where windows are much shorter than prompts, these are in `C` chunks, whose tokens see only the keys nearby,
+        else in one.
+        """
+        plain = all(linear[kind] is None for linear in block.linear)
+        if plain and is_causal:
+            return block.prompt_index, block.prompt_index, None
+        key = ("prompts", block, kind, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
+        if self._masks[key] is None:
+            n, width = block.prompt_index.shape
+            if plain:  # one for all, as no token sees padding behind it
+                masks = self._hidden(1, width, width, dtype).triu_(1)
+            else:
+                masks = self._hidden(n, width, width, dtype)
+                masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
+                for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+                    mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
+            self._masks[key] = block.prompt_index, block.prompt_index, masks[:, None]
+        return self._masks[key]
+
+    def branches(
+        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype, groups: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        How a block's branches are attended in layers of type `kind`; cached, on the row's device, for all layers.
+
+        `groups` `G` is the number of query heads that share a key and are attended as one sequence. Returns positions
+        in the row of queries `(M, L)` and of keys `(M, K)`, without those that no branch sees, and what is added to
+        their scores, `(1 or M, 1, L * G, K)`: one for all branches, except for short prompts of unequal length.
+        """
+        skipped = block.unseen_keys(kind)
+        positions = block.branch_index, block.key_index[:, skipped:]
+        if len(set(block.sizes)) == 1 and all(linear[kind] is None for linear in block.linear):
+            return *positions, self._causal_mask(block, dtype, groups)
+        key = ("branches", block, kind, dtype, groups)
+        if key not in self._masks:
+            n, longest, shared = len(block.sizes), block.branch_index.size(1), max(block.sizes) - 1 - skipped
+            masks = self._hidden(n, longest, shared + longest, dtype)
+            masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
+            for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
+                seen = self._seen(linear[kind], size - 1, size - 1 + longest)
+                mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
+                mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
+            masks = masks[block.owner.to(masks.device)] if n > 1 else masks
+            self._masks[key] = self._repeat_rows(masks, groups)[:, None]
+        return *positions, self._masks[key]
 
     def _causal_mask(self, block: PrefixBlock, dtype: torch.dtype, groups: int) -> torch.Tensor:
         """The mask of a block's branches: a view of one for all blocks whose prompts are of equal length."""
@@ -252,30 +274,6 @@ class PrefixLayout:
         down = (before - most) % MASK_ALIGNMENT
         right = most - before + down
         return self._masks[key][:, None, down * groups : (down + queries) * groups, right : right + before + queries]
-
-    def _prompt_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-        n, width = block.prompt_index.shape
-        if all(linear[kind] is None for linear in block.linear):  # one for all, as no token sees padding behind it
-            return self._hidden(1, width, width, dtype).triu_(1)[:, None]
-        masks = self._hidden(n, width, width, dtype)
-        masks.diagonal(dim1=1, dim2=2).zero_()  # padding sees itself
-        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-            mask[:size, :size].masked_fill_(self._seen(linear[kind], 0, size), 0.0)
-        return masks[:, None]
-
-    def local_prompts(
-        self, block: PrefixBlock, kind: str | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """
-        A block's prompts in `C` chunks, whose tokens see only the keys nearby; `None` unless windows are much shorter.
-        Returns positions in the row of queries `(N * C, L)` and of keys `(N * C, K)`, and masks `(N * C, 1, L, K)`.
-        """
-        key = ("local", block, kind, dtype)
-        if not block.starts:
-            return None
-        if key not in self._masks:
-            self._masks[key] = self._local_prompts(block, [linear[kind] for linear in block.linear], dtype)
-        return self._masks[key]
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         causal = [
@@ -304,17 +302,6 @@ class PrefixLayout:
         starts, lengths = torch.tensor([block.starts, block.sizes])[:, :, None, None]
         queries, keys = (starts + each.clamp(min=0).minimum(lengths - 1) for each in (queries, keys))
         return to_device(queries.flatten(0, 1), device), to_device(keys.flatten(0, 1), device), added
-
-    def _branch_masks(self, block: PrefixBlock, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-        n, skipped, longest = len(block.sizes), block.unseen_keys(kind), block.branch_index.size(1)
-        shared = max(block.sizes) - 1 - skipped
-        masks = self._hidden(n, longest, shared + longest, dtype)
-        masks[:, :, shared:].diagonal(dim1=1, dim2=2).zero_()
-        for mask, linear, size in zip(masks, block.linear, block.sizes, strict=True):
-            seen = self._seen(linear[kind], size - 1, size - 1 + longest)
-            mask[:, : size - 1 - skipped].masked_fill_(seen[:, skipped : size - 1], 0.0)
-            mask[:, shared:].masked_fill_(seen[:, size - 1 :], 0.0)
-        return masks[block.owner.to(masks.device)] if n > 1 else masks
 
     def _seen(self, mask: LayerMask, start: int, end: int) -> torch.Tensor:
         """Which of the first `end` tokens of a sequence those from `start` to `end` attend to."""

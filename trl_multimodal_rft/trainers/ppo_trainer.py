@@ -26,7 +26,7 @@ from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
 from ..data.rows.fingerprint import fingerprint
 from ..data.rows.row import EndlessRows
-from ..encoding.supervised import encode_supervised
+from ..encoding.supervised import SupervisedEncoder
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -360,17 +360,16 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return None
         n = self.args.per_device_ptx_batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
-        prompts, ids, mask = encode_supervised(
-            self._supervised.at(start, n),
+        encoder = SupervisedEncoder(
             self.processing_class,
             self._unwrapped(self.model),
-            self.eos_token_ids,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
+        prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 
     def _fingerprints(self):
