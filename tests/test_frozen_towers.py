@@ -41,7 +41,7 @@ from trl_multimodal_rft.generation import transformers as generation
 from trl_multimodal_rft.models.modes import fix_encoders
 from trl_multimodal_rft.models.parts import freeze, named_parts
 from trl_multimodal_rft.models.towers import find_tower
-from trl_multimodal_rft.rollout import prompts as rollout_prompts
+from trl_multimodal_rft.rollout import prompt_encoder
 
 
 FROZEN = {"freeze": ["vision_tower", "projector"]}
@@ -370,13 +370,13 @@ def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_rows_become_messages_once(rows, monkeypatch):
     placed, rendered = Counter(), Counter()
-    to_messages = rollout_prompts.rows_to_messages
+    to_messages = prompt_encoder.rows_to_messages
 
     def counting(rows, *args):
         placed.update(row.row_index for row in rows)
         return to_messages(rows, *args)
 
-    monkeypatch.setattr(rollout_prompts, "rows_to_messages", counting)
+    monkeypatch.setattr(prompt_encoder, "rows_to_messages", counting)
     walked, iter_refs = Counter(), encoded_prompts.iter_refs
 
     def walking(messages):

@@ -557,10 +557,10 @@ def decodes(monkeypatch):
 def test_off_switch(tmp_path, decodes):
     trainer = train("image", tmp_path / "text", log_multimodal=False, **HERE)
     assert "image" not in table(tmp_path / "text", 1).column_names
-    assert trainer._media_log.rows() == [{}] * 8
+    assert trainer._rollout_log.media.rows() == [{}] * 8
     assert decodes == {"train": 4, "log": 0}
     trainer = train("image", tmp_path / "none", log_completions=False, **HERE)
-    assert trainer._media_log is None and not (tmp_path / "none" / "_private").exists()
+    assert trainer._rollout_log.media is None and not (tmp_path / "none" / "_private").exists()
     assert decodes == {"train": 8, "log": 0}
 
 
@@ -587,12 +587,12 @@ def test_media_of_other_batches_are_forgotten(tmp_path):
     rows = image_rows().remove_columns("image").add_column("index", range(8))
     rows = rows.with_transform(lambda batch: {**batch, "image": [fresh(i) for i in batch["index"]]})
     trainer = train("image", tmp_path, rows=rows, max_steps=6, media_prefetch=0)
-    held = {id(r.source) for refs in trainer._media_log._refs.values() for r in refs}
+    held = {id(r.source) for refs in trainer._rollout_log.media._refs.values() for r in refs}
     assert len(held) == 2
     # The loader fetches a row once for all completions of its prompt, and one batch ahead
     assert len(made) >= 12
     assert sum(picture() is not None for picture in made) <= 4
-    assert len(trainer._media_log._media) == 2
+    assert len(trainer._rollout_log.media._media) == 2
 
 
 def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch):

@@ -149,14 +149,14 @@ class SupervisedEncoder:
         return sequence
 
     def encode_pairs(
-        self, rows: Sequence[dict[str, Any]], end_ids: list[int]
+        self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
     ) -> tuple[list[EncodedPrompt], torch.Tensor, torch.Tensor]:
         """
         Encodes prompts with their media, and the completions to learn. Of `messages`, the last one, the assistant's,
         is the completion.
 
         Args:
-            rows (`Sequence[dict]`):
+            rows (`Sequence[Mapping]`):
                 Rows.
             end_ids (`list[int]`):
                 Tokens that end a completion. It is cut after the first of them, or the first of this list is appended.
@@ -171,7 +171,7 @@ class SupervisedEncoder:
         """
         encoded, completions = [], []
         for index, columns in enumerate(rows):
-            row = columns if isinstance(columns, Row) else Row(index, columns)
+            row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             name = f"row {row.row_index} of `ptx_dataset`"
             chat, completion = _chat(row, name)
             messages = self._messages(row, chat, completion)

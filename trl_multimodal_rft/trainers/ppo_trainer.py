@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import extract_model_from_parallel, is_peft_model
 from datasets import Dataset
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
@@ -460,5 +460,5 @@ class _SyncPolicy(SyncRefModelCallback):
     """Leaves the critic out, of which the reference has none."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        policy = policy_alone(self.accelerator.unwrap_model(model))
+        policy = policy_alone(extract_model_from_parallel(model))
         super().on_step_end(args, state, control, model=policy, **kwargs)
