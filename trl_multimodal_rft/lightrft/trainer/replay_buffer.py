@@ -142,7 +142,9 @@ class ReplayBuffer:
         values, mask = (torch.cat(rows or [torch.zeros(0)]) for rows in (columns, masks))
         whitened = whiten(values.double(), mask.bool(), reduce=over_ranks).to(values.dtype)
         parts = whitened.split([len(column) for column in columns])
-        self._items = [replace(i, **{attribute: part.clone()}) for i, part in zip(self._items, parts, strict=True)]
+        self._items = list(map(replace, self._items))
+        for item, part in zip(self._items, parts, strict=True):
+            setattr(item, attribute, part.clone())
         self._normalized.add(attribute)
 
     def clear(self) -> None:
