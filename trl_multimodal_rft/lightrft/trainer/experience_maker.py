@@ -21,6 +21,7 @@ from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
+from ...families import AUDIO_FEATURES, AUDIO_MASKS
 from ...forward.inputs import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
@@ -50,10 +51,8 @@ logger = logging.getLogger(__name__)  # accelerate's needs its state
 MEDIA_FIELDS = {
     "image_grid_thw": "image_grid_thws",
     "video_grid_thw": "video_grid_thws",
-    "input_features": "audio_values",
-    "audio_input_features": "audio_values",
-    "feature_attention_mask": "audio_attention_mask",
-    "input_features_mask": "audio_attention_mask",
+    **dict.fromkeys(AUDIO_FEATURES, "audio_values"),
+    **dict.fromkeys(AUDIO_MASKS, "audio_attention_mask"),
 }
 
 

@@ -457,3 +457,14 @@ class PPOTrainerVL:
             trainer.control = handler.on_evaluate(trainer.args, state, trainer.control, results)
         if is_due(args.save_strategy, state.save_steps):
             trainer.save_checkpoint(client_states or {}, self.save_hf_ckpt)
+
+
+class PPOTrainerAL(PPOTrainerVL):
+    """
+    PPO of models that hear, in the steps of the reference system, see [`PPOTrainerVL`].
+
+    Arguments are the same, with [`~lightrft.ActorAL`] as actors. Batches of prompts are lists of rows, or tuples of
+    lists: prompts, audios, references and labels.
+    """
+
+    _columns = (("audios",),)
