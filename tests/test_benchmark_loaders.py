@@ -250,7 +250,7 @@ def test_avqa(avqa):
     assert again.to_list() == dataset.to_list()
     line = json.loads(avqa.read_text().splitlines()[0])
     avqa.write_text(json.dumps({**line, "answer": 4}))
-    with pytest.raises(ValueError, match="row 0: the answer 4 is no index"):
+    with pytest.raises(ValueError, match="row 0: the answer 4 is none of the choices"):
         load_avqa(avqa)
 
 

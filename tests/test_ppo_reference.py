@@ -1356,7 +1356,7 @@ def test_options_of_the_rollout(tmp_path):
         rewarded(ppo, image_rows(2))
     assert not ppo.trainer.args.dataloader_pin_memory
     ppo = make(tmp_path, max_new_tokens=3, gamma=0.5, lambd=0.25)
-    assert (ppo.strategy.gamma, ppo.strategy.lam, ppo.strategy.max_completion_length) == (0.5, 0.25, 3)
+    assert ppo.strategy.advantage_estimator == "gae(gamma=0.5, lam=0.25)" and ppo.strategy.max_completion_length == 3
     _, _, (each,) = rewarded(ppo, image_rows(2))
     assert each.action_mask.size(1) <= 3
     _, returns = gae(
@@ -1400,7 +1400,7 @@ def test_errors_of_the_constructor(tmp_path):
         ({"micro_rollout_batch_size": 0}, "`micro_rollout_batch_size` must be at least 1"),
         ({"micro_train_batch_size": 0}, "`micro_train_batch_size` must be at least 1"),
         ({"init_kl_coef": -0.1}, "`init_kl_coef` must be at least 0"),
-        ({"gamma": 1.5}, "`gamma` must be between 0 and 1"),
+        ({"gamma": 1.5}, "`gamma` of 'gae' must be between 0 and 1"),
         ({"value_clip": -1.0}, "`cliprange_value` must be above 0"),
         ({"config": {"temperature": 0.5}, "ptx_coef": -1.0}, "`ptx_coef` must be at least 0"),
     ]

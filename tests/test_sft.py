@@ -473,8 +473,7 @@ def test_rows_that_are_too_long_are_skipped(tmp_path):
         Dataset.from_list([short, long, short, short]),
         tmp_path,
         max_length=34,
-        on_media_error="skip",
-        max_skipped_rows=1,
+        on_media_error="skip(max_rows=1)",
     )
     trainer.train()
     assert "row 1 has" in (tmp_path / "skipped_rows.jsonl").read_text()

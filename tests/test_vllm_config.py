@@ -90,15 +90,6 @@ def test_the_length_is_set_once(tmp_path):
     MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_engine_kwargs=engine)
 
 
-def test_several_servers(tmp_path):
-    urls = ["http://a:8000", "http://b:8000"]
-    with pytest.raises(ValueError, match="`vllm_server_base_urls` has no effect without `use_vllm=True` and"):
-        MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_server_base_urls=urls)
-    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": urls}
-    with pytest.raises(ValueError, match="both say where vLLM runs; remove one"):
-        MultimodalGRPOConfig(str(tmp_path), **options, vllm_server_base_url=urls[0])
-
-
 def test_servers_are_asked_ahead(tmp_path):
     server = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False}
     for config_class in (CONFIGS[kind] for kind in ("grpo", "rloo", "ppo")):

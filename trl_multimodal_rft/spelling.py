@@ -10,8 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 
 # Names that TRL or transformers removed, with what to do instead
@@ -108,12 +108,21 @@ def split_settings(text: str) -> tuple[str, dict[str, Any] | None]:
         call = ast.parse(f"_({settings}", mode="eval").body  # a name such as `reinforce++` is no expression
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings need names")
-        return name, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return name, {str(each.arg): _literal(each.value) for each in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"{text!r} can't be read ({error}); write a name, or a name with settings such as "
             "`box_iou_reward(iou_threshold=0.5)`, whose values are numbers, quoted texts or lists."
         ) from None
+
+
+def _literal(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        written = ast.unparse(value)
+        quoted = f"; quote it, as in {written!r}" if isinstance(value, ast.Name) else ""
+        raise ValueError(f"`{written}` is no value{quoted}") from None
 
 
 def spelled(name: str, settings: dict[str, Any]) -> str:
@@ -147,7 +156,7 @@ def check_settings(
     known = [key for key, each in parameters.items() if each.kind is not each.VAR_KEYWORD] if names is None else names
     for key, value in settings.items():
         if key not in known:
-            raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.")
+            raise ValueError(f"{name!r} has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
         parameter = parameters[key]
         check_value(f"`{key}` of {name!r}", value, parameter.annotation, f"the default is {parameter.default!r}")
 
@@ -163,32 +172,40 @@ def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     name, settings = split_settings(text)
     first, *others = inspect.signature(cls).parameters.values()
     check_value(f"`{option}`", name, first.annotation, "")
-    known = {each.name: each for each in others}
-    for key, value in (settings or {}).items():
-        if key not in known:
-            raise ValueError(f"`{option}={text!r}` has no setting {key!r}, only {[*known]}.{did_you_mean(key, known)}")
-        remedy = f"the default is {known[key].default!r}"
-        check_value(f"`{key}` of `{option}`", value, known[key].annotation, remedy)
+    check_settings(cls, option, settings or {}, [each.name for each in others])
     return cls(name, **(settings or {}))
 
 
 def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     """
-    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, or a number, with an interval
-    as `Annotated[float, "[0, 1)"]`.
+    Raises a `ValueError` about a value that an annotation excludes: `Literal["a", "b"]`, a number, or a number within
+    an interval as `Annotated[float, "[0, 1)"]`, each of which may be `None`, too. Others allow any value.
     """
-    if value is None and NoneType in get_args(annotation):
+    interval = None
+    if get_origin(annotation) is Annotated:
+        annotation, *facts = get_args(annotation)
+        interval = next((each for each in facts if isinstance(each, str)), None)
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if value is None and (NoneType in kinds or interval is None):
         return
-    if NoneType in get_args(annotation):
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is Literal and value not in get_args(annotation):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}.")
-    plain, interval = get_args(annotation)[:2] if get_origin(annotation) is Annotated else (annotation, None)
-    if plain in (bool, int, float) and isinstance(value, str):
-        wanted = "`True` or `False`" if plain is bool else "a number"
-        raise ValueError(f"{name} must be {wanted}, got the text {value!r}; write it without quotes.")
-    if interval is not None:
-        check_interval(name, value, interval, remedy)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if get_origin(kinds[0]) is Literal:
+        check_choice(name, value, get_args(kinds[0]))
+    elif kinds == (bool,) and isinstance(value, str):
+        raise ValueError(f"{name} must be `True` or `False`, got the text {value!r}; write it without quotes.")
+    elif {*kinds} <= {int, float}:
+        if isinstance(value, str):
+            raise ValueError(f"{name} must be a number, got the text {value!r}; write it without quotes.")
+        if isinstance(value, bool):
+            raise ValueError(f"{name} must be a number, got {value}; {remedy}.")
+        if interval is not None:
+            check_interval(name, value, interval, remedy)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raises a `ValueError` about a value that isn't among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:

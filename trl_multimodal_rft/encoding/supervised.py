@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Encodes rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -255,7 +255,7 @@ def _assistant_mask(
 
 
 def encode_supervised(
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     processing_class: Processor,
     model: PreTrainedModel,
     end_ids: list[int],

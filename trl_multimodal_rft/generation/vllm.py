@@ -95,12 +95,10 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         adapter: EngineAdapter | None = None,
         adapter_folder: str | None = None,
         while_sampling: Callable[[], AbstractContextManager] = nullcontext,
-        server_base_urls: Sequence[str] | None = None,
         max_staleness: int = 0,
         placeholders: Collection[int] = (),
         **kwargs,
     ):
-        self._server_base_urls = server_base_urls
         self._placeholders = placeholders
         self._connected: dict[str, float] = {}  # when, on the clocks of servers, by their addresses
         self._warn = WarnOnce()
@@ -156,7 +154,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         urls = self._urls
         if len(urls) > n_ranks and self._max_staleness == 0:
             raise ValueError(
-                f"`vllm_server_base_urls` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
+                f"`vllm_server_base_url` has {len(urls)} servers for {n_ranks} processes, of which each asks one; "
                 "leave out the rest."
             )
 
@@ -175,7 +173,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def _urls(self) -> Sequence[str]:
-        return self._server_base_urls or [self.server_base_url or f"http://{self.server_host}:{self.server_port}"]
+        return (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
 
     def _by_main(self, work: Callable[[], None]) -> None:
         on_all_ranks(self.accelerator, work if self.accelerator.is_main_process else lambda: None)

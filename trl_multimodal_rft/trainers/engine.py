@@ -97,7 +97,6 @@ def make_engine(
         processing_class=run.prompts.processor,
         mode=args.vllm_mode,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_urls=args.vllm_server_base_urls,
         server_base_url=args.vllm_server_base_url,
         server_host=args.vllm_server_host,
         server_port=args.vllm_server_port,

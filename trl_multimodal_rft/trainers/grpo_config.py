@@ -3,18 +3,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trl import GRPOConfig
 
 from ..algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, described
-from ..algorithms.kl import KL_ESTIMATORS
 from ..algorithms.losses import LOSSES, LossOptions, LossType, as_loss
 from ..rollout.token_filter import EntropySource
 from ..rollout.view_options import LossView, view_option
-from ..spelling import read_settings, split_settings
-from .arguments import check_values, help_from_docstring
-from .multimodal_config import MultimodalArguments, check_choice, check_range, check_sampling
+from ..spelling import check_choice, read_settings, split_settings
+from .arguments import Needs, check_values, help_from_docstring
+from .multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
 # Estimators without a critic whose KL divergence belongs to the reward, and those with k2 in the loss
@@ -118,23 +117,22 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
-    kl_estimator: str | None = field(
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = field(
         default=None,
         metadata={
             "help": "Estimator of the KL divergence. Defaults to 'k1' in the reward, to 'k2' in the loss for "
             f"{' and '.join(map(repr, _K2_IN_LOSS))}, and to 'k3' in the loss otherwise.",
-            "choices": list(KL_ESTIMATORS),
         },
     )
-    kl_in_reward: bool | None = field(
+    kl_in_reward: Annotated[bool | None, Needs("beta")] = field(
         default=None,
         metadata={
             "help": "Whether the KL divergence is subtracted from the rewards instead of added to the loss. Defaults "
-            f"to True for {' and '.join(map(repr, _IN_REWARD))}."
+            f"to True for {' and '.join(map(repr, _IN_REWARD))}.",
         },
     )
-    kl_target: float | None = None
-    kl_horizon: int = 10000
+    kl_target: Annotated[float | None, "(0, inf]", Needs("beta")] = None
+    kl_horizon: Annotated[int, "(0, inf]"] = 10000
     entropy_source: str = "rollout"
     loss_view: str | None = None
 
@@ -154,7 +152,7 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             names = [name for name, own in ESTIMATORS.items() if self._has_critic or own.needs != "critic"]
             name = split_settings(self.advantage_estimator)[0]
             if ALIASES.get(name, name) not in ESTIMATORS:
-                check_choice(self, "advantage_estimator", (*names, *ALIASES))
+                check_choice("`advantage_estimator`", self.advantage_estimator, (*names, *ALIASES))
             self.advantage_estimator = as_estimator(self.advantage_estimator).spelling
             if self.estimator.name not in names:
                 raise ValueError(
@@ -242,9 +240,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def _check_kl(self) -> None:
         if self.beta == 0:
-            for name in ("kl_estimator", "kl_in_reward", "kl_target"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"`{name}` has no effect with `beta=0`; set `beta` or remove it.")
             return
         if self.kl_in_reward and callable(self.advantage_estimator):
             raise ValueError(
@@ -255,7 +250,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             self.kl_in_reward = self.estimator.kl_in_reward
         if self.kl_estimator is None:
             self.kl_estimator = "k1" if self.kl_in_reward else self.estimator.kl_in_loss
-        check_choice(self, "kl_estimator")
         if self.kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
                 f"`kl_estimator={self.kl_estimator!r}` in the reward gives a biased gradient; only 'k1' gives that of "
@@ -270,8 +264,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     def _check_loss(self) -> None:
         # TRL checks them only after sampling
         if split_settings(self.loss_type)[0] not in LOSSES:
-            check_choice(self, "loss_type", tuple(LOSSES))
-        check_choice(self, "importance_sampling_level", ("token", "sequence"))
+            check_choice("`loss_type`", self.loss_type, LOSSES)
+        check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
         loss = self.loss
         token_level = self.estimator.per_token
         sequence_level = self.importance_sampling_level == "sequence"

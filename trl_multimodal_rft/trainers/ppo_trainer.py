@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import extract_model_from_parallel, is_peft_model
 from datasets import Dataset
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
@@ -269,7 +269,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         local = local_rows(self.accelerator, rewards, len(rollout))
         logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
         per_token = token_rewards(local, mask, *logps, kl_coef=self.kl_coef if args.kl_in_reward else 0.0)
-        advantages, returns = gae(per_token, values, mask, gamma=args.gamma, lam=args.lam, bootstrap=bootstrap)
+        advantages, returns = gae(per_token, values, mask, bootstrap=bootstrap, **args.estimator.settings)
         rollout.values.old, rollout.values.returns, rollout.rewards.scorable = values, returns, (~local.isnan()).long()
 
         mask = gather_rows(self.accelerator, mask * rollout.rewards.scorable[:, None])
@@ -380,8 +380,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         return {**super()._fingerprints(), "ptx_dataset": own}
 
     def _batches(self) -> dict[str, Any]:
-        args = self.args
-        return {**super()._batches(), "gae": [args.gamma, args.lam, args.bootstrap_truncated]}
+        return {**super()._batches(), "bootstrap_truncated": self.args.bootstrap_truncated}
 
     # Optimizer
 
@@ -462,5 +461,5 @@ class _SyncPolicy(SyncRefModelCallback):
     """Leaves the critic out, of which the reference has none."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        policy = policy_alone(self.accelerator.unwrap_model(model))
+        policy = policy_alone(extract_model_from_parallel(model))
         super().on_step_end(args, state, control, model=policy, **kwargs)

@@ -42,8 +42,7 @@ class RolloutLog:
         args, self.media, self.hint = self.run.args, None, None
         if args.log_completions:
             most = args.max_logged_media if args.log_multimodal else 0
-            limits = args.generation_batch_size, most, args.max_logged_megabytes
-            self.media = MediaLog(*limits, self.run.accelerator)
+            self.media = MediaLog(args.generation_batch_size, most, self.run.accelerator)
         if self.run.rewards.names:
             self.hint = EqualRewardsHint(grouped=args.compares_groups)
 

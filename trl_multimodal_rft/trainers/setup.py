@@ -108,7 +108,8 @@ def resolve_config(
             f"`args` is a {type(args).__name__}; use {config_class.__name__}, which takes TRL's arguments and those "
             "of this package."
         )
-    check_output_dir(args.output_dir, args.should_save and args.save_strategy != "no")
+    if args.should_save and args.save_strategy != "no":
+        check_output_dir(str(args.output_dir))
     return args
 
 

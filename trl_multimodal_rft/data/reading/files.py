@@ -76,7 +76,7 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
 
         size = os.path.getsize(file) if isinstance(file, str) else len(file)
         if size > max_bytes:
-            raise ref.error(f"{size / 1e6:.1f} MB are too much to log; raise `max_logged_megabytes`")
+            raise ref.error(f"{size / 1e6:.1f} MB are too much to log")
         with open_file(ref, file) as stream:
             return MediaFile(ref.modality, stream.read(), suffix, ref.rules)
 

@@ -213,7 +213,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 See [`generate_samples`].
             generate_kwargs:
                 Options of generation, and `gamma` (defaults to 1) and `lambd` (to 0.95) for the advantages of `"gae"`
-                and `"reinforce"`.
+                and `"reinforce"`, by default those of the estimator.
 
         Returns:
             `list[Experience]`: One for every `micro_rollout_batch_size` samples.
@@ -222,7 +222,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `ValueError`: If an option is unknown, if there is a length penalty but no `max_new_tokens`, or if a prompt
                 or a reward is invalid.
         """
-        gamma, lambd = generate_kwargs.pop("gamma", 1.0), generate_kwargs.pop("lambd", 0.95)
+        own = {"gamma": 1.0, "lam": 0.95, **self.strategy.estimator.settings}
+        gamma, lambd = generate_kwargs.pop("gamma", own["gamma"]), generate_kwargs.pop("lambd", own["lam"])
         length_penalty = self._length_penalty(generate_kwargs)
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         bar = tqdm(samples, desc="make_experience", disable=not (self.strategy.progress and self._is_main))

@@ -91,7 +91,7 @@ class PPOTrainerVL:
             Whether checkpoints hold the models alone, so that no run can resume from them.
         generate_kwargs:
             Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
-            `lambd` (default to those of `strategy`).
+            `lambd` (default to `gamma` and `lam` of the estimator of `strategy`).
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
@@ -169,7 +169,6 @@ class PPOTrainerVL:
         reference = initial_model if config.beta > 0 else None
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
-        self.generate_kwargs |= {"gamma": config.gamma, "lambd": config.lam}
         self.save_hf_ckpt = save_hf_ckpt
         self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload)
         self.trainer = ExperienceTrainer(
