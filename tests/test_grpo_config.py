@@ -66,7 +66,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             {"advantage_estimator": only_rewards},
             "The advantage estimator 'only_rewards' (rewards, mask) can't be called",
         ),
-        ({"advantage_estimator": "gae"}, "needs the values of a critic"),
+        (
+            {"advantage_estimator": "gae"},
+            "a critic, and this trainer has none. Use `MultimodalPPOTrainer`",
+        ),
         *(
             ({"advantage_estimator": name, "num_generations": 1}, f"={CANONICAL.get(name, name)!r}` compares the")
             for name in ("group_norm", "grpo", "rloo", "reinforce++_baseline", "cpgd", "dr_grpo")
@@ -155,7 +158,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
             )
             for kind in ("mask", "truncate")
         ),
-        ({"loss_type": "vespo", "use_vllm": True}, "`loss_type='vespo'` weighs completions itself"),
+        (
+            {"loss_type": "vespo", "use_vllm": True},
+            "`loss_type='vespo'` weighs whole completions",
+        ),
         ({"dynamic_sampling": True}, "`dynamic_sampling` must be a number, got True"),
         ({"replay_buffer_size": -1}, "`replay_buffer_size` must be at least 0, got -1"),
         *(

@@ -120,11 +120,6 @@ def test_config_accepts(options, expected):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_grpo_config_refuses_a_critic():
-    with pytest.raises(ValueError, match=r"needs the values of a critic.*Use `MultimodalPPOTrainer`"):
-        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, advantage_estimator="gae")
-
-
 def test_config_from_the_command_line():
     given = {
         "advantage_estimator": "gae(lam=0.9)",

@@ -38,7 +38,7 @@ from trl_multimodal_rft.data.rows.columns import file_modality, rows_to_messages
 from trl_multimodal_rft.data.rows.features import restore_media
 from trl_multimodal_rft.data.rows.unread import check_columns
 from trl_multimodal_rft.encoding.prompts import encode_prompt
-from trl_multimodal_rft.encoding.supervised import encode_supervised
+from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 
 
@@ -564,11 +564,11 @@ def test_supervised_rows_have_tags_and_ignored_columns(folder):
     model, processor = load("qwen2_5_vl")
     row = {"prompt": "Is <image> red?", "completion": "No, see <image>.", "image": str(folder / "picture.png")}
     ends = [processor.tokenizer.eos_token_id]
-    (prompt,), ids, _ = encode_supervised([row], processor, model, ends)
+    (prompt,), ids, _ = SupervisedEncoder(processor, model).encode_pairs([row], ends)
     blocks = text("Is "), {"type": "image", "image": row["image"]}, text(" red?")
     assert_same(prompt, encoded("qwen2_5_vl", user(*blocks)))
     assert processor.tokenizer.decode(ids[0][:-1]) == "No, see <image>."
-    (prompt,), _, _ = encode_supervised([row], processor, model, ends, ignored_media_columns=["image"])
+    (prompt,), _, _ = SupervisedEncoder(processor, model, ignored_media_columns=["image"]).encode_pairs([row], ends)
     assert prompt.modalities == frozenset()
 
 

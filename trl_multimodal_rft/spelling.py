@@ -21,22 +21,12 @@ REMOVED = {
     "max_seq_length": "use `max_length`",
     "max_new_tokens": "use `max_completion_length`",
     "response_length": "use `max_completion_length`",
-    "rloo_k": "use `num_generations`",
     "kl_coef": "use `beta`",
-    "init_kl_coef": "use `beta`",
     "cliprange": "use `epsilon`",
     "use_liger_loss": "use `use_liger_kernel`",
-    "wandb_log_unique_prompts": "use `log_unique_prompts`",
-    "vllm_guided_decoding_regex": "use `vllm_structured_outputs_regex`",
     "vllm_max_model_len": "use `vllm_max_model_length`",
-    "vllm_dtype": "use `vllm_engine_kwargs`",
     "vllm_device": "use `vllm_mode`",
-    "vllm_enable_prefix_caching": "use `vllm_engine_kwargs`",
-    "vllm_init_kwargs": "use `vllm_engine_kwargs`",
     "torch_dtype": "use `dtype`",
-    "use_bnb_4bit": "use `load_in_4bit`",
-    "sft_model_path": "use `model_name_or_path`",
-    "reward_model_path": "use `reward_funcs`",
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
@@ -46,47 +36,21 @@ REMOVED = {
     "reward_model": "use `reward_funcs`",
     # transformers' TrainingArguments
     "evaluation_strategy": "use `eval_strategy`",
-    "per_gpu_train_batch_size": "use `per_device_train_batch_size`",
-    "per_gpu_eval_batch_size": "use `per_device_eval_batch_size`",
     "no_cuda": "use `use_cpu`",
-    "use_mps_device": "leave it out, MPS is used where it is available",
     "warmup_ratio": "use `warmup_steps`, which takes a ratio below 1, too",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "overwrite_output_dir": "leave it out, or use `resume_from_checkpoint`",
     "group_by_length": "use `train_sampling_strategy`",
-    "include_inputs_for_metrics": "use `include_for_metrics`",
-    "include_tokens_per_second": "use `include_num_input_tokens_seen`",
     "push_to_hub_token": "use `hub_token`",
     "push_to_hub_model_id": "use `hub_model_id`",
-    "push_to_hub_organization": "use `hub_model_id`",
     "save_safetensors": "leave it out, weights are always saved as safetensors",
-    "half_precision_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
-    "fp16_backend": "leave it out, `bf16` and `fp16` use torch's autocast",
     "adafactor": "use `optim`",
-    "jit_mode_eval": "use `torch_compile`",
-    "torchdynamo": "use `torch_compile_backend`",
-    "xpu_backend": "use `ddp_backend`",
-    "dispatch_batches": "use `accelerator_config`",
-    "split_batches": "use `accelerator_config`",
-    "fsdp_min_num_params": "use `fsdp_config`",
-    "fsdp_transformer_layer_cls_to_wrap": "use `fsdp_config`",
-    "tpu_metrics_debug": "use `debug`",
-    "ray_scope": "set the environment variable RAY_SCOPE",
-    "tpu_num_cores": "set the environment variable TPU_NUM_CORES",
-}
-
-# Arguments that supported versions of transformers don't have yet
-NEWER = {
-    f"activation_{name}": f"It is in transformers since 5.23: use `gradient_{name}`, or install that"
-    for name in ("checkpointing", "checkpointing_kwargs")
 }
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The similar or new name as a sentence that ends a message about an unknown name, or `""`."""
     name, names = name.replace("-", "_"), list(names)
-    if name in NEWER:
-        return f" {NEWER[name]}."
     replacement = re.match(r"use `(\w+)`", REMOVED.get(name, ""))
     if name in REMOVED and (replacement is None or replacement[1] in names):
         return f" It was removed: {REMOVED[name]}."

@@ -225,17 +225,13 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 "it."
             )
         if self.multi_objective_aggregation == "normalize_then_sum":
-            shaped = self.reward_running_scale or self.reward_clip_range is not None
-            if self.estimator.name != "group_norm" or shaped or self.kl_in_reward:
+            of_the_sum = self.reward_running_scale or self.kl_in_reward
+            of_the_sum = of_the_sum or self.reward_clip_range is not None or self.contrast_view is not None
+            if self.estimator.name != "group_norm" or of_the_sum:
                 raise ValueError(
                     "`multi_objective_aggregation='normalize_then_sum'` normalizes each reward function separately, "
                     "so it goes with `advantage_estimator='group_norm'` and without `reward_running_scale`, "
-                    "`reward_clip_range` and `kl_in_reward`."
-                )
-            if self.contrast_view is not None:
-                raise ValueError(
-                    "`contrast_view` adds a bonus to the sum of the rewards, of which "
-                    "`multi_objective_aggregation='normalize_then_sum'` normalizes each apart; remove one of them."
+                    "`reward_clip_range`, `kl_in_reward` and `contrast_view`, which change their sum."
                 )
 
     def _check_kl(self) -> None:
@@ -285,11 +281,11 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 f"{', or `kl_in_reward=False`' if penalized else ''}."
             )
         # TRL's constructor checks it only where it makes the engine
-        corrects_tokens = self.vllm_importance_sampling_mode.startswith("token")
-        if loss.name == "vespo" and self._corrects and not corrects_tokens:
+        wanted = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
+        if self._corrects and not self.vllm_importance_sampling_mode.startswith(wanted):
             raise ValueError(
-                "`loss_type='vespo'` weighs completions itself; set `vllm_importance_sampling_mode` to "
-                f"'token_truncate' or 'token_mask', got {self.vllm_importance_sampling_mode!r}."
+                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
+                f"'{wanted}_mask' or '{wanted}_truncate', got {self.vllm_importance_sampling_mode!r}."
             )
         if sequence_level and not loss.sequence_level:
             raise ValueError(
@@ -313,11 +309,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
         elif self.delta is not None and not loss.sequence_level:  # TRL's losses ignore it
             raise ValueError(f"`delta` has no effect with `loss_type={self.loss_type!r}`; remove it.")
-        if loss.per_completion and self._corrects and self.vllm_importance_sampling_mode.startswith("token"):
-            raise ValueError(
-                f"`loss_type={self.loss_type!r}` weighs whole completions; set `vllm_importance_sampling_mode` to "
-                "'sequence_mask' or 'sequence_truncate'."
-            )
 
     def _check_view(self) -> None:
         view = self.loss_view_settings

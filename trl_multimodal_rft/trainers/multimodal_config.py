@@ -5,7 +5,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -29,10 +29,16 @@ from .arguments import (
 
 logger = logging.getLogger(__name__)
 
+# What configs that inherit these arguments are
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _Config
+else:
+    _Config = object
+
 
 @help_from_docstring
 @dataclass
-class MediaArguments(KnownKeywords):
+class MediaArguments(KnownKeywords, _Config):
     r"""
     Arguments about media and checkpoints, for a TRL config to inherit.
 
@@ -274,6 +280,15 @@ class SamplingArguments(MediaArguments):
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
     self_check: bool = True
 
+    if TYPE_CHECKING:  # of TRL's configs
+        generation_batch_size: int | None = None
+        steps_per_generation: int | None = None
+        use_vllm: bool = False
+        vllm_mode: str = "colocate"
+        vllm_max_model_length: int | None = None
+        generation_kwargs: dict | None = None
+        min_p: float | None = None
+
     needs_rewards = True  # whether something must reward completions
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # of rows, which only a teacher reads
@@ -295,28 +310,30 @@ class SamplingArguments(MediaArguments):
             raise
         # vLLM has others
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
-        if self.use_vllm and self.vllm_mode == "server" and self.offload_during_generation:
+        engine = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
+        if not self.use_vllm:
+            return
+        if self.vllm_mode == "server" and self.offload_during_generation:
             raise ValueError(
                 "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
                 "GPUs; remove one of them."
             )
-        if self.use_vllm and self.vllm_mode == "server" and self.vllm_engine_kwargs:
+        if self.vllm_mode == "server" and engine:
             raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(self.vllm_engine_kwargs)}) are for the trainer's own engine; start "
-                "the server with them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
+                f"`vllm_engine_kwargs` ({', '.join(engine)}) are for the trainer's own engine; start the server with "
+                "them, which the trainer asks for its settings, or set `vllm_mode='colocate'`."
             )
-        if self.use_vllm and (self.vllm_engine_kwargs or {}).get("speculative_config"):
-            given = self.generation_kwargs or {}
-            refused = {"min_p": self.min_p, **{name: given[name] for name in ("min_p", "logit_bias") if name in given}}
-            for name in (name for name, value in refused.items() if value):
-                raise ValueError(
-                    f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one of "
-                    "them."
-                )
-        if self.use_vllm and self.vllm_max_model_length and "max_model_len" in (self.vllm_engine_kwargs or {}):
+        if engine.get("speculative_config"):
+            for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
+                if name in ("logit_bias", "min_p") and value:
+                    raise ValueError(
+                        f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one "
+                        "of them."
+                    )
+        if self.vllm_max_model_length and "max_model_len" in engine:
             raise ValueError(
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
-                f"({self.vllm_engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
+                f"({engine['max_model_len']}) both set the engine's length; remove one of them."
             )
 
 

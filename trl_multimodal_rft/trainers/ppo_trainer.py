@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
 from datasets import Dataset
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
@@ -26,7 +27,7 @@ from ..algorithms.metrics import rank_mean
 from ..algorithms.returns import token_rewards, whiten
 from ..data.rows.fingerprint import fingerprint
 from ..data.rows.row import EndlessRows
-from ..encoding.supervised import encode_supervised
+from ..encoding.supervised import SupervisedEncoder
 from ..forward.attention import install_prefix_attention
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import Scores
@@ -44,7 +45,7 @@ from .arguments import check_arguments
 from .checkpoint_files import whole_state_dict
 from .ema import MovingAverage
 from .grpo_trainer import MultimodalGRPOTrainer
-from .optimizer import check_two_schedules, freeze_parts, split_groups, two_schedules
+from .optimizer import freeze_parts, split_groups, two_schedules
 from .ppo_config import MultimodalPPOConfig
 from .setup import resolve_config, warn_of_unread
 from .signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows
@@ -360,17 +361,16 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return None
         n = self.args.per_device_ptx_batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
-        prompts, ids, mask = encode_supervised(
-            self._supervised.at(start, n),
+        encoder = SupervisedEncoder(
             self.processing_class,
             self._unwrapped(self.model),
-            self.eos_token_ids,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
             audio_overlong=self.args.audio_overlong,
             ignored_media_columns=self.args.ignored_media_columns or (),
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
+        prompts, ids, mask = encoder.encode_pairs(self._supervised.at(start, n), self.eos_token_ids)
         return prompts, ids.to(self.accelerator.device), mask.to(self.accelerator.device)
 
     def _fingerprints(self):
@@ -398,7 +398,11 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = two_schedules(self.args, optimizer, self._critic_groups, num_training_steps)
             self._created_lr_scheduler = True
-        check_two_schedules(self.lr_scheduler)
+        if not isinstance(self.lr_scheduler, LambdaLR):  # the user's, or one that DeepSpeed made
+            raise ValueError(
+                f"A {type(self.lr_scheduler).__name__} can't give policy and critic different schedules; remove the "
+                "`scheduler` of the DeepSpeed config, or pass a `LambdaLR`."
+            )
         return self.lr_scheduler
 
     def _trains(self, part: str) -> bool:
