@@ -23,6 +23,7 @@ from ..families import family_of
 from ..forward.encoders import install_encoder_attention
 from ..forward.processes import refuse_separate_runs
 from ..generation.transformers import Branches, trim_after_eos
+from ..models.modes import kept_random_state
 from ..models.wrapped import unwrapped
 from ..policy import Fallbacks, PolicyForward
 from ..rewards.checks import distinct_names
@@ -31,7 +32,6 @@ from ..rollout.environments import Environments, template_for_tools
 from ..rollout.prompt_encoder import PromptEncoder
 from ..rollout.turns import ToolLoop
 from ..trainers.base import MultimodalTrainer
-from ..trainers.random_state import kept_random_state
 from ..trainers.setup import check_takes_tools
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
@@ -240,7 +240,6 @@ def evaluate_trainer(
 
 
 def check_samples(trainer_class: type) -> None:
-    """Raises if trainers of a class don't sample completions."""
     if not issubclass(trainer_class, MultimodalTrainer):
         raise ValueError(
             f"The trainer is a {trainer_class.__name__}, which doesn't sample completions; evaluate its model with "
@@ -249,7 +248,6 @@ def check_samples(trainer_class: type) -> None:
 
 
 def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
-    """Reward functions by the names of their metrics."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")
