@@ -379,7 +379,7 @@ def test_running_out_of_memory_is_no_inexactness(error, where, monkeypatch):
         monkeypatch.setattr(forward, "pack", too_large)
     elif where == "backward":
         without_backward(checked.model, monkeypatch, packed=True, error=error)
-    with pytest.raises(MemoryError if where == "processor" else type(error)):
+    with pytest.raises(type(error)):
         checked.check()
 
 
@@ -395,23 +395,11 @@ def test_running_out_of_memory_raises_what_it_led_to(monkeypatch):
         subject("llava", image_rows(2)).check()
 
 
-@pytest.mark.parametrize("rows", [text_rows, audio_rows])
-def test_a_generate_that_fails_on_the_check_is_not_measured_on_text(rows):
-    picky = subject("qwen2_audio", rows(2))
-    generate = picky.model.generate
-
-    def of_a_batch(**kwargs):
-        assert len(kwargs["input_ids"]) == 8 and not kwargs["generation_config"].return_dict_in_generate
-        return generate(**kwargs)
-
-    picky.model.generate = of_a_batch
-    if rows is audio_rows:
-        with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
-            picky.check()
-        return
-    check = picky.check()
-    assert math.isnan(check.sampled) and check.padded < 1e-5
-    assert re.search("sampled vs. model's forward +not measured", str(check))
+def test_a_generate_that_fails_raises():
+    picky = subject("qwen2_audio", audio_rows(2))
+    picky.model.generate = functools.partial(picky.model.generate, unknown=1)
+    with pytest.raises(RuntimeError, match="qwen2_audio can't be trained exactly: it can't sample completions"):
+        picky.check()
 
 
 def test_a_checkpoint_without_a_cache_shares_its_prefill():

@@ -212,9 +212,16 @@ class Measure:
             raise self.inexact(f"{what} fails ({self.failure})")
         return result
 
-    def warn(self, found: str, fallback: str) -> None:
-        """Logs why a fallback is used from here on."""
+    def fall_back(self, found: str, fallback: str, **fallbacks: bool | str | None) -> None:
+        """Logs why a fallback is used from here on, and sets these fields of the fallbacks."""
         logger.warning(f"self-check: {self.model_type}: {found}; falling back to {fallback}.")
+        for name, value in fallbacks.items():
+            setattr(self.fallbacks, name, value)
+
+    def splits(self) -> list[Literal["media", "prompt"] | None]:
+        """The present value of the fallback `isolate`, and those that separate more prompts."""
+        splits: list[Literal["media", "prompt"] | None] = [None, "media", "prompt"]
+        return splits[splits.index(self.fallbacks.isolate) :]
 
     def inexact(self, reason: str) -> RuntimeError:
         return RuntimeError(

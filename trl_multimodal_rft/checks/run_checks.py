@@ -92,11 +92,10 @@ class Checks:
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
-        completions = rollout.prompts, rollout.completion_ids, rollout.completion_mask
-        mask, sampling_logps = rollout.loss_mask, known(rollout.sampling_per_token_logps)
-        is_new = self._engine_check.run(model, step, completions, mask, sampling_logps)
+        sampled = rollout.completions, rollout.loss_mask, known(rollout.sampling_per_token_logps)
+        is_new = self._engine_check.run(model, step, *sampled)
         if has_tools:
-            is_new = self._engine_check.run_after_tools(model, completions, mask, sampling_logps) or is_new
+            is_new = self._engine_check.run_after_tools(model, *sampled) or is_new
         if is_new:
             self._show()
 

@@ -323,7 +323,13 @@ def take_turns(
     trajectories = run_turns(rollout, ids, logps, first, loop)
     for each in trajectories:
         each.prompt.decoded = ()  # the engine has processed the last turn
-    rollout.prompts = with_results(loop.model, trajectories)
+    # To score with: prompts of conversations in which tools returned media hold these media, too
+    rollout.prompts = [
+        conversation(each.prompt, each.turns, each.whole, _is_causal(loop.model, each.prompt, each.whole))
+        if each.whole is not None and each.media
+        else each.prompt
+        for each in trajectories
+    ]
     rollout.source.completions = [each.messages for each in trajectories]
     return (
         [each.ids for each in trajectories],
@@ -331,16 +337,6 @@ def take_turns(
         [each.mask for each in trajectories],
         sum((each.counts for each in trajectories), Counter(turns_taken=any(each.turns for each in trajectories))),
     )
-
-
-def with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:
-    """Prompts to score trajectories with: those in which tools returned media hold these media as well."""
-    return [
-        conversation(each.prompt, each.turns, each.whole, _is_causal(model, each.prompt, each.whole))
-        if each.whole is not None and each.media
-        else each.prompt
-        for each in trajectories
-    ]
 
 
 async def _together(coroutines: list) -> list[Any]:
