@@ -79,28 +79,7 @@ def test_model_logits_where_the_fused_head_is_wrong(caplog):
     assert max(check.padded, check.packed, check.sampled) < 1e-4 and "with the model's logits" in str(check)
 
 
-def test_positions_that_are_wrong_raise(monkeypatch):
-    def shifted(*args):
-        batch = left_pad(*args)
-        return {**batch, "position_ids": batch["position_ids"] * 3}
-
-    left_pad = forward.left_pad
-    monkeypatch.setattr(forward, "left_pad", shifted)  # affects scores; sampling pads separately
-    with pytest.raises(
-        RuntimeError, match="qwen2_5_vl can't be trained exactly: log-probabilities in a batch differ by"
-    ):
-        subject("qwen2_5_vl", image_rows(2)).check()
-
-
 # Features
-
-
-def test_features_that_are_not_the_processors_raise():
-    quieter = subject("qwen2_audio", audio_rows(2))
-    for prompt in quieter.prompts:
-        prompt.media = {name: value * 0.9 for name, value in prompt.media.items()}
-    with pytest.raises(RuntimeError, match="its media tensors differ by .* `AutoProcessor.from_pretrained` loads it"):
-        quieter.check()
 
 
 def test_video_files_are_compared_with_what_the_processor_reads(tmp_path, monkeypatch):
