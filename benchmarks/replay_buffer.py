@@ -1,6 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The replay buffer: speed of splitting batches and making new ones, memory, and token efficiency of packed rows.
+The replay buffer: speed of splitting batches and making new ones, and memory.
 
 ```bash
 python benchmarks/replay_buffer.py                                # 512 samples in groups of 8, an image per group
@@ -18,10 +18,6 @@ Qwen2.5-VL's format, with patches and grids of different sizes, repeated for eac
   CPU time, which is comparable for `--threads 1`.
 - **Memory**: bytes of all distinct tensor storages in the buffer, compared with those of the appended batches and of
   the results of the loops.
-- **Token efficiency**: real tokens divided by the total budget of the packed rows. A row that isn't full counts with
-  its whole budget. For comparison, the script assigns the samples at random to as many padded batches and divides real
-  tokens by all tokens, padding included. It also fills padded batches up to the same budget, padding included, and
-  divides real tokens by the total budget.
 """
 
 import argparse
@@ -44,7 +40,6 @@ from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
 
 TEXT = (16, 256)  # text tokens of a prompt, without its image
 SIDE = (8, 32)  # patches per side of an image; four patches make a token
-LONGEST_PROMPT = TEXT[1] + SIDE[1] ** 2 // 4
 
 ACTION_FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_mask"]
 FIELDS = ["sequences", "attention_mask", *ACTION_FIELDS]
@@ -192,23 +187,6 @@ def held(value) -> int:
     return sum(storages(value).values())
 
 
-def token_efficiency(buffer: ReplayBuffer, max_tokens: int) -> dict[str, float]:
-    """Numbers of rows and batches, and their token efficiency."""
-    real = sum(len(item.sequences) for item in buffer)
-    rows = sum(1 for _ in buffer.batches(packing_samples=True, max_tokens=max_tokens))
-    dealt = [batch.sequences.numel() for batch in buffer.batches(batch_size=math.ceil(len(buffer) / rows))]
-    within_budget = sum(1 for _ in buffer.batches(max_tokens=max_tokens))
-    return {
-        "real_tokens": real,
-        "packed_rows": rows,
-        "packed_efficiency": real / (rows * max_tokens),
-        "padded_batches": len(dealt),
-        "padded_efficiency": real / sum(dealt),
-        "padded_budget_batches": within_budget,
-        "padded_budget_efficiency": real / (within_budget * max_tokens),
-    }
-
-
 def contests(batches: list[ExperienceVL], made_size: int) -> dict[str, tuple[Callable, Callable, list, list]]:
     """Maps each measured function to our implementation, the usual loop, and the arguments of each."""
     padded = [split_experience_batch(batch) for batch in batches]
@@ -262,7 +240,6 @@ def run(args: argparse.Namespace) -> dict:
     return {
         **{f"{name}_ratio": best["usual"][name] / best["ours"][name] for name in functions},
         "memory_ratio": memory["batch_bytes"] / memory["buffer_bytes"],
-        **token_efficiency(buffer, args.max_tokens),
         **memory,
         **{
             side: {
@@ -304,10 +281,6 @@ def table(result: dict) -> str:
         "",
         f"memory: {mib['batch']:.1f} MiB appended, {mib['usual']:.1f} MiB kept by the loop, {mib['buffer']:.1f} MiB "
         f"by the buffer: {result['memory_ratio']:.2f}x less than appended",
-        f"token efficiency at a budget of {setting['max_tokens']}: {result['packed_efficiency']:.1%} in "
-        f"{result['packed_rows']} packed rows; {result['padded_efficiency']:.1%} in {result['padded_batches']} "
-        f"padded batches assigned at random, {result['padded_budget_efficiency']:.1%} in "
-        f"{result['padded_budget_batches']} padded batches within the budget",
     ]
     return "\n".join(lines)
 
@@ -321,14 +294,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--made-size", type=count, default=8, help="samples per batch made from the buffer")
     parser.add_argument("--tokens", type=count, default=1024, help="maximum response length")
     parser.add_argument("--patch-values", type=count, default=1176, help="values per patch, as in Qwen2.5-VL")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="token budget of a packed row")
     args = parse_options(parser, argv, clock="wall", threads=None, repetitions=10, json=False)
     if args.group_size < 1 or args.batch_size < 1 or args.batch_size % args.group_size:
         parser.error("`--batch-size` must be a multiple of `--group-size`")
     if args.samples < 1 or args.samples % args.group_size:
         parser.error("`--samples` must be a multiple of `--group-size`")
-    if args.max_tokens < LONGEST_PROMPT + args.tokens:
-        parser.error(f"`--max-tokens` must be at least `--tokens` plus {LONGEST_PROMPT}, the longest prompt")
     return args
 
 

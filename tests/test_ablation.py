@@ -131,7 +131,7 @@ def test_half_of_the_rows_need_their_sound(listener, tones):
     # Replaces a tone by that of another row, which is high where this one is low
     pair = [tones[1], tones[3], tones[8]]
     sampling = {"num_samples": 2, "temperature": 0.1, "max_completion_length": 2}
-    config = EvaluationConfig(ablate="audio", ablate_with="shuffled", **sampling)
+    config = EvaluationConfig(ablate="audio", ablate_with="other_row", **sampling)
     result = evaluate(model, processor, pair, accuracy_reward, config)
     assert [row["completions_without"] for row in result.rows] == [[HIGH] * 2, [LOW] * 2, None]
     assert (result.metrics["audio_contribution"], result.metrics["audio_rows"]) == (1, 2)

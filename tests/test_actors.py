@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
-from helpers.chats import audio, chat, image, text
+from helpers.chats import audio, chat, text
 from helpers.encoding import build_encoded, encode_chats
 from helpers.families import FAMILIES, decoder, every_family, tokenizer
 from helpers.four_bits import save_wide
@@ -394,21 +394,17 @@ def test_errors_of_packed_samples():
         batch.score_packed(actor, [N, batch.lengths[1] - 1, N, N, N])
 
 
-@pytest.mark.parametrize("entry", ["path", "instance"])
-def test_models_that_can_not_pack(entry, tmp_path):
-    model, _ = SYNTHETIC["inkling2"]()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="`packing_samples=True` isn't exact for this model: how layers of type hybrid"
-    ):
-        ActorVL(model if entry == "instance" else str(tmp_path), packing_samples=True)
+def test_models_that_can_not_pack():
+    with pytest.raises(ValueError, match="`packing_samples=True` isn't exact for this model: how layers of type hybr"):
+        ActorVL(SYNTHETIC["inkling2"]()[0], packing_samples=True)
 
 
 # Inconsistent arguments
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "qwen2_5_omni", "llava", "gemma3", "voxtral"])
+@pytest.mark.parametrize("name", ["qwen2_audio", "llava"])
 def test_placeholders_and_media_that_do_not_agree(name):
+    """`test_media_tensors.py` has other disagreements."""
     actor, batch = make_both(name, 1, packing_samples=True)
     modality = next(iter(batch.prompts[0].modalities))
     for call in (
@@ -423,44 +419,13 @@ def test_placeholders_and_media_that_do_not_agree(name):
             call(torch.tensor([[60, 61, 62, 63]]), **batch.media)
 
 
-@pytest.mark.parametrize(
-    ("name", "medium", "small", "large"),
-    [
-        ("qwen2_5_vl", image, (56, 56), (112, 84)),
-        ("qwen2_audio", audio, (0.3,), (0.9,)),
-        ("qwen2_5_omni", audio, (0.3,), (0.9,)),
-    ],
-)
-def test_two_opposite_errors(name, medium, small, large):
-    """Two rows with swapped media have the correct total number of tokens."""
-    model, processor, _ = bare(name)
-    prompts = encode_chats(model, processor, [chat(medium(*size), text("a")) for size in (small, large)])
-    batch, swapped = make_batch(prompts), renamed(join_media(prompts[::-1]))
-    actor = make(name, packing_samples=True)
-    batch.score(actor)
-    for call, options in ((batch.score, {}), (batch.score_packed, {}), (batch.generate, {"max_new_tokens": 2})):
-        with pytest.raises(MediaError, match="row 0 holds"):
-            call(actor, **swapped, **options)
-
-
 def test_grids():
-    actor, batch = make_both("qwen2_5_vl", 1)
-    pixels, grid = batch.media["pixel_values"], batch.media["image_grid_thw"]
-    for media, error in (
-        ({"pixel_values": pixels, "image_grid_thw": grid + torch.tensor([0, 0, 2])}, r"row 0 holds \d+ placeholders"),
-        ({"pixel_values": pixels}, "no `image_grid_thw`"),
-        ({"image_grid_thw": grid}, "there is no image"),  # without pixels, the grid would only change positions
-    ):
-        with pytest.raises(MediaError, match=error):
-            actor(batch.sequences, N, **media)
     # The first example of the reference pages passes one to LLaVA, a family without it
     actor, batch = make_both("llava", 1)
     grid = torch.tensor([[1, 24, 24]])
     assert torch.equal(batch.score(actor, image_grid_thw=grid, video_grid_thw=grid), batch.score(actor))
     one, two = (batch.generate(actor, max_new_tokens=3, **more)[0] for more in ({}, {"image_grid_thw": grid}))
     assert torch.equal(one, two)
-    with pytest.raises(ValueError, match="do not match"):
-        batch.score(actor, pixel_values=batch.media["pixel_values"].repeat(2, 1, 1, 1))
     # Videos that use the image token
     actor, batch = make("glm4v"), make_batch(bare("glm4v")[2][3:])
     with pytest.raises(MediaError, match="pass the processor's `mm_token_type_ids`"):
@@ -491,22 +456,6 @@ def test_media_of_another_kind():
     for options in ({"nonsense": 3}, {"nonsense": torch.ones(1)}):
         with pytest.raises(ValueError, match="nonsense"):
             vision.generate(ids, max_new_tokens=1, **options)
-
-
-def test_logits_of_another_length():
-    actor, batch = make_both("llava")
-    own = type(actor.model).forward
-
-    def expanding(*args, **kwargs):
-        output = own(actor.model, *args, **kwargs)
-        output.logits = torch.cat([output.logits, output.logits], dim=1)
-        return output
-
-    actor.model.forward = expanding
-    n, length = batch.sequences.shape
-    message = rf"logits have the shape \({n}, {2 * length}\) for sequences of \({n}, {length}\).*expands"
-    with pytest.raises(ValueError, match=message):
-        batch.score(actor, return_output=True)
 
 
 # Audio
@@ -959,19 +908,15 @@ def test_names_of_layers_in_towers_and_decoder_coincide(name):
 
 
 def test_models_of_a_path(asked, tmp_path):
-    class Other(transformers.Qwen2AudioForConditionalGeneration):
-        pass
-
     path, options = str(saved("qwen2_audio")), {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
     batch, expected = cases("qwen2_audio")[0]
     for device_map in ({}, {"device_map": {"": "cpu"}}):
         actor = ActorAL(path, **device_map, **options)
-        assert device_map.items() <= asked.items() and ("device_map" in asked) == bool(device_map)
+        assert asked["device_map"] == device_map.get("device_map")
         assert actor.device == torch.device("cpu")
         assert_close(batch.score(actor), expected)
         assert_close(batch.score_packed(actor).view(-1, N), expected)
     assert ActorAL(path, device_map={"": "meta"}).device == torch.device("meta")
-    assert type(ActorAL(path, model_class=Other).model) is Other
     assert type(actor.model) is transformers.Qwen2AudioForConditionalGeneration
     # Without media
     language_model().save_pretrained(tmp_path)
@@ -1007,7 +952,6 @@ def test_ds_config(asked):
         {"ds_config": {"zero_optimization": {"stage": 3}}},
         {"device_map": {"": "cpu"}},
         {"load_in_4bit": True},
-        {"model_class": transformers.Qwen2AudioForConditionalGeneration},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -3,7 +3,6 @@
 
 import argparse
 import http.client
-import io
 import re
 import shutil
 import socket
@@ -18,7 +17,7 @@ from helpers.chats import RATE, audio, chat, image, text
 from helpers.families import encode
 from helpers.trainer_utils import InjectedOurs, image_rows, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
-from PIL import EpsImagePlugin, Image
+from PIL import Image
 from transformers import GenerationConfig
 
 from trl_multimodal_rft import TrainingCurvesCallback
@@ -113,6 +112,9 @@ def test_model_beside_another(served):
     answers = ask(served(folder, "--base", folder), "Is there a cat?")
     assert len(answers) == 2 and answers[0] == answers[1]
     assert ask(served(folder), "Is there a cat?") == answers[:1]
+    parser = Parser("chat")
+    arguments.chat(parser)
+    assert parser.parse_args(["--use_audio_in_video", folder]).model_name_or_path == folder  # takes no value
 
 
 def test_conversation(served, tmp_path):
@@ -266,24 +268,6 @@ def test_uploads_have_a_largest_size(port, tmp_path, monkeypatch):
     assert bytes.fromhex(answer) == (tmp_path / "small.png").read_bytes()
     with pytest.raises(Exception, match="413"):
         ask(client, "Who?", tmp_path / "large.png")
-
-
-def test_uploads_start_no_program(port, tmp_path, monkeypatch):
-    """Uploads an EPS with an image's name, with a program on the path by which Pillow would render it."""
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
-    (tmp_path / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    program = (  # gray pixels, which the page would not accept as they are
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n1\n"
-        b'%ImageData: 9 9 8 1 0 1 1 "image"\n%%EOF\n'
-    )
-    assert Image.open(io.BytesIO(program)).mode == "L"
-    (tmp_path / "i.png").write_bytes(program)
-    client = Client(f"http://127.0.0.1:{port}", verbose=False)
-    (answer,) = ask(client, "Who?", tmp_path / "i.png")
-    assert bytes.fromhex(answer) == program
-    assert not (tmp_path / "started").exists()
 
 
 def test_errors_show_neither_paths_nor_tokens(port):

@@ -8,8 +8,6 @@ from torch.testing import assert_close
 
 from trl_multimodal_rft.lightrft.trainer.experience import (
     Experience,
-    ExperienceAL,
-    ExperienceOmni,
     ExperienceVL,
     clip_filter_like_weight_func,
     pin_memory,
@@ -28,7 +26,7 @@ AUDIO = ["audio_values", "audio_attention_mask"]
 def test_text_experience_names_all_it_needs():
     with pytest.raises(TypeError, match="'action_mask' and 'info'"):
         Experience(*range(7))
-    assert all(issubclass(cls, Experience) for cls in (ExperienceVL, ExperienceAL, ExperienceOmni))
+    assert issubclass(ExperienceVL, Experience)
 
 
 # Moving
@@ -42,11 +40,11 @@ def tensors_in(value) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, (list, tuple)) else []
 
 
-def full_experience() -> ExperienceOmni:
+def full_experience() -> ExperienceVL:
     """Every field has tensors, some of them nested."""
     image = PIL.Image.new("RGB", (2, 2))
     info = {"reward": torch.ones(2), "metrics": {"format": torch.ones(2), "parts": [torch.ones(1), "text"]}, "step": 3}
-    return ExperienceOmni(
+    return ExperienceVL(
         sequences=[torch.ones(4), torch.ones(5)],
         **{name: torch.ones(2, 3) for name in (*VISION, *AUDIO, *ACTIONS, "attention_mask", "action_mask")},
         raw_images=[[image], None],

@@ -25,13 +25,7 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
-from trl_multimodal_rft.lightrft.trainer.experience import (
-    Experience,
-    ExperienceAL,
-    ExperienceOmni,
-    ExperienceVL,
-    Samples,
-)
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 
 
@@ -320,8 +314,8 @@ SOUND = {"audio_values": "input_features", "audio_attention_mask": "feature_atte
         ("messages", [Experience] * 3, {}),
         ("images", [ExperienceVL] * 3, IMAGES),
         ("videos", [ExperienceVL] * 3, VIDEOS),
-        ("audio", [ExperienceAL] * 3, SOUND),
-        ("omni", [ExperienceOmni, ExperienceOmni, Experience], {**IMAGES, **VIDEOS, **SOUND}),
+        ("audio", [ExperienceVL] * 3, SOUND),
+        ("omni", [ExperienceVL, ExperienceVL, Experience], {**IMAGES, **VIDEOS, **SOUND}),
     ],
 )
 def test_media_of_each_sample(case, classes, fields):

@@ -19,7 +19,6 @@ from trl_multimodal_rft.data import (
     load_conversations,
     load_deepeyes,
     load_easyr1,
-    load_mm_eureka,
     load_verl,
     load_video_r1,
 )
@@ -187,7 +186,7 @@ def test_sharegpt_and_ms_swift(files):
     rows = [
         {"messages": [{"role": "user", "content": "<audio>Who?"}], "audios": ["media/0.wav"], "solution": "A cat"},
         {"query": "<audio>And now?", "history": [["Who?", "A cat."]], "audios": ["media/1.wav"], "solution": "A dog"},
-        {"conversation": [{"human": "Who?", "assistant": "A bird."}], "system": "Listen.", "audios": ["media/2.wav"]},
+        {"query": "Who?", "response": "A bird.", "system": "Listen.", "audios": ["media/2.wav"]},
     ]
     dataset = load_conversations(files(rows), task="rl")
     assert dataset["solution"][:] == ["A cat", "A dog", "A bird."]
@@ -284,26 +283,7 @@ def test_deepeyes(tmp_path):
     ]
 
 
-def test_mm_eureka(files, tmp_path):
-    asked = [
-        {"type": "image", "image": f"file://{tmp_path}/data/media/1.png", "max_pixels": 784},
-        {"type": "text", "text": "How many cats?"},
-    ]
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
-    text = [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]
-    rows = [{"id": str(i), "message": json.dumps(each), "answer": str(i + 1)} for i, each in enumerate((chat, text))]
-    dataset = load_mm_eureka(files(rows))
-    assert [blocks(message) for message in dataset[0]["prompt"]] == [["Be brief."], ["image", "How many cats?"]]
-    assert dataset["solution"][:] == ["1", "2"] and dataset["id"][:] == ["0", "1"]
-    (ref,) = iter_refs(rows_to_messages([dataset.cast_column("images", List(Image(decode=False)))[0]]))
-    assert ref.options == {"max_pixels": 784} and f"file://{ref.source['path']}" == asked[0]["image"]
-    for message in ("Who?", "3", json.dumps([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}])):
-        with pytest.raises(ValueError, match="row 0, column 'message': .* is no JSON text of messages"):
-            load_mm_eureka(files([{"message": message, "answer": "1"}]))
-
-
 def test_charades_sta(files, tmp_path, capsys, caplog):
-    """Covers both layouts, which say the same of the same videos."""
     folder = tmp_path / "data" / "media"
     for name in ("3MSZA", "AO8RW"):
         (folder / f"{name}.mp4").write_bytes(b"a clip")
@@ -312,21 +292,19 @@ def test_charades_sta(files, tmp_path, capsys, caplog):
         "3MSZA": ["Person turns a light on."],
         "AO8RW": ["a person sits.", "A person reads", "the person eats"],
     }
-    videos = {v: {"duration": 33.1, "timestamps": spans[v], "sentences": sentences[v]} for v in spans}
     lines = [f"{v} {s} {e}##{said}" for v in spans for (s, e), said in zip(spans[v], sentences[v], strict=True)]
-    (tmp_path / "data" / "charades_sta_train.txt").write_text("\n".join(lines) + "\n")
-    published = load_charades_sta(tmp_path / "data" / "charades_sta_train.txt", media_dir=folder)
-    dataset = load_charades_sta(files(videos), media_dir=folder, total_pixels=2809856)
-    assert dataset["solution"][:] == published["solution"][:] == [[24.3, 30.4], [0.0, 6.9], [5.0, 12.0]]
-    assert caplog.messages == 2 * ["1 of 4 rows are skipped, whose spans end before they start."]
-    assert dataset["duration"][:] == [33.1] * 3 and published["duration"][:] == [None] * 3
+    path = tmp_path / "data" / "charades_sta_train.txt"
+    path.write_text("\n".join(lines) + "\n")
+    dataset = load_charades_sta(path, media_dir=folder, total_pixels=2809856)
+    assert dataset["solution"][:] == [[24.3, 30.4], [0.0, 6.9], [5.0, 12.0]]
+    assert caplog.messages == ["1 of 4 rows are skipped, whose spans end before they start."]
     asked = 'When does "person turns a light on" happen in the video? Output'
     assert blocks(dataset[0]["prompt"][0])[0] == "video" and blocks(dataset[0]["prompt"][0])[1].startswith(asked)
     (video,) = iter_refs(rows_to_messages([{"prompt": dataset[1]["prompt"], "videos": dataset[1]["videos"]}]))
     assert video.options == {"total_pixels": 2809856} and dataset["video_id"][:] == ["3MSZA", "AO8RW", "AO8RW"]
-    (tmp_path / "data" / "charades_sta_train.txt").write_text(f"{lines[0]}\nAO8RW 0.0##no end")
+    path.write_text(f"{lines[0]}\nAO8RW 0.0##no end")
     with pytest.raises(SystemExit):
-        main(["prepare", "charades-sta", str(tmp_path / "data" / "charades_sta_train.txt"), "--output_dir", "out"])
+        main(["prepare", "charades-sta", str(path), "--output_dir", "out"])
     assert "row 1: 'AO8RW 0.0##no end' is no '<video> <start> <end>##<sentence>'" in capsys.readouterr().err
 
 

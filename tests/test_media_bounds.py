@@ -1,11 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The cost of decoding, whatever a file claims. Decoding in pieces equals decoding the whole."""
 
-import gzip
 import io
 import re
 import struct
-import tarfile
 import threading
 import time
 import tracemalloc
@@ -316,26 +314,17 @@ def test_a_document_starts_no_program(tmp_path, monkeypatch):
 # Compressed files, and files of another type
 
 
-def packed_zeros(kind, size, folder):
+def packed_zeros(size, folder):
     """Returns a link to a file of zeros in an archive a thousand times smaller."""
-    path = folder / f"bomb.{kind}"
-    if kind == "zip":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("i.png", bytes(size))
-    elif kind == "tar":
-        with tarfile.open(path, "w:gz") as archive:
-            member = tarfile.TarInfo("i.png")
-            member.size = size
-            archive.addfile(member, io.BytesIO(bytes(size)))
-    else:
-        path.write_bytes(gzip.compress(bytes(size)))
+    path = folder / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("i.png", bytes(size))
     assert path.stat().st_size < size / 500
-    return f"{kind}://i.png::{path}"
+    return f"zip://i.png::{path}"
 
 
-@pytest.mark.parametrize("kind", ["zip", "tar", "gzip"])
-def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
-    link = packed_zeros(kind, 60_000_000, tmp_path)
+def test_what_is_unpacked_has_a_largest_size(tmp_path):
+    link = packed_zeros(60_000_000, tmp_path)
     for most, message, held in (
         (10_000_000, "more than .* bytes; remove the row or raise `max_media_bytes`", 20e6),
         (60_000_000, "cannot read", 90e6),  # once, plus the spare room of a buffer
@@ -344,26 +333,17 @@ def test_what_is_unpacked_has_a_largest_size(kind, tmp_path):
 
 
 def test_headers_of_archives_that_lie_are_long_or_are_many(tmp_path):
-    link = packed_zeros("zip", 30_000_000, tmp_path)
+    link = packed_zeros(30_000_000, tmp_path)
     data = (tmp_path / "bomb.zip").read_bytes()
     (tmp_path / "bomb.zip").write_bytes(data.replace(struct.pack("<I", 30_000_000), struct.pack("<I", 1000)))
     refused("row 3, column 'image'", link, 10e6)
-    # A tar with a name of 80 MB, and a zip with a list of files of 80 MB, each in an archive of some kilobytes
-    member = tarfile.TarInfo("i.png")
-    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 80_000_000
-    with gzip.open(tmp_path / "a.tar", "wb") as file:
-        file.write(member.tobuf(tarfile.GNU_FORMAT) + bytes(80_000_000))
+    # A list of files of 80 MB
     listed = b"PK\1\2" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
     count = 80_000_000 // len(listed)
     end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 65535, 65535, count * len(listed), 0, 0)
-    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        archive.writestr("a.zip", listed * count + end)
-    for link in (f"tar://i.png::{tmp_path / 'a.tar'}", f"zip://a::zip://a.zip::{tmp_path / 'b.zip'}"):
-        refused("the archive has .* bytes of headers; split it", link, 40e6)
-    with gzip.open(tmp_path / "a.tar", "wb") as file:
-        file.write(tarfile.TarInfo("other.png").tobuf() * 20_000 + bytes(1024))
-    message = "no file 'i.png' in the archive; correct the name or remove the row"
-    refused(message, f"tar://i.png::{tmp_path / 'a.tar'}", 8e6)
+    with open(tmp_path / "b.zip", "wb") as file:
+        file.write(listed * count + end)
+    refused("the archive has .* bytes of headers; split it", f"zip://a::{tmp_path / 'b.zip'}", 40e6)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -435,8 +415,6 @@ def gif():
 WHOLE = {
     "wav": lambda: sound_file(noise(1.0, RATE), RATE, "WAV"),
     "wav adpcm": lambda: sound_file(noise(1.0, RATE, 1), RATE, "WAV", subtype="IMA_ADPCM"),
-    "rf64": lambda: sound_file(noise(1.0, RATE), RATE, "RF64"),
-    "rf64 of ffmpeg": lambda: av_sound("wav", "pcm_s16le", mux={"rf64": "always"}),
     "aiff": lambda: sound_file(noise(1.0, RATE), RATE, "AIFF"),
     "flac": lambda: sound_file(noise(2.0, RATE), RATE, "FLAC"),
     "flac of ffmpeg": lambda: av_sound("flac", "flac"),

@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import logging
-import re
 import subprocess
 import weakref
 from pathlib import Path
@@ -506,6 +505,8 @@ def test_first_prompts_have_their_media(kind, n, bound, logged, tmp_path, caplog
         assert "Of 4 prompts with media in the table of completions, 3 are" in message
         assert "`max_logged_media`" in message
     assert MultimodalGRPOConfig("out", use_cpu=True, bf16=False).max_logged_media == 8
+    with pytest.raises(ValueError, match="`max_logged_media` must be at least 1, got 0; `log_multimodal=False`"):
+        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, max_logged_media=0)
 
 
 def test_large_media_are_left_out(tmp_path, caplog):
@@ -529,20 +530,7 @@ def test_the_bound_is_that_of_a_prompt(tmp_path):
             assert len(row["images"] or []) == (count if count < 3 else 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_logged_media": 0}, "`max_logged_media` must be at least 1, got 0; `log_multimodal=False`"),
-        ({"max_logged_megabytes": 0.0}, "`max_logged_megabytes` must be above 0, got 0.0"),
-    ],
-)
-def test_bounds_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MultimodalGRPOConfig("out", use_cpu=True, bf16=False, **options)
-
-
 # Cost
-
 
 HERE = {"self_check": False, "media_prefetch": 0}  # counts decoding in this process
 
@@ -605,12 +593,11 @@ def test_media_of_other_batches_are_forgotten(tmp_path):
     assert len(trainer._media_log._media) == 2
 
 
-@pytest.mark.parametrize("kind", ["audio", "image", "video"])
-def test_training_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
+def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
     options = {"max_steps": 3, "learning_rate": 0.05}
-    plain = run(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), **options)
-    logged = run(MultimodalGRPOTrainer, FAMILY[kind], ROWS[kind](), report_to=["tensorboard"], **options, **LOGGED)
+    plain = run(MultimodalGRPOTrainer, "qwen2_5_vl", video_rows(), **options)
+    logged = run(MultimodalGRPOTrainer, "qwen2_5_vl", video_rows(), report_to=["tensorboard"], **options, **LOGGED)
     assert any(value.abs().max() > 0 for value in plain.update.values())
     for name, value in plain.update.items():
         assert torch.equal(value, logged.update[name]), name

@@ -115,24 +115,6 @@ def test_opus_starts_and_ends_as_it_was_recorded(name, application, rate):
     assert len(samples) == len(recorded) and abs(np.argmax(lags) - 400) < 4
 
 
-# Chunks
-
-
-def chunk(name, data):
-    return name + struct.pack("<I", len(data)) + data
-
-
-@pytest.mark.parametrize("kind", ["WAV", "RF64"])
-@pytest.mark.parametrize("between", [b"", chunk(b"LIST", b"INFOISFT\4\0\0\0none")])
-def test_a_second_chunk_of_samples_is_named(kind, between):
-    """libsndfile and FFmpeg read the second one only."""
-    data = sound_file((noise(0.5) * 32768).astype(np.int16), RATE, kind)
-    start = data.index(b"data")
-    with pytest.raises(MediaError, match="row 3, column 'audio': .*decoders read one of its 'data' chunks"):
-        load(ref("audio", data + between + data[start:]))
-    assert len(load(ref("audio", data + between))) == RATE // 2
-
-
 # Videos
 
 

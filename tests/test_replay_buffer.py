@@ -13,15 +13,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from trl_multimodal_rft.algorithms.returns import whiten
 from trl_multimodal_rft.lightrft import ReplayBuffer
-from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL
+from trl_multimodal_rft.lightrft.trainer.experience_config import ExperienceConfig
 from trl_multimodal_rft.lightrft.trainer.replay_buffer import SAVED_CLASSES
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import (
     BufferItem,
-    BufferItemAL,
-    BufferItemOmni,
     BufferItemVL,
     is_vl_experience,
     make_experience_batch,
@@ -85,12 +85,12 @@ def item(ids: list[int], attention: list[int] | None = None, actions: list[int] 
 
 
 def test_vision_is_what_holds_images_or_videos():
-    for cls in (ExperienceVL, ExperienceOmni, BufferItemVL, BufferItemOmni):
+    for cls in (ExperienceVL, BufferItemVL):
         for name in ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws"):
             assert is_vl_experience(cls(torch.zeros(1, 2), **{name: torch.zeros(1, 3)}))
         assert not is_vl_experience(cls(torch.zeros(1, 2), values=torch.zeros(1, 2)))
     assert not is_vl_experience(Experience(**text()))
-    assert not is_vl_experience(BufferItemAL(torch.zeros(1), torch.zeros(1)))
+    assert not is_vl_experience(BufferItemVL(torch.zeros(1), audio_values=torch.zeros(1, 2)))
 
 
 def test_padding_on_either_side():
@@ -151,8 +151,8 @@ KINDS = {
     "images": (ExperienceVL, [vision_images]),
     "video": (ExperienceVL, [video]),
     "image and video": (ExperienceVL, [vision_patches, video]),
-    "audio": (ExperienceAL, [audio]),
-    "all": (ExperienceOmni, [vision_images, video, audio]),
+    "audio": (ExperienceVL, [audio]),
+    "all": (ExperienceVL, [vision_images, video, audio]),
 }
 
 
@@ -268,17 +268,17 @@ def test_padding_comes_and_goes(kind):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [1, 2, 0, 3]])
-def test_items_of_all_types_together(order):
+def test_items_with_and_without_media_together(order):
     picture = PIL.Image.new("RGB", (1, 1))
     fields_of = [{name: value[0] for name, value in text(1).items() if value is not None} for _ in range(4)]
     items = [
         BufferItem(**fields_of[0], info=None),
         BufferItemVL(**fields_of[1], pixel_values=torch.ones(2, 3, 4, 4), raw_images=[picture] * 2),
-        BufferItemAL(**fields_of[2], audio_values=torch.ones(1, 4, 6), info={"audio_num": torch.tensor(1.0)}),
+        BufferItemVL(**fields_of[2], audio_values=torch.ones(1, 4, 6)),
         BufferItemVL(**fields_of[3], extra_media={"image_sizes": torch.ones(1, 2)}),
     ]
     batch = make_experience_batch([items[i] for i in order])
-    assert type(batch) is ExperienceOmni
+    assert type(batch) is ExperienceVL
     assert batch.media_rows == {
         name: [n if i == which else 0 for i in order]
         for name, which, n in [("pixel_values", 1, 2), ("audio_values", 2, 1), ("image_sizes", 3, 1)]
@@ -288,8 +288,6 @@ def test_items_of_all_types_together(order):
     assert [back[i].audio_values is not None for i in range(4)] == [False, False, True, False]
     assert [back[i].extra_media is not None for i in range(4)] == [False, False, False, True]
     assert [back[i].raw_images for i in range(4)] == [None, [picture] * 2, None, None]
-    # If some samples have a number of media, all do
-    assert torch.equal(batch.info["audio_num"], torch.tensor([float(i == 2) for i in order]))
 
 
 # The assignment of media rows to samples
@@ -349,10 +347,10 @@ AMBIGUOUS = {
 def test_unclear_rows_are_refused_until_media_rows_settle_them(case):
     media, info, name = AMBIGUOUS[case]
     with pytest.raises(ValueError, match=rf"rows of `{name}`.*`media_rows\['{name}'\]`"):
-        split_experience_batch(ExperienceOmni(**text(info=info), **media))
+        split_experience_batch(ExperienceVL(**text(info=info), **media))
     tensors = {**media, **media.get("extra_media", {})}
     rows = {name: [len(tensor), 0] for name, tensor in tensors.items() if name != "extra_media"}
-    batch = ExperienceOmni(**text(info=info), **media, media_rows=rows)
+    batch = ExperienceVL(**text(info=info), **media, media_rows=rows)
     assert make_experience_batch(split_experience_batch(batch)).media_rows == rows
 
 
@@ -382,7 +380,7 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 
 def test_media_of_different_sizes_are_padded_on_the_right():
-    short, long = (BufferItemAL(torch.tensor([1]), audio_values=torch.ones(1, 2, n)) for n in (3, 5))
+    short, long = (BufferItemVL(torch.tensor([1]), audio_values=torch.ones(1, 2, n)) for n in (3, 5))
     short.audio_attention_mask, long.audio_attention_mask = torch.ones(1, 3).long(), torch.ones(1, 5).long()
     batch = make_experience_batch([short, long])
     assert batch.audio_values[0].tolist() == [[1, 1, 1, 0, 0]] * 2
@@ -439,15 +437,6 @@ def test_field_that_only_some_have_is_refused(name, missing):
     setattr(items[missing], name, None)
     with pytest.raises(ValueError, match=f"`{name}` is None in item {missing}"):
         make_experience_batch(items)
-
-
-def test_packed_fields_are_lists():
-    items = [full(2), full(3)]
-    packed = make_experience_batch(items, packing_samples=True)
-    for name in ("values", "kl", "action_entropy"):
-        assert [len(row) for row in getattr(packed, name)] == [2, 3]
-    packed.values[0].zero_()
-    assert items[0].values.tolist() == [10, 11]
 
 
 def test_masks_are_made_where_there_is_padding():
@@ -567,6 +556,11 @@ def test_samples_do_not_keep_the_batch():
     (clean,) = remove_padding_in_sequences([own])
     tensors = [value for value in vars(clean).values() if isinstance(value, torch.Tensor)]
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+    # Packed batches
+    items = [full(2), full(3)]
+    packed = make_experience_batch(items, packing_samples=True)
+    packed.values[0].zero_()
+    assert items[0].values.tolist() == [10, 11]
 
 
 def saved_and_loaded(state: dict) -> tuple[dict, int]:
@@ -621,10 +615,6 @@ def names(entries) -> list[int]:
     return [int(own.sequences[0]) // 100 for own in entries]
 
 
-def names_in(batch: Experience) -> list[int]:
-    return names(remove_padding_in_sequences(split_experience_batch(batch)))
-
-
 def test_experiences_come_in_as_samples_without_padding():
     batch = ragged([4, 6], info={"reward": torch.ones(2)})
     before = vars(batch).copy()
@@ -651,57 +641,26 @@ def test_limit_keeps_the_newest(packed):
 
 
 def test_samples_are_drawn_without_replacement():
-    buffer, again, other = (filled(ragged([2] * 20), seed=seed) for seed in (1, 1, 2))
-    drawn = [names(buffer.sample(5)) for _ in range(4)]
-    assert drawn == [names(again.sample(5)) for _ in range(4)]
+    buffer, again, other = (filled(ragged([2] * 20), sample_batch_size=5, seed=seed) for seed in (1, 1, 2))
+
+    def draw(own):
+        return names(split_experience_batch(own.sample()))
+
+    drawn = [draw(buffer) for _ in range(4)]
+    assert drawn == [draw(again) for _ in range(4)]
     assert all(len(set(part)) == 5 for part in drawn)
     assert len({tuple(part) for part in drawn}) == 4
-    assert sorted(names(buffer.sample(100))) == list(range(20))
-    assert len(buffer) == 20
-    assert names(other.sample(5)) != drawn[0]
+    assert draw(other) != drawn[0]
+    buffer.sample_batch_size = 100
+    assert sorted(draw(buffer)) == list(range(20)) and len(buffer) == 20
 
 
-def test_oldest_are_taken_out():
-    buffer = filled(ragged([2] * 3))
-    assert names(buffer.take(2)) == [0, 1]
-    assert names(buffer) == [2]
-    assert names(buffer.take(2)) == [2]
-    assert buffer.take(2) == []
-
-
-def test_batches_of_a_size():
-    buffer = filled(ragged([2, 4, 6, 8, 10]))
-    for packed in (False, True):
-        batches = list(buffer.batches(packing_samples=packed, batch_size=2, shuffle=False))
-        assert same(batches, [make_experience_batch(buffer[i : i + 2], packed) for i in (0, 2, 4)])
-    epochs = [[names_in(batch) for batch in buffer.batches(batch_size=2)] for _ in range(3)]
-    assert all(sorted(sum(epoch, [])) == list(range(5)) for epoch in epochs)
-    assert len({str(epoch) for epoch in epochs}) == 3
-    assert names(buffer) == list(range(5))
-    batch, *_ = buffer.batches(batch_size=2, shuffle=False, pad_token_id=9)
-    assert batch.sequences[0].tolist() == [9, 9, 1, 2]
-
-
-def test_first_fit_decreasing():
-    buffer = filled(ragged([4, 2, 14, 6, 8, 2, 4]))
-    packed = buffer.batches(packing_samples=True, max_tokens=12, shuffle=False)
-    # 14 | 8 4 | 6 4 2 | 2
-    assert [[len(s) for s in batch.sequences] for batch in packed] == [[14], [8, 4], [6, 4, 2], [2]]
-    padded = buffer.batches(max_tokens=12, shuffle=False)
-    assert [tuple(batch.sequences.shape) for batch in padded] == [(1, 14), (1, 8), (2, 6), (3, 4)]
-
-
-def test_shuffled_budget_batches_differ_from_epoch_to_epoch():
-    buffer = filled(ragged([4] * 8))
-    epochs = [[names_in(batch) for batch in buffer.batches(max_tokens=8)] for _ in range(3)]
-    assert len({str(sorted(map(sorted, epoch))) for epoch in epochs}) == 3
-    buffer = filled(ragged([2, 4, 6, 8]))
-    epochs = [names_in(batch) for _ in range(4) for batch in buffer.batches(max_tokens=4)]
-    assert sorted(epochs) == sorted([[0], [1], [2], [3]] * 4)
-    assert len({str(epochs[start : start + 4]) for start in (0, 4, 8, 12)}) > 1
-    for options in ({}, {"batch_size": 2, "max_tokens": 8}):
-        with pytest.raises(ValueError, match="either `max_tokens` or `batch_size`"):
-            buffer.batches(**options)
+@pytest.mark.parametrize("packed", [False, True])
+def test_loader_over_the_buffer(packed):
+    buffer = filled(ragged([2, 4, 6, 8, 10]), packing_samples=packed)
+    batches = list(DataLoader(buffer, batch_size=2, collate_fn=buffer.collate_fn))
+    items = list(buffer)
+    assert same(batches, [make_experience_batch(items[start : start + 2], packed) for start in (0, 2, 4)])
 
 
 # Normalization
@@ -758,8 +717,6 @@ def test_normalization_happens_once():
     # Nothing to normalize
     buffer.clear()
     buffer.normalize()
-    assert list(buffer.batches(batch_size=3)) == []
-    assert buffer.sample(1) == buffer.take(1) == []
 
 
 def normalize_on_two_ranks():
@@ -770,10 +727,10 @@ def normalize_on_two_ranks():
     assert accelerator.num_processes == 2
     rank = accelerator.process_index
     buffer = filled(*[ragged([4, 10, 6])][rank:])
-    buffer.normalize(accelerator=accelerator)
+    buffer.normalize(strategy=ExperienceConfig(accelerator=accelerator))
     buffer.clear()
     buffer.append(ragged([[4, 10], [12]][rank]))
-    buffer.normalize(accelerator=accelerator)
+    buffer.normalize(strategy=ExperienceConfig(accelerator=accelerator))
     own = [[1, 2], [2, 4, 6, 8, 10]], [[1, 2, 3, 4, 5, 6]]
     everything = torch.tensor([x for rank in own for row in rank for x in row], dtype=torch.float64)
     for item, row in zip(buffer, own[rank], strict=True):
@@ -805,17 +762,17 @@ def test_loaded_buffer_goes_on_as_the_saved():
     picture = PIL.Image.new("RGB", (1, 1))
     info = {"reward": torch.tensor([1.0, 2.0]), "name": ["a", "b"], "metrics": {"format": torch.tensor([0.0, 1.0])}}
     vision = ExperienceVL(**text(info=info), pixel_values=torch.randn(2, 3, 4, 4), raw_images=[[picture], None])
-    audio = ExperienceAL(**text(), audio_values=torch.randn(2, 4, 6))
-    omni = ExperienceOmni(**text(), extra_media={"sizes": torch.ones(2, 2)})
-    buffer = filled(ragged([4, 6]), vision, audio, omni, limit=9, seed=5)
-    buffer.sample(3)
+    audio = ExperienceVL(**text(info=info), audio_values=torch.randn(2, 4, 6), extra_media={"sizes": torch.ones(2, 2)})
+    buffer = filled(ragged([4, 6], info=info), vision, audio, limit=9, seed=5)
+    buffer.sample()
     loaded = ReplayBuffer(limit=9, seed=6)
     loaded.load_state_dict(saved_and_loaded(buffer.state_dict())[0])
     assert buffer[2].raw_images == [picture]
     assert loaded[2].raw_images is None
     expected = [replace(own, raw_images=None) if isinstance(own, BufferItemVL) else own for own in buffer]
     assert same(list(loaded), expected)
-    assert same([own.sequences for own in loaded.sample(4)], [own.sequences for own in buffer.sample(4)])
+    buffer.load_state_dict(buffer.state_dict())
+    assert same(loaded.sample(), buffer.sample())
     smaller = ReplayBuffer(limit=2)
     smaller.load_state_dict(buffer.state_dict())
     assert same(list(smaller), list(buffer)[-2:])

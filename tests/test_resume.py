@@ -406,9 +406,3 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
     assert scored and not any(scored) and not trainer._policy.fallbacks.packing
     assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5
-
-
-def test_checkpoint_of_the_model_only_holds_no_rollouts(tmp_path):
-    CASES["several epochs"].make(tmp_path, save_only_model=True, max_steps=1).train()
-    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
-    assert not list((tmp_path / "checkpoint-1").glob("rollout_state*"))

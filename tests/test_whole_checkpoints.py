@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from helpers.marks import slow_but
@@ -28,14 +29,9 @@ from transformers import TrainerCallback
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
 from trl_multimodal_rft.trainers import checkpoints
 from trl_multimodal_rft.trainers.checkpoint_files import replace_folder
-from trl_multimodal_rft.trainers.manifest import (
-    measure_together,
-    missing_resume_state,
-    verify_checkpoint,
-    write_manifest,
-)
+from trl_multimodal_rft.trainers.manifest import measure_together, verify_checkpoint, write_manifest
 from trl_multimodal_rft.trainers.setup import resolve_config
-from trl_multimodal_rft.trainers.shards import SHARDS, check_shards, other_layout, save_shards
+from trl_multimodal_rft.trainers.shards import SHARDS, check_shards, other_layout
 
 
 STEPS = 3
@@ -88,11 +84,6 @@ DAMAGES = [
     *[(file, empty) for file in ("optimizer.pt", "scheduler.pt", "rollout_state_0.pt", "trainer_state.json")],
     ("model.safetensors", halve),
 ]
-WITHOUT_MANIFEST = [
-    *[(file, halve) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt")],
-    *[(file, halve) for file in ("config.json", "model.safetensors", "trainer_state.json", "training_args.bin")],
-    *[(file, harm) for file in ("optimizer.pt", "rollout_state_0.pt") for harm in (flip, empty)],
-]
 
 
 def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
@@ -108,13 +99,6 @@ def test_every_damage_is_an_error_that_names_folder_and_file(straight, output):
     halve(folder / "manifest.json")
     with pytest.raises(ValueError, match=r"manifest\.json can't be read"):
         trainer.train(resume_from_checkpoint=str(folder))
-    (folder / "manifest.json").unlink()  # formats tell of damage, too
-    for file, harm in WITHOUT_MANIFEST:
-        harm(folder / file)
-        with pytest.raises(ValueError, match=f"isn't whole: {file} (can't be read|is empty|has other)"):
-            trainer.train(resume_from_checkpoint=str(folder))
-        shutil.copy(Path(straight.args.output_dir, "checkpoint-2", file), folder / file)
-    assert verify_checkpoint(folder) == []
     with pytest.raises(ValueError, match="checkpoint-7 isn't whole: there is no such folder"):
         trainer.train(resume_from_checkpoint=str(output / "checkpoint-7"))
 
@@ -134,45 +118,22 @@ def as_nobody():
 
 def test_what_cannot_be_read_is_an_error_that_names_it(output):
     folder = output / "checkpoint-2"
-    trainer = make(output)
-
-    def resume(match: str) -> None:
-        with pytest.raises(ValueError, match=match):
-            trainer.train(resume_from_checkpoint=str(folder))
-
     manifest = folder / "manifest.json"
     content = manifest.read_text()
     for hostile, reason in [
         ("[" * 100_000, "RecursionError"),
-        ('{"model_only": false, "files": {"a": [Infinity, 0]}}', "OverflowError"),
+        ('{"model_only": false, "datasets": {}, "files": {"a": [Infinity, 0]}}', "OverflowError"),
     ]:
         manifest.write_text(hostile)
-        resume(rf"checkpoint-2 isn't whole: manifest\.json can't be read \({reason}\)")
-    manifest.unlink()
-    manifest.mkdir()
-    resume(r"manifest\.json can't be read \(it isn't a regular file\)")
-    manifest.rmdir()
-    os.mkfifo(manifest)
-    resume(r"manifest\.json can't be read \(it isn't a regular file\)")
-    manifest.unlink()
+        assert verify_checkpoint(folder) == [f"manifest.json can't be read ({reason})"]
     manifest.write_text(content)
     folder.chmod(0)
     try:
         with as_nobody():
-            assert verify_checkpoint(folder) == ["it can't be read (Permission denied)"]
-            assert verify_checkpoint(folder / "below") == ["it can't be read (Permission denied)"]
+            assert verify_checkpoint(folder) == ["manifest.json can't be read (Permission denied)"]
     finally:
         folder.chmod(0o755)
     assert verify_checkpoint(folder) == []
-    nested = folder
-    while len(str(nested)) < 3900:
-        nested = nested / "d"
-        nested.mkdir()
-    if sys.version_info < (3, 12):  # since then, os.walk doesn't recurse
-        resume(r"checkpoint-2 isn't whole: it can't be read \(RecursionError\)")
-    else:
-        assert verify_checkpoint(folder) == []
-    os.removedirs(nested)  # pytest couldn't remove it, either
 
 
 def test_the_newest_whole_one_is_taken(straight, output, caplog):
@@ -208,10 +169,6 @@ def test_a_missing_manifest_is_logged(straight, output, caplog):
         trainer.train(resume_from_checkpoint=str(folder))
     assert "checkpoint-2 has no manifest.json" in caplog.text
     assert same_weights(straight, trainer)
-    empty(folder / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"optimizer\.pt is empty"):
-        trainer.train(resume_from_checkpoint=str(folder))
-    shutil.copy(output / "checkpoint-3" / "optimizer.pt", folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"checkpoint-2 has no config\.json"):
         make(output).train(resume_from_checkpoint=str(folder))
@@ -219,6 +176,8 @@ def test_a_missing_manifest_is_logged(straight, output, caplog):
 
 def test_a_checkpoint_of_the_model_only_is_logged(tmp_path, caplog):
     make(tmp_path, save_only_model=True, max_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert not list((tmp_path / "checkpoint-1").glob("rollout_state*"))
     assert verify_checkpoint(tmp_path / "checkpoint-1") == []
     trainer = make(tmp_path, max_steps=2)
     with caplog.at_level(logging.WARNING):
@@ -236,37 +195,29 @@ def test_it_can_be_turned_off(output):
     assert not (output / "checkpoint-3" / "manifest.json").exists()
 
 
-def test_all_files_are_listed(tmp_path):
+def test_all_files_are_listed_and_what_is_added_is_not(tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     make(tmp_path, objects={"peft_config": lora}, max_steps=2, save_total_limit=1).train()
     (folder,) = tmp_path.glob("checkpoint-*")
     files = {path.name for path in folder.iterdir()} - {"manifest.json"}
     assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "rollout_state_0.pt"} <= files
     assert json.loads((folder / "manifest.json").read_text())["files"].keys() == files
-    assert verify_checkpoint(folder) == []
-
-
-def test_folders_below_count_and_what_is_added_does_not(tmp_path):
-    (tmp_path / "global_step1").mkdir()
-    (tmp_path / "trainer_state.json").write_text("{}")
-    shard = tmp_path / "global_step1" / "zero_pp_rank_1.pt"
+    shard = folder / "global_step1" / "zero_pp_rank_1.pt"
+    shard.parent.mkdir()
     shard.write_bytes(bytes(range(128, 256)) * 200)
-    (tmp_path / "merges.txt").touch()
-    assert verify_checkpoint(tmp_path) == [] and "no manifest" in str(missing_resume_state(tmp_path))
-    write_manifest(tmp_path, model_only=False)
-    (tmp_path / "notes.txt").write_text("a good one")
-    assert verify_checkpoint(tmp_path) == [] and missing_resume_state(tmp_path) is None
+    assert verify_checkpoint(folder) == []
+    write_manifest(folder, model_only=False)
     flip(shard)
-    assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt has other content"]
+    assert verify_checkpoint(folder) == ["global_step1/zero_pp_rank_1.pt has other content"]
     shutil.rmtree(shard.parent)
-    assert verify_checkpoint(tmp_path) == ["global_step1/zero_pp_rank_1.pt is missing"]
+    assert verify_checkpoint(folder) == ["global_step1/zero_pp_rank_1.pt is missing"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process writes
 def test_every_shard_counts(tmp_path):
     """What two processes write: `distributed/test_killed.py`."""
     shards = tmp_path / SHARDS
-    save_shards({"weight": torch.ones(3)}, shards)
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=shards)
     (tmp_path / "trainer_state.json").write_text("{}")
     check_shards(tmp_path)
     names = {f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp", "trainer_state.json"}
@@ -274,8 +225,6 @@ def test_every_shard_counts(tmp_path):
     assert found.keys() == names
     # Two processes read each file once
     assert {**measure_together(tmp_path, 0, 2), **measure_together(tmp_path, 1, 2)} == found
-    empty(shards / "__0_0.distcp")
-    assert verify_checkpoint(tmp_path) == [f"{SHARDS}/__0_0.distcp is empty"]
     (shards / "__0_0.distcp").unlink()
     with pytest.raises(
         FileNotFoundError, match=rf"^{SHARDS}/__0_0.distcp isn't there. Shards need an `output_dir` on"

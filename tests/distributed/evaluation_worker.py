@@ -52,7 +52,7 @@ def main():
     before = weights(trainer.model)
     # Some ranks have no rows of some kinds of media
     rows = [*image_rows(1), *audio_rows(1), *text_rows(1)]
-    config = EvaluationConfig(max_completion_length=4, batch_size=1, ablate="audio", ablate_with="shuffled")
+    config = EvaluationConfig(max_completion_length=4, batch_size=1, ablate="audio", ablate_with="other_row")
     mixed = evaluate_trainer(trainer, [*rows, *audio_rows(2).select([1])], even_length, config)
     after = weights(trainer.model)
     result = {

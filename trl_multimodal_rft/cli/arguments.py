@@ -19,7 +19,6 @@ LAYOUTS = {
     "easyr1": "load_easyr1",
     "verl": "load_verl",
     "deepeyes": "load_deepeyes",
-    "mm-eureka": "load_mm_eureka",
     "charades-sta": "load_charades_sta",
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
@@ -58,7 +57,9 @@ def chat(parser: Parser) -> None:
     add("--model_name_or_path", required=True, help=argparse.SUPPRESS)  # the name in other commands
     add("--base", help="model to compare with; default for an adapter: the model it was trained on")
     add("--system_prompt", help="system message (default: the one in the model card)")
-    parser.add_options("evaluate", "max_completion_length", "temperature", *BUDGET_NAMES)
+    switch = "use_audio_in_video"  # without a value, which could be the model before which it stands
+    parser.add_options("evaluate", "max_completion_length", "temperature", *(n for n in BUDGET_NAMES if n != switch))
+    add(f"--{switch}", action="store_true", default=None, help="whether the model hears the sound of a video")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     add("--dtype", default="auto", help="dtype of the weights, such as bfloat16; auto keeps the saved one")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows others on the network to connect")

@@ -2,8 +2,8 @@
 """`trl-multimodal-rft chat`: web page to talk to a trained model, and to compare it with its base."""
 
 import argparse
-import ast
 import ipaddress
+import json
 import re
 import secrets
 import socket
@@ -88,28 +88,18 @@ def _content(text: str, files: list[str], placeholders: list[str]) -> str | list
 def example_of(name: str) -> tuple[str, str, list[str]]:
     """The system prompt and question of a trained model's card, with media saved in the model's folder."""
     card = cached_file(name, "README.md", _raise_exceptions_for_missing_entries=False)
-    messages = _messages_of(Path(card).read_text(encoding="utf-8")) if card else []
+    text = Path(card).read_text(encoding="utf-8") if card else ""
+    line = re.search(r"^messages = (\[.*)$", text, re.MULTILINE)
+    if line is None or "`trl-multimodal-rft`" not in text:
+        return "", "", []
+    # The card's code has variables in place of media
+    messages = json.loads(re.sub(r'"(image|audio)": \1(?=})', r'"\1": null', line[1]))
     texts = {role: text for role, text in conversation_of(messages) if role in ("system", "user")}
-    blocks = messages[-1]["content"] if messages and isinstance(messages[-1]["content"], list) else []
+    content = messages[-1]["content"]
     files = [path for path in sorted(Path(name).glob("*")) if path.name != FILE_NAME]
     first = {file_modality(path.name): str(path) for path in reversed(files)}
-    media = [first[modality] for modality in dict.fromkeys(block["type"] for block in blocks) if modality in first]
-    return texts.get("system", ""), texts.get("user", ""), media
-
-
-def _messages_of(card: str) -> list[dict[str, Any]]:
-    """The messages in the code of a card of this package, with `None` for media."""
-    code = re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
-    if code is None or "`trl-multimodal-rft`" not in card:
-        return []
-    for statement in ast.parse(code[1]).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "messages":
-            for node in ast.walk(statement.value):
-                if isinstance(node, ast.Dict):
-                    literal = (ast.Constant, ast.List, ast.Dict)
-                    node.values = [each if isinstance(each, literal) else ast.Constant(None) for each in node.values]
-            return ast.literal_eval(statement.value)
-    return []
+    modalities = dict.fromkeys(block["type"] for block in content) if isinstance(content, list) else ()
+    return texts.get("system", ""), texts.get("user", ""), [first[each] for each in modalities if each in first]
 
 
 def page(
@@ -229,24 +219,20 @@ def _is_address(name: str) -> bool:
         return False
 
 
-class _Guard:
+def guarded(app: "ASGIApp", host: str) -> "ASGIApp":
     """ASGI middleware that refuses requests by [`refusal`]."""
+    headers_class = require_module("starlette.datastructures", "chat").Headers
+    response_class = require_module("starlette.responses", "chat").PlainTextResponse
 
-    def __init__(self, app: "ASGIApp", host: str):
-        self.app, self.host = app, host
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        refused = refusal(headers, self.host) if scope["type"] in ("http", "websocket") else None
+    async def respond(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        refused = refusal(headers_class(scope=scope), host) if scope["type"] in ("http", "websocket") else None
         if refused is None:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+            await app(scope, receive, send)
         else:
             status, reason = refused
-            start = [(b"content-type", b"text/plain"), (b"connection", b"close")]
-            await send({"type": "http.response.start", "status": status, "headers": start})
-            await send({"type": "http.response.body", "body": reason.encode()})
+            await response_class(reason, status, {"connection": "close"})(scope, receive, send)
+
+    return respond
 
 
 def load(args: argparse.Namespace) -> tuple[dict[str, Answerer], tuple[str, ...]]:
@@ -277,7 +263,7 @@ def serve(interface: "ChatInterface", args: argparse.Namespace, waits: bool = Tr
         share=False,
         max_file_size=_MOST_UPLOADED,
         css=_STYLE,
-        app_kwargs={"middleware": [middleware(_Guard, host=args.host)]},
+        app_kwargs={"middleware": [middleware(guarded, host=args.host)]},
         prevent_thread_lock=not waits,
         quiet=not waits,
     )

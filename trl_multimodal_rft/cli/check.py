@@ -5,11 +5,9 @@ import argparse
 import os
 import re
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.initialization import no_init_weights
 
 from ..data.reading.refs import MediaError, iter_refs, without_credentials
-from ..data.reading.rules import OWN_NAMES, MediaRules, rules_of
+from ..data.reading.rules import OWN_NAMES, rules_of
 from ..data.reading.sizes import media_size
 from ..data.rows.columns import MEDIA_COLUMNS
 from ..data.rows.features import undecoded
@@ -31,7 +29,7 @@ from ..data.rows.row import DatasetRows, Row
 from ..data.rows.unread import check_columns, check_has_prompt, check_ignored
 from ..encoding.processors import load_processor
 from ..encoding.prompts import placeholder_token_ids
-from ..families import MODALITIES, family_of_processor
+from ..families import MODALITIES
 from ..models.pretrained import read_config
 from ..reporting.model_card import in_code
 from ..rollout.prompt_encoder import PromptEncoder
@@ -42,20 +40,6 @@ _LISTED = 20  # rows and columns of a cause
 _TOKENS = ("prompt", "text", *MODALITIES)
 _POINTS = "min | median | p90 | p99 | max"  # of a distribution
 _OF = {"image": "of an image", "audio": "of a sound", "video": "of a video"}
-# What the limits of a run apply to, by their options
-_LIMITED = {
-    "min_pixels": ("pixels of an image", "pixels of a video"),
-    "max_pixels": ("pixels of an image", "pixels of a video"),
-    "max_image_pixels": ("pixels of an image", "pixels of a video"),
-    "max_audio_seconds": ("seconds of a sound",),
-    "max_video_seconds": ("seconds of a video",),
-    "max_frames": ("sampled frames of a video",),
-    "max_video_pixels": ("pixels of all sampled frames",),
-}
-
-
-def _rules(args: argparse.Namespace) -> MediaRules:
-    return rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES})
 
 
 @dataclass
@@ -84,7 +68,7 @@ class RowChecker(torch.utils.data.Dataset):
     ):
         self.rows: Any = DatasetRows(rows) if isinstance(rows, Dataset) else None
         self.raises_overlong = args.audio_overlong == "raise"
-        rules = _rules(args)
+        rules = rules_of(args.media_rules, **{name: getattr(args, name) for name in OWN_NAMES})
         self.encoder = PromptEncoder(
             model,
             processor,
@@ -136,7 +120,6 @@ class RowChecker(torch.utils.data.Dataset):
             if self.raises_overlong:
                 raise
         checked.tokens = len(encoded)
-        checked.sizes["tokens of a prompt"] = [len(encoded)]
         for _, decoded in encoded.decoded:
             for frames in decoded.media.get("video", ()):
                 height, width = sorted(frames.shape[1:])[1:]  # without the channels
@@ -194,20 +177,6 @@ class Rows:
         return ", ".join(map(str, self.first)) + (f" and {self.count - len(self.first)} more" * (self.count > _LISTED))
 
 
-def limits_of(
-    args: argparse.Namespace, limit: int | None, context: int | None, window: float | None
-) -> dict[str, tuple[str, float]]:
-    """The limits of a run by their names: the size that each applies to, and its value."""
-    tokens = {"prompt": limit, "the model's context": context, "`vllm_max_model_length`": args.vllm_max_model_length}
-    limits = {name: ("tokens of a prompt", value) for name, value in tokens.items() if value is not None}
-    if window is not None:
-        limits["the model's window"] = "seconds of a sound", window
-    for option, sizes in _LIMITED.items():
-        if (value := getattr(_rules(args), option)) is not None:
-            limits |= {f"`{option}`" + " of frames" * (size == "pixels of a video"): (size, value) for size in sizes}
-    return limits
-
-
 @dataclass
 class Report:
     """The findings in Markdown. Memory grows by numbers per row alone, not with texts or media."""
@@ -215,12 +184,10 @@ class Report:
     title: str
     limit: int | None  # tokens of a prompt
     cuts: bool  # whether audio beyond the model's window is cut
-    limits: dict[str, tuple[str, float]]
     warnings: list[str] = field(default_factory=list)
     is_refused: bool = False
     rows: int = 0
     sizes: dict[str, array] = field(default_factory=dict)
-    beyond: Counter[str] = field(default_factory=Counter)  # rows, by limit
     causes: dict[tuple[str, str], Rows] = field(default_factory=dict)
     overlong: Rows = field(default_factory=Rows)
     cut: Rows = field(default_factory=Rows)
@@ -241,9 +208,6 @@ class Report:
             self.media[kind].append(number)
         for name, values in row.sizes.items():
             self.sizes.setdefault(name, array("d")).extend(values)
-        for name, (size, value) in self.limits.items():
-            is_beyond = lt if name.startswith("`min_") else gt
-            self.beyond[name] += any(is_beyond(each, value) for each in row.sizes.get(size, ()))
         if row.is_cut:
             self.cut.add(row)
         if row.error is not None:
@@ -268,7 +232,7 @@ class Report:
             *(f"    {' '.join(warning.split())}" for warning in self.warnings),
             *self._causes(),
             *self._lengths(),
-            *self._sizes(),
+            *_section("## Sizes of media", f"size | number | {_POINTS}", _spread(self.sizes)),
             *self._media(),
         ]
         return "\n\n".join(parts) + "\n"
@@ -297,15 +261,6 @@ class Report:
         if self.limit is not None and rows:
             parts.append(f"Overlong, of more than {self.limit} tokens: {self._listed(self.overlong)}")
         return parts
-
-    def _sizes(self) -> list[str]:
-        sizes = _section("## Sizes and limits", f"size | number | {_POINTS}", _spread(self.sizes))
-        rows = [
-            [name, size, f"{value:.10g}", self._share(self.beyond[name])]
-            for name, (size, value) in self.limits.items()
-            if size in self.sizes
-        ]
-        return sizes + _section(None, "limit | of | is | rows beyond it", rows)
 
     def _media(self) -> list[str]:
         found = {kind: numbers for kind, numbers in self.media.items() if numbers}
@@ -349,13 +304,10 @@ def run(args: argparse.Namespace) -> None:
     contexts = [each for each in (positions, args.vllm_max_model_length) if each is not None]
     if limit is None and contexts:
         limit = min(contexts) - args.max_completion_length
-    audio_limit = family_of_processor(processor).audio_limit
-    window = None if audio_limit is None else audio_limit(processor)
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
     rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
     title = f"{in_code(args.dataset_name)} ({in_code(args.dataset_split)}) with {in_code(args.model_name_or_path)}"
-    limits = limits_of(args, limit, positions, window)
-    report = Report(title, limit, args.audio_overlong == "truncate", limits)
+    report = Report(title, limit, args.audio_overlong == "truncate")
     try:
         warning = check_columns(rows, "the dataset", args.ignored_media_columns or (), takes=model.input_modalities)
         if warning is not None:

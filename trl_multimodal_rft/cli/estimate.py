@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> Measured:
     in_4_bits = sum(each.weight.numel() for each in linear) if args.use_peft else 0
     layers = [m for m in base.modules() if type(m).__name__ in set(base._no_split_modules or [])]
     layer = max((sum(p.numel() for p in each.parameters()) for each in layers), default=0)
-    ends = {m.weight: m.weight.numel() for m in (base.get_input_embeddings(), lm_head)}  # once where they are tied
+    ends = {m.weight for m in (base.get_input_embeddings(), lm_head) if m is not None}  # once where they are tied
     model = base
     if args.use_peft:
         peft = require_module("peft", "peft")
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace) -> Measured:
         critic=_count(critic and critic.model, trained=True),
         frozen_critic=_count(critic and critic.model, trained=False),
         layer=layer,
-        ends=sum(ends.values()),
+        ends=sum(weight.numel() for weight in ends),
         held=held,
         peak=peak,
         cache_per_token=_cache_bytes(args, mode, base, len(prompt) + args.completion_tokens),
@@ -323,34 +323,28 @@ def _states(args: argparse.Namespace, trained: int, frozen: int, width: int, loa
 
 def advice(args: argparse.Namespace, measured: Measured, parts: dict[str, float]) -> str:
     """The first change to a run that doesn't fit."""
-    names = ("weights", "gradients", "optimizer", "reference", "critic", "buckets")
-    states = sum(parts[name] for name in names)
-    run = measured.peak
-    if parts["generation"] > parts["update"]:
-        offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
-        if memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
-            return "`--offload_during_generation`"
-        sampling = parts["generation"] - states
-        if parts["vLLM"]:
-            return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
-        if sampling > states and parts["KV cache"] > parts["gathered to sample"]:
+    states = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference", "critic", "buckets"))
+    samples = parts["generation"] > parts["update"]
+    offloaded = argparse.Namespace(**{**vars(args), "offload_during_generation": True})
+    if samples and memory(offloaded, measured)["peak"] <= USABLE * args.gpu_memory * GIB:
+        return "`--offload_during_generation`"
+    if samples and parts["vLLM"]:
+        return "a smaller `--vllm_gpu_memory_utilization`, or separate GPUs with `--vllm_mode server`"
+    if samples and max(parts["KV cache"], parts["gathered to sample"]) > states:
+        if parts["KV cache"] > parts["gathered to sample"]:
             return "fewer completions at once: `--per_device_train_batch_size`, `--steps_per_generation`"
-        if parts["gathered to sample"] > states:
-            return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
-    elif run > states:
+        return "`--use_vllm` or `ds3_gather_for_generation=False`: ZeRO-3 gathers all weights to sample"
+    if not samples and measured.peak > states:
         if not args.gradient_checkpointing:
             return "`--gradient_checkpointing`"
         if args.packing == "padded":
             return "`--packing prefix`, which forwards each prompt once"
-        if args.per_device_train_batch_size > args.num_generations and measured.parts == 1:
-            group = measured.prompt_tokens + args.num_generations * args.completion_tokens
-            return f"`--max_tokens_per_microbatch {group}`"
         n_together = (measured.tokens - measured.prompt_tokens) // args.completion_tokens
-        if args.packing == "prefix" and n_together > 1:
+        if n_together > 1:
             part = measured.prompt_tokens + n_together // 2 * args.completion_tokens
             return f"`--max_tokens_per_microbatch {part}`"
         return "a smaller `--per_device_train_batch_size`, or shorter completions"
-    elif parts["vLLM"] and not args.vllm_enable_sleep_mode:
+    if not samples and parts["vLLM"] and not args.vllm_enable_sleep_mode:
         return "`--vllm_enable_sleep_mode`"
     if parts["critic"] > parts["weights"]:
         return "`--shared_trunk`, which makes the critic a head on the policy"

@@ -37,48 +37,32 @@ _OF_SAMPLING = {"use_vllm": _VLLM, "offload_during_generation": ()}
 
 def run(args: argparse.Namespace) -> None:
     """
-    Prints the first config that fits, from full training over LoRA to QLoRA, from large micro-batches to small ones.
+    Prints the first config that fits, from full training over LoRA to QLoRA, with the largest micro-batches that fit.
     """
-    limit = USABLE * args.gpu_memory * GIB
-    smallest, known = float("inf"), {}
-    n_weights = 0
-
-    def judged(options: dict[str, Any]) -> tuple[bool, float, Measured]:
-        """Whether options fit, their memory, and the measurements."""
-        nonlocal smallest
-        given = argparse.Namespace(**{**vars(args), **options})
-        # Measurements depend on the engine by the dtype alone
-        key = (given.use_peft, given.load_in_4bit, given.shared_trunk, given.strategy == "fsdp2")
-        key = (*key, given.per_device_train_batch_size)
-        if key not in known:
-            known[key], _ = measured_with_note(given)
-        result = verdict(given, known[key])
-        smallest = min(smallest, result["memory"]["peak"])
-        return result["fits"], result["memory"]["peak"], known[key]
-
-    for options in _ways(args):
-        held = 0.5 if options.get("load_in_4bit") else 2
-        if n_weights * held / (args.gpus if options["strategy"] == "fsdp2" else 1) > limit:
-            continue  # the frozen weights alone
-        fits, _, measured = judged({**options, **_batch(args, 1)})
-        n_weights = n_weights or measured.trained + measured.frozen
-        if not fits:
-            continue
-        largest = 8 if args.trainer == "sft" else args.num_generations
-        for size in [*_halves(largest), 1]:
-            batch = _batch(args, size)
-            if not judged({**options, **batch})[0]:
-                continue
-            # As many completions at once as keys and values allow
-            for steps in _steps(args, batch):
-                fits, peak, measured = judged({**options, **batch, "steps_per_generation": steps})
-                if fits:
-                    print(_text(args, {**options, **batch, "steps_per_generation": steps}, peak, measured), end="")
-                    return
-    least = f"at least {smallest / GIB:.3g} GiB" if smallest < float("inf") else "more"
+    smallest = float("inf")
+    for way in _ways(args):
+        found = None
+        for size in _sizes(args):
+            numbers = _numbers_at_once(args, size)
+            options = {**way, "per_device_train_batch_size": size, "gradient_accumulation_steps": numbers[0]}
+            measured, _ = measured_with_note(argparse.Namespace(**{**vars(args), **options}))
+            for number in numbers:  # as many as keys and values allow
+                options = {**options, "steps_per_generation": number}
+                result = verdict(argparse.Namespace(**{**vars(args), **options}), measured)
+                peak = result["memory"]["peak"]
+                smallest = min(smallest, peak)
+                if result["fits"]:
+                    found = options, peak, measured
+                    break
+            else:
+                break  # larger ones don't fit, either
+        if found is not None:
+            print(_text(args, *found), end="")
+            return
     raise ValueError(
-        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes {least}. Take a smaller model, "
-        "shorter completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more memory."
+        f"nothing fits into {USABLE:.0%} of {args.gpu_memory:g} GiB: a run takes at least {smallest / GIB:.3g} GiB. "
+        "Take a smaller model, shorter completions (`--completion_tokens`), more GPUs (`--gpus`), or GPUs with more "
+        "memory."
     )
 
 
@@ -86,37 +70,25 @@ def _ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Trained weights and strategies, from full training to the smallest memory."""
     strategies = ["single"] if args.gpus == 1 else ["ddp", "fsdp2"]
     trunk = {"shared_trunk": True} if args.trainer == "ppo" else {}
-    trained: list[dict[str, Any]] = [{}, trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
-    for each in trained[1:] if trunk == {} else trained:
+    trained: list[dict[str, Any]] = [trunk, {**_LORA, **trunk}, {**_LORA, **trunk, "load_in_4bit": True}]
+    for each in [{}, *trained] if trunk else trained:
         if all(each.get(name) for name in ("use_peft", "load_in_4bit") if getattr(args, name)):
             for strategy in strategies if not each.get("load_in_4bit") else strategies[:1]:
                 yield {"strategy": strategy, **each}
 
 
-def _halves(n: int) -> Iterator[int]:
-    while n > 1:
-        yield n
-        n = max(size for size in range(1, n // 2 + 1) if n % size == 0)
+def _sizes(args: argparse.Namespace) -> list[int]:
+    """Micro-batches to try, from 1 to a group."""
+    largest = 8 if args.trainer == "sft" else args.num_generations
+    return [size for size in range(1, largest + 1) if largest % size == 0]
 
 
-def _batch(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    """Micro-batches of a size, enough for an update of whole groups."""
-    together = size * args.gpus
-    steps = -(-_PER_UPDATE[args.trainer] // together)
-    if args.trainer != "sft":
-        steps = -(-steps * together // args.num_generations) * args.num_generations // together
-    return {
-        "per_device_train_batch_size": size,
-        "gradient_accumulation_steps": max(1, steps),
-        "steps_per_generation": 1,
-    }
-
-
-def _steps(args: argparse.Namespace, batch: dict[str, Any]) -> list[int]:
-    """Numbers of micro-batches that may be sampled at once, in whole groups, from all down."""
-    steps, size = batch["gradient_accumulation_steps"], batch["per_device_train_batch_size"] * args.gpus
-    group = 1 if args.trainer == "sft" else args.num_generations
-    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * size % group == 0]
+def _numbers_at_once(args: argparse.Namespace, size: int) -> list[int]:
+    """Numbers of micro-batches of a size that may be sampled at once, in whole groups, from all of an update down."""
+    together, group = size * args.gpus, 1 if args.trainer == "sft" else args.num_generations
+    steps = max(1, -(-_PER_UPDATE[args.trainer] // together))
+    steps = -(-steps * together // group) * group // together
+    return [n for n in range(steps, 0, -1) if steps % n == 0 and n * together % group == 0]
 
 
 def _text(args: argparse.Namespace, options: dict[str, Any], peak: float, measured: Measured) -> str:

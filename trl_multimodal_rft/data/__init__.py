@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         load_deepeyes,
         load_easyr1,
         load_geo3k,
-        load_mm_eureka,
         load_verl,
         load_video_r1,
     )
@@ -31,7 +30,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "load_deepeyes": "rows.layouts",
         "load_easyr1": "rows.layouts",
         "load_geo3k": "rows.layouts",
-        "load_mm_eureka": "rows.layouts",
         "load_mmau": "rows.benchmarks",
         "load_verl": "rows.layouts",
         "load_video_r1": "rows.layouts",

@@ -50,8 +50,8 @@ class EvaluationConfig:
             `"audio"`, `"image"` or `"video"`: rows with such a medium are answered again without it, to measure how
             much it contributes to the accuracy. A replacement of the same duration and size takes its place.
         ablate_with (`str`, *optional*, defaults to `"blank"`):
-            Replacement of the medium: `"blank"` is silence or grey, `"shuffled"` (or `"other_row"`) another row's
-            medium; or any other view, see [`~views.VIEWS`], such as `"mask_patches(ratio=0.5)"`.
+            Replacement of the medium, a view, see [`~views.VIEWS`]: `"blank"` is silence or grey, `"other_row"`
+            another row's medium; others are such as `"mask_patches(ratio=0.5)"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -127,14 +127,9 @@ class EvaluationConfig:
             value = getattr(self, name)
             if value not in choices and value is not None:
                 raise ValueError(f"`{name}` is {value!r}; set it to one of {', '.join(map(repr, choices))}.")
-        if self.ablate is not None and not as_view(self.view).applies_to(self.ablate):
+        if self.ablate is not None and not as_view(self.ablate_with).applies_to(self.ablate):
             raise ValueError(
                 f"`ablate_with={self.ablate_with!r}` has no effect on `ablate={self.ablate!r}`; name another view."
             )
         if not 0 < self.confidence < 1:
             raise ValueError(f"`confidence` is {self.confidence}, but must be between 0 and 1, such as 0.95.")
-
-    @property
-    def view(self) -> str:
-        """The name of the view that replaces the medium."""
-        return "other_row" if self.ablate_with == "shuffled" else self.ablate_with

@@ -228,7 +228,7 @@ class Evaluation:
     def _view(self, row: Row) -> View:
         """What a row shows instead of its medium; of another row, one drawn at random."""
         kind = str(self.args.ablate)
-        view = as_view(self.args.view).only(kind).seeded(self.args.seed, row.row_index)
+        view = as_view(self.args.ablate_with).only(kind).seeded(self.args.seed, row.row_index)
         if not view.type.needs_other:
             return view
         if self.toolbox:

@@ -371,14 +371,10 @@ class MediaLogCallback(TrainerCallback):
             if "trackio" in trackers:
                 require_module("trackio", "logging").log(trackio_table(frame, media, Path(folder)))
         for callback in self.handler.callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                write_tensorboard(self._private_writer(callback), frame, media, step)
-
-    def _private_writer(self, callback: TensorBoardCallback) -> "SummaryWriter":
-        """The callback's writer of TensorBoard, or another if its files are published with the output folder."""
-        folder = Path(callback.logging_dir or "runs").absolute()
-        if not folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):
-            return callback.tb_writer
-        if self._writer is None:
-            self._writer = type(callback.tb_writer)(str(self.folder / "runs" / folder.name))
-        return self._writer
+            writer = callback.tb_writer if isinstance(callback, TensorBoardCallback) else None
+            if writer is not None:
+                folder = Path(callback.logging_dir or "runs").absolute()
+                if folder.is_relative_to(Path(str(self.args.output_dir)).absolute()):  # which is published
+                    self._writer = self._writer or type(writer)(str(self.folder / "runs" / folder.name))
+                    writer = self._writer
+                write_tensorboard(writer, frame, media, step)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment
 from torch import nn
 from transformers import (
@@ -216,6 +216,7 @@ def write_card(run: CardRun, model_name: str | None, dataset_name: str | None) -
     loaded_from = get_config_model_id(base.config)
     on_hub = dataset_name if dataset_name is not None and is_hub_name(dataset_name) else None
     data = ModelCard.load(path).data
+    assert isinstance(data, ModelCardData)
     data.pop("licence", None)  # TRL's placeholder
     # Names that the Hub resolves
     for key, value in {"base_model": None, "datasets": on_hub, **base_metadata(loaded_from)}.items():

@@ -235,7 +235,7 @@ class CheckpointMixin(Trainer):
 
     def _load_best_model(self):
         self._invalidate_engine()
-        if not self._reload_weights(self.state.best_model_checkpoint):
+        if not self._reload_weights(str(self.state.best_model_checkpoint)):
             super()._load_best_model()
 
     def _reload_weights(self, folder: str | Path) -> bool:
@@ -332,10 +332,10 @@ class CheckpointMixin(Trainer):
             batch.packed = batch.packed and self._policy.fallbacks.packing
         models = forwarded_models(self.accelerator, self.model, self.ref_model, self.critic)
         for name, model in models.items():
-            restore_ways(model, state.get("ways", {}).get(name, ()))
+            restore_ways(model, state["ways"].get(name, ()))
         self._n_skipped = state["n_skipped"]
-        self._stream.skipped = state.get("skipped_rows", {})  # which an error of a server may not show again
-        if self._stream.sampler is not None and state.get("difficulty") is not None:
+        self._stream.skipped = state["skipped_rows"]  # which an error of a server may not show again
+        if self._stream.sampler is not None and state["difficulty"] is not None:
             self._stream.sampler.load_state_dict(state["difficulty"])
 
     # Saving

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names
@@ -17,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..reporting.events import EventPart
-from .shards import load_shards, save_shards, writes_shards
+from .shards import writes_shards
 
 
 _NAME = "ema"  # of the file, or the folder of shards, in a checkpoint
@@ -100,7 +101,7 @@ class MovingAverage(TrainerCallback):
     def save(self, checkpoint: Path, accelerator: Accelerator, writes: bool) -> None:
         """Writes the average into a checkpoint. All processes have to call this."""
         if writes_shards(accelerator):
-            save_shards(self._average, checkpoint / _NAME)
+            dcp.save(self._average, checkpoint_id=checkpoint / _NAME)
             return
         whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in self._average.items()}
         if writes:
@@ -116,7 +117,7 @@ class MovingAverage(TrainerCallback):
                 "that was saved with it and without `save_only_model`."
             )
         if shards:
-            load_shards(self._average, path)
+            dcp.load(self._average, checkpoint_id=path)
             return
         for name, value in load_file(path).items():
             self._average[name].copy_(_placed(value, self._average[name]))

@@ -2,7 +2,6 @@
 """The manifest of a checkpoint: a missing or changed file is found before a run resumes from it."""
 
 import json
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..data.rows.fingerprint import differences
@@ -23,7 +21,7 @@ _READERS = 8  # files read at once; sums are made without the GIL
 
 
 def write_manifest(
-    checkpoint: str | Path,
+    checkpoint: Path,
     model_only: bool,
     fingerprints: dict[str, Any] | None = None,
     measured: dict[str, tuple[int, int]] | None = None,
@@ -32,8 +30,7 @@ def write_manifest(
     Writes down sizes and checksums (CRC-32) of all files below the folder of a checkpoint, by default after it has
     measured them.
     """
-    folder = Path(checkpoint)
-    entries = _measure_files(folder, [*_files(folder)]) if measured is None else measured
+    entries = _measure_files(checkpoint, [*_files(checkpoint)]) if measured is None else measured
     content = {"model_only": model_only, "datasets": fingerprints or {}, "files": entries}
     Path(checkpoint, _MANIFEST).write_text(json.dumps(content, indent=1))
 
@@ -51,51 +48,35 @@ def verify_checkpoint(checkpoint: str | Path) -> list[str]:
     try:
         if not folder.is_dir():
             return ["there is no such folder"]
-        found = _files(folder)
-    except (OSError, RecursionError) as error:
-        return [f"it can't be read ({_reason(error)})"]
-    try:
-        manifest = _read(folder)
-    except Exception as error:  # its content may be anything
+        found, manifest = _files(folder), _read(folder)
+    except Exception as error:  # the content of a manifest may be anything
         return [f"{_MANIFEST} can't be read ({_reason(error)})"]
     expected = {} if manifest is None else manifest.files
     wrong = [f"{name} is missing" for name in sorted({TRAINER_STATE_NAME, *expected} - found.keys())]
-    if manifest is None:
-        kept, changes = [*found], _for_each(_damage, found.values())
-    else:
-        kept = [name for name in expected if name in found]
-        changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
+    kept = [name for name in expected if name in found]
+    changes = _for_each(lambda name: _change(found[name], expected[name]), kept)
     return wrong + [f"{name} {change}" for name, change in zip(kept, changes, strict=True) if change is not None]
 
 
 def resume_warnings(checkpoint: str | Path, fingerprints: dict[str, Any]) -> list[str]:
     """Why a run that resumes from a checkpoint without damage, on the datasets of these fingerprints, may differ."""
-    missing = missing_resume_state(checkpoint)
-    warnings = [] if missing is None else [f"{checkpoint} {missing}."]
     manifest = _read(Path(checkpoint))
-    saved = {} if manifest is None else manifest.datasets
-    for name in saved.keys() & fingerprints.keys():
-        found = differences(saved[name], fingerprints[name])
+    if manifest is None:
+        return [f"{checkpoint} has no {_MANIFEST}, so its files can't be verified."]
+    warnings = []
+    if manifest.model_only:
+        warnings.append(
+            f"{checkpoint} holds the model only (`save_only_model`), so optimizer, schedule and random numbers start "
+            "anew."
+        )
+    for name in manifest.datasets.keys() & fingerprints.keys():
+        found = differences(manifest.datasets[name], fingerprints[name])
         if found:
             warnings.append(
                 f"`{name}` has changed since {checkpoint} was saved: {'; '.join(found)}. The run continues on other "
                 "data than an uninterrupted one would; pass the dataset as it was to resume exactly."
             )
     return warnings
-
-
-def missing_resume_state(checkpoint: str | Path) -> str | None:
-    """
-    What a checkpoint without damage can't be relied on for.
-
-    Returns a clause; `None` if it has a manifest and all that resuming needs.
-    """
-    manifest = _read(Path(checkpoint))
-    if manifest is None:
-        return f"has no {_MANIFEST}, so its files can't be verified"
-    if manifest.model_only:
-        return "holds the model only (`save_only_model`), so optimizer, schedule and random numbers start anew"
-    return None
 
 
 class _Manifest(NamedTuple):
@@ -108,11 +89,9 @@ def _read(folder: Path) -> _Manifest | None:
     path = folder / _MANIFEST
     if not path.exists():
         return None
-    if not path.is_file():  # reading a pipe wouldn't end
-        raise OSError("it isn't a regular file")
     content = json.loads(path.read_text())
     files = {name: (int(size), int(checksum)) for name, (size, checksum) in content["files"].items()}
-    return _Manifest(content["model_only"], dict(content.get("datasets", {})), files)
+    return _Manifest(content["model_only"], content["datasets"], files)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -152,25 +131,4 @@ def _change(file: Path, expected: tuple[int, int]) -> str | None:
             return f"has {size} bytes, not {expected[0]}"
         return None if _measure(file) == expected else "has other content"
     except OSError as error:
-        return f"can't be read ({error.strerror})"
-
-
-def _damage(file: Path) -> str | None:
-    """What is wrong with a file that no manifest lists, as far as its format tells."""
-    if file.suffix not in (".bin", ".distcp", ".json", ".pt", ".pth", ".safetensors"):
-        return None
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(1)
-        if not start:
-            return "is empty"
-        if file.suffix == ".json":
-            json.loads(file.read_bytes())
-        elif file.suffix == ".safetensors":
-            safe_open(file, "pt")
-        elif file.suffix != ".distcp" and start != b"\x80":  # where older versions of torch begin
-            with zipfile.ZipFile(file) as archive:
-                return archive.testzip() and "has other content than was written"
-    except Exception as error:  # its content may be anything
         return f"can't be read ({_reason(error)})"
-    return None

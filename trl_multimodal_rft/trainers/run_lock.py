@@ -4,18 +4,12 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
 from accelerate.logging import get_logger
-
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None
+from filelock import FileLock, Timeout
 
 
 logger = get_logger(__name__)
@@ -27,52 +21,23 @@ _FILE = "_run.lock"
 @contextmanager
 def holding(folder: str | Path) -> Iterator[str | None]:
     """
-    Keeps other processes from training in a folder within the context.
+    Keeps other processes from training in a folder within the context. Yields who trains in it already.
 
-    The kernel releases the lock when this process ends, however it does, and forked workers don't inherit it. Where
-    the file system has no locks, a warning says so.
+    The kernel releases the lock when this process ends, however it does. Where the file system has no locks, a warning
+    says so.
     """
-    path = Path(folder, _FILE)
-    file = holder = None
+    path, holder = Path(folder, _FILE), None
+    lock = FileLock(path, blocking=False)
     try:
-        file = _locked(path)
-    except BlockingIOError:
-        with suppress(OSError):
-            holder = path.read_text()
-        holder = holder or "another process"
-    except OSError as error:
+        lock.acquire()
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M}")
+    except Timeout:
+        holder = path.read_text() or "another process"
+    except (OSError, NotImplementedError) as error:
         logger.warning(f"{str(folder)!r} can't be locked, so a second run in it will not be noticed: {error}")
     try:
         yield holder
     finally:
-        if file is not None:
-            if _is_at(file, path):
-                path.unlink()
-            file.close()
-
-
-def _locked(path: Path) -> TextIO | None:
-    """The locked file, which says who holds it; `None` where Python has no locks."""
-    if fcntl is None:
-        return None
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M}")
-                file.flush()
-                return file
-        except OSError:
-            file.close()
-            raise
-        file.close()
-
-
-def _is_at(file: TextIO, path: Path) -> bool:
-    """Whether an open file is still there: who held it may have removed it since, or somebody the whole folder."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # before its release, when another run may make a new one
+            lock.release()

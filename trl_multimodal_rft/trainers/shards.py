@@ -40,28 +40,19 @@ def gathering(accelerator: Accelerator) -> Iterator[None]:
         plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
 
 
-def save_shards(state: dict[str, Any], folder: Path) -> None:
-    """Saves tensors, of which each process writes its part. All processes have to call this."""
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads what [`save_shards`] wrote into tensors, sharded by any number of processes. All have to call this."""
-    dcp.load(state, checkpoint_id=folder)
-    return state
-
-
 def save_module(accelerator: Accelerator, model: nn.Module, folder: Path, writes: bool) -> None:
     """Saves weights as checkpoints hold the policy's, in shards or whole. All processes have to call this."""
     if writes_shards(accelerator):
-        save_shards(model.state_dict(), folder)
+        dcp.save(model.state_dict(), checkpoint_id=folder)
     else:
         save_unsharded(accelerator, model, folder, writes)
 
 
 def load_module(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
     if writes_shards(accelerator):
-        model.load_state_dict(load_shards(model.state_dict(), folder))
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
     else:
         load_unsharded(accelerator, model, folder)
 

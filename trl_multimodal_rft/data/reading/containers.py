@@ -54,10 +54,10 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, Ogg with
-    damaged or missing pages, and RIFF with a second `data` chunk.
+    Refuses files of which decoders silently leave out a part: truncated ones, which they read up to the end, and Ogg
+    with damaged or missing pages.
 
-    Covers WAV, RF64, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
+    Covers WAV, AIFF, AVI, MP4, MOV, M4A (also fragmented), Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
     Others, such as MPEG-TS and AAC streams, and recordings with an incomplete header, pass.
     """
     size = stream.seek(0, 2)
@@ -128,44 +128,18 @@ def _short(begin: int, length: int, size: int) -> str | None:
 
 
 def _riff(stream: BinaryIO, size: int) -> str | None:
-    kind, length = stream.read(4), stream.read(4)
-    order, samples = ("little", b"data") if kind in (b"RIFF", b"RF64") else ("big", b"data")
-    if kind == b"FORM":
-        samples = b"SSND"
-    if stream.read(4) == b"AVI ":
-        return _avi(stream, size)
-    large, n_chunks = 0, 0  # the length in an RF64 header, and the chunks of samples
+    """The samples of WAV and AIFF, and each list of an AVI, of which there is one per GB."""
+    start = stream.tell()
+    head = stream.read(12)
+    order = "big" if head[:4] in (b"FORM", b"RIFX") else "little"
+    offset, names = (start, (b"RIFF",)) if head[8:] == b"AVI " else (start + 12, (b"data", b"SSND"))
     for _ in range(_MOST_PARTS):
+        stream.seek(offset)
         chunk = stream.read(8)
         if len(chunk) < 8:
             break
         length = int.from_bytes(chunk[4:], order)
-        if chunk[:4] == b"ds64":
-            large = int.from_bytes(stream.read(16)[8:], "little")
-            stream.seek(-16, 1)
-        if chunk[:4] == samples:
-            n_chunks += 1
-            if n_chunks == 2:
-                return f"decoders read one of its '{samples.decode()}' chunks"
-            length = large if length >= _LARGEST and kind == b"RF64" else length
-            if length == 0 or (length >= _LARGEST and kind != b"RF64"):
-                return None
-            if missing := _short(stream.tell(), length, size):
-                return missing
-        stream.seek(length + length % 2, 1)
-    return None
-
-
-def _avi(stream: BinaryIO, size: int) -> str | None:
-    """Several lists of chunks, one per GB."""
-    offset = stream.tell() - 12
-    for _ in range(_MOST_PARTS):
-        stream.seek(offset)
-        head = stream.read(8)
-        length = int.from_bytes(head[4:], "little")
-        if head[:4] != b"RIFF" or length >= _LARGEST:
-            return None
-        if missing := _short(offset + 8, length, size):
+        if chunk[:4] in names and 0 < length < _LARGEST and (missing := _short(offset + 8, length, size)):
             return missing
         offset += 8 + length + length % 2
     return None
@@ -302,7 +276,7 @@ def _gif(stream: BinaryIO, size: int) -> str | None:
 
 
 _CHECKS: tuple[tuple[bytes, Callable[[BinaryIO, int], str | None]], ...] = (
-    (rb"(?:RIFF|RIFX|RF64).{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
+    (rb"RIF[FX].{4}WAVE|RIFF.{4}AVI |FORM.{4}AIF[FC]", _riff),
     (rb".{4}(?:ftyp|moov|mdat|free|skip|wide)", _boxes),
     (rb"\x1aE\xdf\xa3", _matroska),
     (rb"OggS", _ogg),

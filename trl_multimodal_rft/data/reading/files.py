@@ -2,7 +2,6 @@
 """Encodes media references as files that browsers show, for logs and servers."""
 
 import io
-import math
 import os
 import re
 import wave
@@ -14,7 +13,16 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
-from .decoding import decoding, encoded_source, load_image, load_video, read_audio, require_module
+from .decoding import (
+    decoding,
+    encoded_source,
+    evenly_spaced,
+    load_image,
+    load_video,
+    read_audio,
+    require_module,
+    sample_indices,
+)
 from .refs import MediaRef
 from .rules import DEFAULT_RULES, MediaRules
 from .sources import fetch_file, open_file
@@ -120,14 +128,11 @@ def mp4(frames: np.ndarray, rate: float) -> bytes:
 
 def spread_frames(ref: MediaRef, count: int) -> tuple[np.ndarray, dict[str, Any]]:
     """Decodes evenly spaced frames of the span that the options `video_start` and `video_end` select."""
-    start, end = ref.options.get("video_start", 0), ref.options.get("video_end", math.inf)
+    span = replace(ref, options={k: v for k, v in ref.options.items() if k in ("video_start", "video_end")})
 
     def indices(metadata: VideoMetadata) -> list[int]:
-        last = metadata.total_num_frames - 1
-        first = min(math.ceil(start * metadata.fps), last) if start else 0
-        last = max(math.floor(min(end * metadata.fps, last)), first) if end < math.inf else last
-        metadata.total_num_frames = last - first + 1
-        return np.linspace(first, last, min(count, last - first + 1)).round().astype(int).tolist()
+        every = sample_indices(span, metadata)
+        return [int(every[i]) for i in evenly_spaced(len(every), count)]
 
     return load_video(ref, indices)
 

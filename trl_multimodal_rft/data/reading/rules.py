@@ -8,8 +8,8 @@ from typing import Any
 from ...spelling import did_you_mean
 
 
-# Files, web servers, the Hub, object stores, and archives within them
-PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "zip", "tar", "gzip")
+# Files, web servers, the Hub, object stores, and zip archives in them
+PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "zip")
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,16 @@
 
 import base64
 import binascii
-import gzip
 import math
 import os
 import re
 import stat
-import tarfile
 import time
 import zipfile
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
@@ -49,11 +47,12 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         return data
     if "://" not in path and "::" not in path:
         return _local(ref, path)
-    *archives, link = _links(path)
-    for each in archives:
-        _check_protocol(ref, each.partition("://")[0])
+    member, link = None, path
+    if path.startswith("zip://"):
+        _check_protocol(ref, "zip")
+        member, _, link = path.removeprefix("zip://").partition("::")
     protocol = link.partition("::")[0].partition("://")[0]
-    if archives and "://" not in link:
+    if member is not None and "://" not in link:
         protocol, file = "file", _local(ref, link)
     elif protocol == "file":
         file = _local(ref, url2pathname(urlsplit(link).path))
@@ -62,11 +61,11 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
     else:
         _check_protocol(ref, protocol)
         if "::" in link:
-            raise ref.error(f"'{protocol}' can't be chained; only archives can: {', '.join(_ARCHIVES)}")
+            raise ref.error(f"'{protocol}' can't be chained; only zip:// can, once")
         if protocol in _WITH_HOSTS:
             _check_domain(ref, link)
         file = None
-    if file is not None and not archives:
+    if file is not None and member is None:
         return file
     until = time.monotonic() + ref.rules.media_timeout
 
@@ -74,9 +73,8 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         opened = fsspec.open(link, "rb").open() if file is None else open_file(ref, file)
         with closing(opened):
             stream = cast("IO[bytes]", opened)
-            for archive in reversed(archives):
-                protocol, _, name = archive.partition("://")
-                stream = _ARCHIVES[protocol](ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), name.strip("/"))
+            if member is not None:
+                stream = _in_zip(ref, Bounded(ref, stream, until, at_once=_MOST_AT_ONCE), member.strip("/"))
             data, bounded = BytesIO(), Bounded(ref, stream, until)
             while chunk := bounded.read(_CHUNK):  # without a second copy
                 data.write(chunk)
@@ -144,12 +142,6 @@ def open_file(ref: MediaRef, file: str | bytes) -> BinaryIO:
     return stream
 
 
-def _links(path: str) -> list[str]:
-    """The archives of a chained URL, innermost first, and the file of the outermost one."""
-    link, chained, rest = path.partition("::")
-    return [link, *_links(rest)] if chained and link.partition("://")[0] in _ARCHIVES else [path]
-
-
 def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     archive = zipfile.ZipFile(cast("IO[bytes]", stream))
     member = archive.getinfo(name)
@@ -158,29 +150,6 @@ def _in_zip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
     if member.file_size > ref.rules.max_media_bytes:
         raise _too_large(ref)
     return archive.open(member)
-
-
-def _in_tar(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
-    packed = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    archive: Any = tarfile.open(fileobj=_in_gzip(ref, stream, "") if packed else cast("IO[bytes]", stream), mode="r:")
-    file = None
-    while (member := archive.next()) is not None:
-        archive.members.clear()  # which would grow with the archive
-        file = member if member.name.strip("/") == name else file
-    if file is None or not file.isreg():
-        raise ref.error(f"no file '{name}' in the archive; correct the name or remove the row")
-    if file.size > ref.rules.max_media_bytes:
-        raise _too_large(ref)
-    return archive.extractfile(file)
-
-
-def _in_gzip(ref: MediaRef, stream: Bounded, name: str) -> IO[bytes]:
-    unpacked = cast("IO[bytes]", gzip.GzipFile(fileobj=cast("IO[bytes]", stream)))
-    return cast("IO[bytes]", Bounded(ref, unpacked, stream.until, at_once=_MOST_AT_ONCE))
-
-
-_ARCHIVES = {"zip": _in_zip, "tar": _in_tar, "gzip": _in_gzip}
 
 
 def _too_large(ref: MediaRef) -> MediaError:

@@ -1,96 +1,45 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Counts the media of prompts without decoding or copying them."""
+"""The number of media in the prompts of a dataset, from its columns."""
 
 from collections.abc import Collection
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Value
 
 from ...families import MODALITIES
-from .columns import MEDIA_COLUMNS, block_modality
+from .columns import MEDIA_COLUMNS, OPTIONS
 from .nested import Rows, feature_leaves
 
 
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-
-
-class _Unknown(Exception):
-    """A column whose type doesn't show how many media it holds."""
+# Fields of prompts without media of their own: texts, messages, and blocks of text or with options of a column's media
+_WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.values())
 
 
 def most_media(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
-    """The most media of each modality that a prompt of a dataset has, in its columns and its messages."""
+    """
+    The most media of each modality that a prompt of a dataset has in its columns, `None` where only reading the rows
+    would tell.
+    """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None
     columns = [column for column in dataset.format["columns"] if column not in ignored]
-    if "prompt" not in columns or any(
-        type(leaf).__name__ == "Json" for _, leaf in feature_leaves(dataset.features["prompt"])
+    if "prompt" not in columns or not all(
+        key in _WITHOUT_MEDIA and isinstance(leaf, Value) for key, leaf in feature_leaves(dataset.features["prompt"])
     ):
         return None
-    try:
-        in_messages, waiting = _in_messages(dataset.data.column("prompt"))
-        in_columns = {modality: np.zeros(len(dataset.data), int) for modality in MODALITIES}
-        for column, modality in MEDIA_COLUMNS.items():
-            if column in columns:
-                held = dataset.data.column(column)
-                counts = pc.is_valid(held).to_numpy().astype(int) if column == modality else _lengths(held)
-                in_columns[modality] = np.maximum(in_columns[modality], counts)
-    except _Unknown:
-        return None
-    # Media of columns fill the placeholders of the messages, or are added to the media of the messages
-    totals = {
-        modality: in_messages[modality] + np.where(waiting[modality], 0, in_columns[modality])
-        for modality in MODALITIES
-    }
-    return {modality: int(total.max(initial=0)) for modality, total in totals.items()}
-
-
-def _lengths(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """The length of each list, 0 for null."""
-    if pa.types.is_null(column.type):
-        return np.zeros(len(column), int)
-    if not any(is_list(column.type) for is_list in _LISTS):
-        raise _Unknown
-    return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(int)
-
-
-def _in_messages(prompts: pa.ChunkedArray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Per row, the media blocks of each modality, and whether one is a placeholder for a medium of a column."""
-    counted = {modality: np.zeros(len(prompts), int) for modality in MODALITIES}
-    waiting = {modality: np.zeros(len(prompts), bool) for modality in MODALITIES}
-    first = 0
-    for chunk in prompts.chunks:
-        rows = np.arange(first, first + len(chunk))
-        first += len(chunk)
-        messages, rows = _items(chunk, rows)
-        blocks, rows = (None, rows) if messages is None else _items(_field(messages, "content"), rows)
-        if blocks is None:
+    most = dict.fromkeys(MODALITIES, 0)
+    for column, modality in MEDIA_COLUMNS.items():
+        if column not in columns:
             continue
-        types = _field(blocks, "type").to_pylist()
-        # Any other field may hold the medium of a block
-        others = [field.name for field in blocks.type if field.name not in ("type", "text")]
-        held = np.zeros(len(blocks), bool)
-        for name in others:
-            held |= _field(blocks, name).is_valid().to_numpy(zero_copy_only=False)
-        modalities = {each: block_modality(each) for each in set(types)}
-        for modality in MODALITIES:
-            is_modality = np.array([modalities[each] == modality for each in types], bool)
-            np.add.at(counted[modality], rows[is_modality], 1)
-            waiting[modality][rows[is_modality & ~held]] = True
-    return counted, waiting
-
-
-def _items(lists: pa.Array, rows: np.ndarray) -> tuple[pa.Array | None, np.ndarray]:
-    """The items of lists and the row of each; none for texts."""
-    if any(is_text(lists.type) for is_text in (pa.types.is_string, pa.types.is_large_string)):
-        return None, rows
-    lengths = _lengths(lists)
-    return (None if pa.types.is_null(lists.type) else lists.flatten()), np.repeat(rows, lengths)
-
-
-def _field(structs: pa.Array, name: str) -> pa.Array:
-    if not pa.types.is_struct(structs.type) or structs.type.get_field_index(name) < 0:
-        raise _Unknown
-    return pc.struct_field(structs, name)
+        media = dataset.data.column(column)
+        if column == modality:
+            counts = pc.is_valid(media)
+        elif pa.types.is_list(media.type) or pa.types.is_large_list(media.type):
+            counts = pc.list_value_length(media)
+        elif pa.types.is_null(media.type):
+            continue
+        else:  # for which reading the rows raises
+            return None
+        most[modality] = max(most[modality], int(pc.max(pc.cast(counts, pa.int64())).as_py() or 0))
+    return most

@@ -1,10 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Converts datasets in the layouts of other tools to rows for the trainers."""
 
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Audio, Dataset, Features, Image, List, Value, Video, concatenate_datasets
 
 from ...families import MODALITIES
-from ..reading.refs import shortened
+from ..reading.refs import MediaRef, shortened
 from .benchmarks import PROBLEM_TEMPLATE
 from .columns import FRACTIONAL_OPTIONS, MEDIA_COLUMNS, OPTIONS, TEACHER, rows_to_messages
 from .letters import without_letters
@@ -35,8 +34,8 @@ SPAN_TEMPLATE = (
 
 _FEATURES = {"image": Image(), "audio": Audio(decode=False), "video": Video(decode=False)}
 
-# Makes messages of blocks of texts
-_ToBlocks = Callable[[list[dict[str, str]]], list[dict[str, Any]]]
+# Columns of a row, the first of which are its messages, as texts with the marks of media
+_Convert = Callable[[dict[str, Any], int], dict[str, Any]]
 
 _ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system")}}
 
@@ -59,7 +58,7 @@ def load_conversations(
     - LLaVA (https://github.com/haotian-liu/LLaVA/blob/main/docs/Finetune_Custom_Data.md): `conversations` as above,
       and `image` (or `video`), one path or a list.
     - ms-swift (https://swift.readthedocs.io/en/latest/Customization/Custom-dataset.html): `messages` and media lists
-      as above; or `query`, `response` and `history` (pairs); or a `conversation` of `human` and `assistant`.
+      as above; or `query`, `response` and `history` (pairs).
 
     In user and system messages, `<image>`, `<video>` and `<audio>` mark the places of media. Media of a modality
     without any mark go to the start of the first user message.
@@ -89,7 +88,7 @@ def load_conversations(
     ```
     """
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, column = _conversation(row, index)
         answered = chat[-1]["role"] == "assistant"
         if task == "sft" and not answered:
@@ -98,14 +97,14 @@ def load_conversations(
                 "end with the assistant's; remove the row, or convert with `task='rl'`."
             )
         if task == "sft":
-            return {"messages": to_blocks(chat)}
+            return {"messages": chat}
         if answered and len(chat) == 1:
             raise ValueError(f"row {index}, column '{column}': the conversation has no user turn; remove the row.")
         answer = chat.pop()["content"] if answered else None
         solution = row.get("solution")
-        return {"prompt": to_blocks(chat), "solution": answer if solution is None else solution}
+        return {"prompt": chat, "solution": answer if solution is None else solution}
 
-    used = {"messages", "conversations", "conversation", "query", "response", "history", "system"}
+    used = {"messages", "conversations", "query", "response", "history", "system"}
     dataset = _convert(path, split, media_dir, convert, used)
     if task == "rl" and dataset.features["solution"] == Value("null"):
         return dataset.remove_columns("solution")
@@ -129,9 +128,9 @@ def load_verl(path: str | Path, split: str = "train", *, media_dir: str | Path |
         columns.
     """
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, _ = _conversation(row, index, ("prompt",))
-        return {"prompt": _with_options(to_blocks(chat), row, index), "solution": _ground_truth(row, index)}
+        return {"prompt": chat, "solution": _ground_truth(row, index)}
 
     return _convert(path, split, media_dir, convert, {"prompt", "reward_model"})
 
@@ -153,53 +152,15 @@ def load_deepeyes(
         `data_source` and `env_name` (what the source calls the tools of this row, `None` without tools).
     """
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         chat, _ = _conversation(row, index, ("prompt",))
         question = (row.get("extra_info") or {}).get("question") or chat[-1]["content"]
-        prompt = to_blocks([{"role": "user", "content": template.format(problem=question)}])
+        prompt = [{"role": "user", "content": template.format(problem=question)}]
         kept = {name: row.get(name) for name in ("data_source", "env_name")}
         return {"prompt": prompt, "solution": _ground_truth(row, index), "question": question, **kept}
 
     files = sorted(Path(path).expanduser().glob("*.parquet")) or [path]
     return concatenate_datasets([_convert(file, split, media_dir, convert, None) for file in files])
-
-
-def load_mm_eureka(path: str | Path, split: str = "train", *, media_dir: str | Path | None = None) -> Dataset:
-    """
-    Reads prompts with their answers in the layout of [MM-EUREKA](https://huggingface.co/papers/2503.07365).
-
-    A row has `message`, the JSON text of messages whose blocks hold their media, as qwen-vl-utils reads them
-    (`{"type": "image", "image": "file:///..."}`, with options such as `max_pixels`), and `answer`. Other columns are
-    kept. The layout is that of https://github.com/ModalMinds/MM-EUREKA/tree/qwen, whose dataset on the Hub,
-    https://huggingface.co/datasets/FanqingM/MMK12, is read by [`load_easyr1`] with `prompt_key="question"`.
-
-    See [`load_conversations`] for the arguments and errors. The rows are those of [`load_verl`].
-    """
-
-    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        text, turns = required(row, index, "message"), []
-        media: dict[str, list[Any]] = {modality: [] for modality in MODALITIES}
-        try:
-            for message in json.loads(text):
-                content = message["content"]
-                blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-                for block in blocks:
-                    if (modality := block["type"]) != "text":
-                        media[modality].append({**block, modality: block[modality].removeprefix("file://")})
-                said = [block["text"] if block["type"] == "text" else f"<{block['type']}>" for block in blocks]
-                turns.append({"role": message["role"], "content": "".join(said)})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"row {index}, column 'message': {shortened(repr(text))} is no JSON text of messages with blocks of "
-                "text and media; is it of another layout?"
-            ) from error
-        return {**row, "message": turns, **{f"{modality}s": found for modality, found in media.items()}}
-
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
-        chat, _ = _conversation(row, index, ("message",))
-        return {"prompt": _with_options(to_blocks(chat), row, index), "solution": required(row, index, "answer")}
-
-    return _convert(path, split, media_dir, convert, {"message", "answer"}, with_media)
 
 
 def load_charades_sta(
@@ -213,9 +174,7 @@ def load_charades_sta(
     """
     Reads [Charades-STA](https://huggingface.co/papers/1705.02101), sentences and when videos show what they say.
 
-    It reads two layouts: lines `<video> <start> <end>##<sentence>`, as https://github.com/jiyanggao/TALL publishes
-    them, and JSON as [VideoChat-R1](https://huggingface.co/papers/2504.06958) reads it, an object whose keys are
-    videos and whose values have `timestamps` (a start and an end each), `sentences` and `duration`. A video is
+    The layout is that of https://github.com/jiyanggao/TALL, lines `<video> <start> <end>##<sentence>`. A video is
     `<video>.mp4`.
 
     See [`load_conversations`] for the other arguments and the errors.
@@ -228,7 +187,7 @@ def load_charades_sta(
 
     Returns:
         [`~datasets.Dataset`]: Rows of `prompt` (messages that begin with the video), `videos`, `solution` (start and
-        end in seconds), `video_id` and `duration` (in seconds, `None` in lines).
+        end in seconds) and `video_id`.
 
     Example:
     ```python
@@ -236,16 +195,11 @@ def load_charades_sta(
     ```
     """
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
-        sentence = required(row, index, "sentence").strip().lower().removesuffix(".")
-        prompt = to_blocks([{"role": "user", "content": template.format(problem=sentence)}])
-        kept = {name: row[name] for name in ("video_id", "duration")}
-        return {"prompt": _with_options(prompt, row, index), "solution": row["span"], **kept}
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+        prompt = [{"role": "user", "content": template.format(problem=row["sentence"])}]
+        return {"prompt": prompt, "solution": row["span"], "video_id": row["video_id"]}
 
-    def with_media(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {**row, "videos": [{"video": f"{row['video_id']}.mp4", "total_pixels": total_pixels}]}
-
-    return _convert(path, split, media_dir, convert, None, with_media, _charades_sta)
+    return _convert(path, split, media_dir, convert, None, read=partial(_charades_sta, total_pixels=total_pixels))
 
 
 def load_easyr1(
@@ -275,10 +229,9 @@ def load_easyr1(
             Prompt, with `{problem}`.
     """
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         asked = template.format(problem=required(row, index, prompt_key))
-        prompt = to_blocks([{"role": "user", "content": asked}])
-        return {"prompt": prompt, "solution": required(row, index, answer_key)}
+        return {"prompt": [{"role": "user", "content": asked}], "solution": required(row, index, answer_key)}
 
     return _convert(path, split, media_dir, convert, {prompt_key, answer_key})
 
@@ -360,61 +313,55 @@ def load_video_r1(
         used = {each: {name: options[name] for name in options if name in OPTIONS[each]} for each in paths}
         return {**row, **{f"{each}s": [{each: file, **used[each]}] for each, file in paths.items()}}
 
-    def convert(row: dict[str, Any], index: int, to_blocks: _ToBlocks) -> dict[str, Any]:
+    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
         options = row.get("options") or []
         asked = template.format(problem=required(row, index, "problem"), options="\n".join(options))
         chat, solution = [{"role": "user", "content": asked}], required(row, index, "solution")
         if task == "sft":
             chat.append({"role": "assistant", "content": f"{required(row, index, 'process')}\n{solution}"})
-        placed = _with_options(to_blocks(chat), row, index)
         kept = {name: row.get(name) for name in ("problem_type", "problem_id", "data_source")}
         if task == "sft":
-            return {"messages": placed, **kept}
+            return {"messages": chat, **kept}
         choices = without_letters(options) if options else None
-        return {"prompt": placed, "solution": solution, "choices": choices, **kept}
+        return {"prompt": chat, "solution": solution, "choices": choices, **kept}
 
     return _convert(path, split, media_dir, convert, None, with_media)
 
 
-def _charades_sta(file: Path) -> list[dict[str, Any]]:
-    text, rows = file.read_text(encoding="utf-8"), []
-    if text.lstrip().startswith("{"):
-        for video, said in json.loads(text).items():
-            for span, sentence in zip(said["timestamps"], said["sentences"], strict=True):
-                rows.append((video, span, sentence, said["duration"]))
-    else:
-        for index, line in enumerate(text.splitlines()):
-            span, mark, sentence = line.partition("##")
-            words = span.split()
-            if not mark or len(words) != 3:
-                raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
-            rows.append((words[0], words[1:], sentence, None))
-    spans = [(video, [*map(float, span)], sentence, length) for video, span, sentence, length in rows]
-    if empty := sum(start >= end for _, (start, end), *_ in spans):
-        logger.warning(f"{empty} of {len(rows)} rows are skipped, whose spans end before they start.")
-    return [
-        {"video_id": video, "span": span, "sentence": sentence, "duration": length}
-        for video, span, sentence, length in spans
-        if span[0] < span[1]
-    ]
+def _charades_sta(file: Path, total_pixels: int | None) -> list[dict[str, Any]]:
+    rows, lines = [], file.read_text(encoding="utf-8").splitlines()
+    for index, line in enumerate(lines):
+        span, mark, sentence = line.partition("##")
+        words = span.split()
+        if not mark or len(words) != 3:
+            raise ValueError(f"row {index}: {shortened(repr(line))} is no '<video> <start> <end>##<sentence>'.")
+        video, start, end = words[0], float(words[1]), float(words[2])
+        if start < end:
+            media = [{"video": f"{video}.mp4", "total_pixels": total_pixels}]
+            asked = sentence.strip().lower().removesuffix(".")
+            rows.append({"video_id": video, "span": [start, end], "sentence": asked, "videos": media})
+    if len(rows) < len(lines):
+        logger.warning(
+            f"{len(lines) - len(rows)} of {len(lines)} rows are skipped, whose spans end before they start."
+        )
+    return rows
 
 
 def _convert(
     path: str | Path,
     split: str,
     media_dir: str | Path | None,
-    convert: Callable[[dict[str, Any], int, _ToBlocks], dict[str, Any]],
+    convert: _Convert,
     used: set[str] | None,
     with_media: Callable[[dict[str, Any], int], dict[str, Any]] = lambda row, index: row,
     read: Callable[[Path], list[dict[str, Any]]] = read_json,
 ) -> Dataset:
-    """A dataset of what `convert` returns for each row, messages first, media, and columns that aren't `used`."""
-    rows, media, counts = _read(path, split, media_dir, with_media, read)
-    converted = [
-        convert(row, index, partial(_placed, counts=counts[index], index=index)) for index, row in enumerate(rows)
-    ]
+    """A dataset of what `convert` returns for each row, media, and columns that aren't `used`."""
+    rows, media = _read(path, split, media_dir, with_media, read)
+    converted = [convert(row, index) for index, row in enumerate(rows)]
     columns = {name: [row[name] for row in converted] for name in converted[0]}
     chat = next(iter(columns))
+    columns[chat] = [_placed(messages, rows[index], index) for index, messages in enumerate(columns[chat])]
     if used is not None:
         extras = {key: None for row in rows for key in row if key not in used | columns.keys() and not _is_media(key)}
         columns |= {key: [row.get(key) for row in rows] for key in extras}
@@ -435,8 +382,8 @@ def _convert(
 
 def _read(
     path: str | Path, split: str, media_dir: str | Path | None, with_media: Callable, read: Callable
-) -> tuple[list[dict[str, Any]], list[Dataset], list[dict[str, int]]]:
-    """Rows, columns of media, and how many media each row has in each of these columns."""
+) -> tuple[list[dict[str, Any]], list[Dataset]]:
+    """Rows, whose media columns hold what the file says, or a text for each stored medium; and columns of media."""
     file = json_file(path, "*.json*")
     source = file or Path(path).expanduser()
     folder = Path(media_dir) if media_dir is not None else source.parent if source.is_file() else source
@@ -447,25 +394,22 @@ def _read(
         dataset = load_rows(str(path), None, split, streaming=False)
         media = [stored for name in dataset.column_names if (stored := _stored(dataset, name)) is not None]
         rows = list(dataset.remove_columns([name for stored in media for name in stored.column_names]))
+    n_stored = len(media)
     if not rows:
         raise ValueError(f"{path} has no rows; is it another file that holds them?")
     rows = [with_media(_checked(row, index), index) for index, row in enumerate(rows)]
-    counts: list[dict[str, int]] = [{} for _ in rows]
-    for stored in media:
+    for modality, feature in _FEATURES.items():
+        for name in (modality, f"{TEACHER}{modality}"):
+            files = [_pop_files(row, name, index, folder) for index, row in enumerate(rows)]
+            if any(files):
+                media.append(Dataset.from_dict({f"{name}s": files}, Features({f"{name}s": List(feature)})))
+    for stored in media[:n_stored]:
         (name,) = stored.column_names
         array = stored.data.column(name)
         lengths = pc.list_value_length(array) if name.endswith("s") else pc.cast(pc.is_valid(array), pa.int32())
-        for count, length in zip(counts, pc.fill_null(lengths, 0).to_pylist(), strict=True):
-            count[name] = length
-    for name, feature in [
-        (f"{prefix}{modality}", each) for prefix in ("", TEACHER) for modality, each in _FEATURES.items()
-    ]:
-        values = [_files(row, name, index, folder) for index, row in enumerate(rows)]
-        if any(values):
-            media.append(Dataset.from_dict({f"{name}s": values}, Features({f"{name}s": List(feature)})))
-            for count, value in zip(counts, values, strict=True):
-                count[f"{name}s"] = len(value)
-    return rows, media, counts
+        for row, length in zip(rows, pc.fill_null(lengths, 0).to_pylist(), strict=True):
+            row[name] = ["stored"] * length if name.endswith("s") else "stored" if length else None
+    return rows, media
 
 
 def _checked(row: Any, index: int) -> dict[str, Any]:
@@ -497,31 +441,32 @@ def _stored(dataset: Dataset, name: str) -> Dataset | None:
     return column.cast_column(name, List(decoded) if isinstance(feature, List) else decoded)
 
 
-def _files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
-    """The media of a modality in a row, the teacher's or others, with absolute paths."""
-    found: list[Any] = []
-    modality = name.removeprefix(TEACHER)
+def _pop_files(row: dict[str, Any], name: str, index: int, folder: Path) -> list[Any]:
+    """The media of a column or its plural, with absolute paths. They are moved to the plural column."""
+    items, files, modality = [], [], name.removeprefix(TEACHER)
     for column in (name, f"{name}s"):
-        value = row.get(column)
+        value = row.pop(column, None)
         for item in value if isinstance(value, list) else [] if value is None else [value]:
+            items.append(item)
             path = item.get("path") or item.get(modality) if isinstance(item, dict) else item
             if isinstance(item, dict) and item.get("bytes") is not None:
-                found.append(item)
+                files.append(item)
             elif not isinstance(path, str):
                 raise ValueError(
                     f"row {index}, column '{column}': {shortened(item)} is no path; give the path of the {modality}, "
                     "or a list of paths."
                 )
             elif "://" in path or path.startswith("data:"):
-                found.append(path)
+                files.append(path)
             elif not os.path.isfile(folder / path):
                 raise ValueError(
                     f"row {index}, column '{column}': the file '{shortened(str(folder / path))}' doesn't exist; pass "
                     "the folder that paths start from as `media_dir`, or remove the row."
                 )
             else:
-                found.append(str((folder / path).absolute()))
-    return found
+                files.append(str((folder / path).absolute()))
+    row[f"{name}s"] = items
+    return files
 
 
 def _ground_truth(row: dict[str, Any], index: int) -> Any:
@@ -529,26 +474,8 @@ def _ground_truth(row: dict[str, Any], index: int) -> Any:
     return required(answer if isinstance(answer, dict) else {}, index, "ground_truth")
 
 
-def _with_options(prompt: list[dict[str, Any]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
-    """A placed prompt whose blocks have the options that the row keeps with its media, as verl and MM-EUREKA do."""
-    for modality in MODALITIES:
-        blocks = (block for message in prompt for block in message["content"] if block["type"] == modality)
-        for i, (block, item) in enumerate(zip(blocks, row.get(f"{modality}s") or (), strict=False)):
-            others = item if isinstance(item, dict) else {}
-            options = {
-                k: v for k, v in others.items() if v is not None and k not in ("type", "bytes", "path", modality)
-            }
-            if unknown := options.keys() - OPTIONS[modality]:
-                raise ValueError(
-                    f"row {index}, column '{modality}s[{i}]': {sorted(unknown)} are no options of a block of "
-                    f"{modality}; remove them, or write some of {OPTIONS[modality]}."
-                )
-            block.update(options)
-    return prompt
-
-
 def _conversation(
-    row: dict[str, Any], index: int, columns: Sequence[str] = ("messages", "conversations", "conversation", "query")
+    row: dict[str, Any], index: int, columns: tuple[str, ...] = ("messages", "conversations", "query")
 ) -> tuple[list[dict[str, str]], str]:
     """The messages of a row and the column they come from."""
     column = next((name for name in columns if row.get(name)), columns[-1])
@@ -571,11 +498,8 @@ def _conversation(
     chat = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for i, turn in enumerate(turns):
         turn = {key: value for key, value in turn.items() if value is not None}
-        if "human" in turn:
-            chat += [{"role": _ROLES.get(key, key), "content": text} for key, text in turn.items()]
-        else:
-            role = turn.get("from", turn.get("role"))
-            chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
+        role = turn.get("from", turn.get("role"))
+        chat.append({"role": _ROLES.get(role, role), "content": turn.get("value", turn.get("content"))})
         if chat[-1]["role"] not in _ROLES.values() or not isinstance(chat[-1]["content"], str):
             raise ValueError(
                 f"row {index}, column '{column}[{i}]': {shortened(turn)} is no text of a user, an assistant "
@@ -584,11 +508,8 @@ def _conversation(
     return chat, column
 
 
-def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], index: int) -> list[dict[str, Any]]:
+def _placed(chat: list[dict[str, str]], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     """Messages of blocks, with a placeholder block for each medium."""
-    row: dict[str, Any] = {"prompt": [dict(message) for message in chat]}
-    for column, count in counts.items():  # only their number matters
-        row[column] = ["it"] * count if column.endswith("s") else "it" if count else None
     words = " ".join(message["content"] for message in chat if message["role"] != "assistant")
     for modality in MODALITIES:
         if f"<{modality}>" in words and not (row.get(modality) or row.get(f"{modality}s")):
@@ -596,11 +517,27 @@ def _placed(chat: Sequence[Mapping[str, str]], counts: dict[str, int], index: in
                 f"row {index}, column '{modality}s': has no {modality} for '<{modality}>' in the text; add it, or "
                 "remove the tag from the text."
             )
-    (placed,) = rows_to_messages([Row(index, row)])
+    media = {column: row[column] for column in MEDIA_COLUMNS if row.get(column)}
+    (placed,) = rows_to_messages([Row(index, {"prompt": chat, **media})])
     messages = []
     for message in placed["prompt"]:
         content = message["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        blocks = [{"type": block["type"], "text": block.get("text")} for block in blocks]
+        blocks = []
+        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            medium = block.get(block["type"])
+            options = _options(medium) if isinstance(medium, MediaRef) else {}
+            blocks.append({"type": block["type"], "text": block.get("text"), **options})
         messages.append({"role": message["role"], "content": blocks})
     return messages
+
+
+def _options(ref: MediaRef) -> dict[str, Any]:
+    """The options that a row keeps with one of its media, as verl does."""
+    item = ref.source if isinstance(ref.source, dict) else {}
+    options = {k: v for k, v in item.items() if v is not None and k not in ("type", "bytes", "path", ref.modality)}
+    if unknown := options.keys() - OPTIONS[ref.modality]:
+        raise ref.error(
+            f"{sorted(unknown)} are no options of a block of {ref.modality}; remove them, or write some of "
+            f"{OPTIONS[ref.modality]}."
+        )
+    return options

@@ -3,28 +3,30 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import ModelOutput
 
 from ...algorithms.completions import mask_completions
+from ...data.reading.decoding import require_module
 from ...encoding.prompts import all_placeholder_ids
 from ...families import family_of, modality_of
 from ...forward.attention import install_prefix_attention
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
 from ...models.modes import checkpoint_activations, evaluation_mode
+from ...models.pretrained import load_model
 from ...models.quantization import keep_differentiable
-from ...models.towers import find_tower
+from ...models.towers import find_tower, freeze_as_built
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
-from .actor_loading import add_lora, cast_parameters, load_model
 from .bare_inputs import bare_inputs, check_num_actions, packed_prompts
 
 
@@ -76,8 +78,6 @@ class Actor(nn.Module):
             Whether to freeze the encoder of images and videos, and that of audio.
         temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the policy; sample with the same one.
-        model_class (`type`, *optional*):
-            Class to load with, by default that of the model's config.
 
     Raises:
         `ValueError`: If an argument of loading is passed with an instance, if there is no encoder to freeze or no
@@ -104,7 +104,6 @@ class Actor(nn.Module):
         freeze_vision_tower: bool = False,
         freeze_audio_tower: bool = False,
         temperature: float = 1.0,
-        model_class: type | None = None,
     ):
         super().__init__()
         if not 0 <= high_entropy_token_ratio <= 1:
@@ -116,14 +115,24 @@ class Actor(nn.Module):
             # transformers keeps a weak reference to the object
             zero3 = ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3
             self._ds_config = HfDeepSpeedConfig(ds_config) if zero3 else None
-            model = load_model(pretrain_or_model, model_class, use_flash_attention_2, bf16, load_in_4bit, device_map)
+            options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else "auto", "device_map": device_map}
+            if use_flash_attention_2:
+                options["attn_implementation"] = "flash_attention_2"
+            if load_in_4bit:
+                options["quantization_config"] = BitsAndBytesConfig(
+                    load_in_4bit=True,
+                    bnb_4bit_quant_type="nf4",
+                    bnb_4bit_use_double_quant=True,
+                    bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+                )
+            model = load_model(str(pretrain_or_model), **options)
+            freeze_as_built(model)
         else:
             loading = {
                 "use_flash_attention_2": use_flash_attention_2,
                 "ds_config": ds_config,
                 "device_map": device_map,
                 "load_in_4bit": load_in_4bit,
-                "model_class": model_class,
             }
             if passed := [name for name, value in loading.items() if value]:
                 raise ValueError(
@@ -133,7 +142,7 @@ class Actor(nn.Module):
             if lora_rank > 0 and model is not base:
                 raise ValueError("The instance has an adapter already; pass the base model, or `lora_rank=0`.")
             if bf16 and not getattr(base, "is_quantized", False):
-                cast_parameters(model, base, torch.bfloat16)
+                _cast_parameters(model, base, torch.bfloat16)
         base = unwrapped(None, model)
         if family_of(base).indexed_media:
             raise ValueError(
@@ -156,7 +165,7 @@ class Actor(nn.Module):
         fallbacks = Fallbacks(isolate=family_of(base).isolate, logits_from_model=not has_fused_head)
         self.policy_forward = PolicyForward(fallbacks=fallbacks, temperature=temperature)
         if lora_rank > 0:
-            model = add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
+            model = _add_lora(base, lora_rank, lora_alpha, lora_dropout, target_modules, frozen)
         elif target_modules is not None:
             raise ValueError("`target_modules` are those of LoRA; set `lora_rank` above 0.")
         self.model = model
@@ -252,11 +261,6 @@ class Actor(nn.Module):
             return self.model(input_ids=sequences, **inputs)
         if return_output or self.policy_forward.fallbacks.logits_from_model:
             output = self.model(input_ids=sequences, **inputs)
-            if output.logits.shape[:2] != sequences.shape:
-                raise ValueError(
-                    f"The logits have the shape {tuple(output.logits.shape[:2])} for sequences of "
-                    f"{tuple(sequences.shape)}: the model expands placeholders itself; use a processor that does."
-                )
             logps, entropy = scores_of_logits(
                 output.logits[:, length - 1 - num_actions : length - 1],
                 sequences[:, length - num_actions :],
@@ -493,6 +497,14 @@ class Actor(nn.Module):
         self.model.save_pretrained(folder, **kwargs)
 
 
+def _cast_parameters(model: nn.Module, base: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts parameters as `from_pretrained` does, without buffers, whose rounding would change rotary positions."""
+    kept = tuple(base._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
 def _count_parameters(model: nn.Module) -> tuple[int, int]:
     """Numbers of trainable parameters and of all."""
     # ZeRO-3 leaves a shard on each rank, and 4-bit weights hold two in a byte
@@ -504,6 +516,48 @@ def _count_parameters(model: nn.Module) -> tuple[int, int]:
         total += n
         trainable += n if parameter.requires_grad else 0
     return trainable, total
+
+
+def _add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    target_modules: str | list[str] | None,
+    frozen: list[str],
+) -> nn.Module:
+    """
+    Adds a LoRA adapter to a model, which keeps its mode: to layers whose names end in one of `target_modules`, or to
+    all linear ones but the LM head, outside of the modules `frozen`.
+    """
+    peft = require_module("peft", "peft")
+
+    if target_modules in (None, "all-linear"):
+        # PEFT would shorten the names that it finds: "0" of a merger would match whole blocks of Qwen3-Omni
+        head = model.get_output_embeddings()
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        target_modules = [name for name, module in layers if module is not head]
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        # A pattern of whole names: layers of an encoder often end like those of the language model
+        exclude_modules=rf"({'|'.join(map(re.escape, frozen))})\..*" if frozen else None,
+        bias="none",
+    )
+    before = set(model.modules())
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except peft.utils.error.NoMatchingPeftModuleError as error:
+        raise ValueError(
+            f"No layer of {type(model).__name__} outside {frozen} has a name that ends in one of {target_modules}; "
+            "`target_modules=None` takes all."
+        ) from error
+    for module in adapted.modules():
+        if module not in before:
+            module.training = model.training  # a loaded model has no dropout
+    return adapted
 
 
 def _generation_options(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -54,9 +54,8 @@ def bare_prompt(
     """A prompt from bare tensors, on the CPU; without `fields`, per-token fields are read off the ids."""
     ids = input_ids.cpu()
     media = {name: value.cpu() for name, value in media.items()}
-    fields = {name: value.cpu() for name, value in (fields or {}).items()}
     check_media(model, [ids], media)
-    fields = fields or _checked_fields(model, ids, media)
+    fields = {name: value.cpu() for name, value in (fields or _checked_fields(model, ids, media)).items()}
     positions = prompt_position_ids(model, ids, media, fields)
     return EncodedPrompt(ids, fields, media, positions, modalities=frozenset(map(modality_of, media)))
 
@@ -87,9 +86,8 @@ def packed_prompts(
     rows = sequences[0].split(lengths)
     stops = [length - n for length, n in zip(lengths, actions, strict=True)]
     completions = [row[stop:] for row, stop in zip(rows, stops, strict=True)]
-    placeholders = torch.tensor(sorted(all_placeholder_ids(model, model)), dtype=rows[0].dtype, device=rows[0].device)
-    for index, ids in enumerate(completions):
-        if torch.isin(ids, placeholders).any():
+    for index, holds in enumerate(_masks(completions, all_placeholder_ids(model, model))):
+        if holds.any():
             raise MediaError(f"the actions of sample {index} hold media; pack prompts with all of their media.")
     fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
     media = {name: value for name, value in media.items() if name not in fields}
@@ -121,17 +119,15 @@ def token_fields(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, t
     models of the Qwen family silently give media the positions of text.
     """
     accepted = inspect.signature(type(model).forward).parameters
-    names = [name for name in TOKEN_FIELDS if name in accepted]
-    if not names:
-        return {}
     types = torch.zeros_like(input_ids)
     if family_of(model).token_fields_mark_media:
-        for modality, ids in _placeholders(model).items():
+        for modality, ids in placeholder_token_ids(model, model).items():
             types[torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))] = _TOKEN_TYPES[modality]
     with_ends = types.clone()
     for modality in MODALITIES:
         for end in ("start", "end"):
             with_ends[input_ids == getattr(model.config, f"{modality}_{end}_token_id", -1)] = _TOKEN_TYPES[modality]
+    names = [name for name in TOKEN_FIELDS if name in accepted]
     return {name: with_ends if name in TOKEN_FIELDS_WITH_ENDS else types for name in names}
 
 
@@ -151,36 +147,29 @@ def _checked_fields(
 def split_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Media of each row, as slices of those of all rows, by the rows' placeholders."""
     check_media(model, rows, media)
-    placeholders = _placeholders(model)
+    masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
+    if not any(mask.any() for mask in masks["video"]):
+        masks["video"] = masks["image"]  # some families write videos with the image token
     result: list[dict[str, torch.Tensor]] = [{} for _ in rows]
     for modality in MODALITIES:
         tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
         if not tensors:
             continue
-        masks = _masks(rows, placeholders[modality])
-        if modality == "video" and not any(mask.any() for mask in masks):
-            masks = _masks(rows, placeholders["image"])  # some families write videos with the image token
-        counts = _count_media(model, modality, masks, tensors)
-        grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
-        n_media, n_rows = sum(counts), sum(count > 0 for count in counts)
-        start = start_row = 0
-        for row, count in enumerate(counts):
-            for name, value in tensors.items() if count else ():
-                if grid is not None and len(value) == int(grid.prod(1).sum()) and len(value) != n_media:
-                    patches = grid.prod(1).cumsum(0).tolist()
-                    first = patches[start - 1] if start else 0
-                    result[row][name] = value[first : patches[start + count - 1]]
-                elif len(value) == n_media:
-                    result[row][name] = value[start : start + count]
-                elif len(value) == n_rows:  # one entry for each row that has any
-                    result[row][name] = value[start_row : start_row + 1]
-                else:
-                    raise MediaError(
-                        f"`{name}` has {len(value)} entries for {n_media} {modality}s, so that those of row {row} are "
-                        "ambiguous; pass the rows one by one."
-                    )
-            start += count
-            start_row += count > 0
+        counts = _count_media(model, modality, masks[modality], tensors)
+        grid = tensors.get(f"{modality}_grid_thw")
+        patches = counts if grid is None else [int(part.prod(1).sum()) for part in grid.split(counts)]
+        # One entry for each medium, for each patch, or for each row that has any
+        for name, value in tensors.items():
+            options = (counts, patches, [min(count, 1) for count in counts])
+            sizes = next((sizes for sizes in options if sum(sizes) == len(value)), None)
+            if sizes is None:
+                raise MediaError(
+                    f"`{name}` has {len(value)} entries for {sum(counts)} {modality}s, so that it isn't clear which "
+                    "belong to which row; pass the rows one by one."
+                )
+            for row, part in zip(result, value.split(sizes), strict=True):
+                if len(part):
+                    row[name] = part
     return result
 
 
@@ -189,14 +178,14 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
     Checks that a batch's placeholders match its media, row by row where their tensors allow it. Models don't: most
     raise with too few features, but some silently run with too many or none.
     """
-    placeholders = _placeholders(model)
-    masks = {modality: _masks(rows, ids) for modality, ids in placeholders.items()}
+    masks = {modality: _masks(rows, ids) for modality, ids in placeholder_token_ids(model, model).items()}
     first = {name: next((i for i, mask in enumerate(of) if mask.any()), None) for name, of in masks.items()}
     # Without grids, sizes and masks
     present = {modality_of(name) for name, value in media.items() if value.is_floating_point() and value.dim() > 1}
     # Videos with the image token look like images
     as_images = "video" in present and first["video"] is None
     accepted = inspect.signature(type(model).forward).parameters
+    audio_masks = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
     for modality in MODALITIES:
         row, grid = first[modality], f"{modality}_grid_thw"
         if row is not None and modality not in present and not (modality == "image" and as_images):
@@ -208,12 +197,11 @@ def check_media(model: PreTrainedModel, rows: Rows, media: dict[str, torch.Tenso
             )
         if modality in present and grid in accepted and grid not in media:
             raise MediaError(f"there is {modality} but no `{grid}`; pass what the processor returns.")
-        masks_of_audio = accepted.keys() & set(AUDIO_MASKS) if family_of(model).has_frame_mask else set()
-        if modality == "audio" and "audio" in present and masks_of_audio and not masks_of_audio & media.keys():
-            raise MediaError(f"there is audio but no `{min(masks_of_audio)}`; pass what the processor returns.")
-    for modality in MODALITIES:
+        if modality == "audio" and "audio" in present and audio_masks and not audio_masks & media.keys():
+            raise MediaError(f"there is audio but no `{min(audio_masks)}`; pass what the processor returns.")
+    for modality in MODALITIES if not as_images else ("audio",):
         tensors = {name: value for name, value in media.items() if modality_of(name) == modality}
-        if tensors and not (as_images and modality != "audio") and _token_counts(model, modality, tensors) is not None:
+        if tensors and _token_counts(model, modality, tensors) is not None:
             _count_media(model, modality, masks[modality], tensors)
 
 
@@ -222,12 +210,8 @@ def has_too_few_placeholders(
 ) -> bool:
     """Whether rows have placeholders for only some of a modality's tokens, where its tensors give their number."""
     counts = _token_counts(model, modality, tensors)
-    n_placeholders = sum(int(mask.sum()) for mask in _masks(rows, _placeholders(model)[modality]))
+    n_placeholders = sum(int(mask.sum()) for mask in _masks(rows, placeholder_token_ids(model, model)[modality]))
     return counts is not None and 0 < n_placeholders < sum(counts)
-
-
-def _placeholders(model: PreTrainedModel) -> dict[str, set[int]]:
-    return placeholder_token_ids(model, model)
 
 
 def _masks(rows: Rows, ids: set[int]) -> list[torch.Tensor]:

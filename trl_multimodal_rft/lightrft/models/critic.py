@@ -2,7 +2,6 @@
 """A critic that is called as an actor, with sequences and their number of actions."""
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...forward.attention import install_prefix_attention
@@ -24,25 +23,6 @@ class Critic(critic_module.Critic):
         super().__init__(model)
         if not sharing_obstacle(model):
             install_prefix_attention(model)
-
-    @classmethod
-    def of(cls, critic: nn.Module | None) -> nn.Module | None:
-        """
-        A [`~models.Critic`] with LightRFT's call and the same weights; other critics stay as they are.
-
-        Args:
-            critic (`torch.nn.Module`, *optional*):
-                Any critic.
-
-        Returns:
-            `torch.nn.Module`: The critic.
-        """
-        if not isinstance(critic, critic_module.Critic) or isinstance(critic, cls):
-            return critic
-        adapted = cls.__new__(cls)
-        nn.Module.__init__(adapted)
-        adapted.model, adapted.head, adapted.training = critic.model, critic.head, critic.training
-        return adapted
 
     def forward(
         self,

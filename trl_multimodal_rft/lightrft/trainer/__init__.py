@@ -7,7 +7,7 @@ from ...lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .experience import Experience, ExperienceAL, ExperienceOmni, ExperienceVL
+    from .experience import Experience, ExperienceVL
     from .experience_config import ExperienceConfig
     from .experience_maker import NaiveExperienceMaker
     from .experience_maker_vl import NaiveExperienceMakerVL
@@ -23,9 +23,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "AdaptiveKLController": "kl_controller",
         "Experience": "experience",
-        "ExperienceAL": "experience",
         "ExperienceConfig": "experience_config",
-        "ExperienceOmni": "experience",
         "ExperienceVL": "experience",
         "FixedKLController": "kl_controller",
         "NaiveExperienceMaker": "experience_maker",

@@ -8,7 +8,7 @@ each of these fields is a list of `B` tensors, `(S_i,)` or `(A_i,)`. Media are t
 of one sample after those of another.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -96,57 +96,13 @@ class Record(Generic[Fields]):
         Returns:
             [`Record`]: Itself.
         """
-        for field in fields(self):
-            setattr(self, field.name, to(getattr(self, field.name), device))
+        vars(self).update(to(vars(self), device))
         return self
 
     def pin_memory(self) -> Self:
         """Pins every tensor, in place, and returns itself."""
-        for field in fields(self):
-            setattr(self, field.name, pin_memory(getattr(self, field.name)))
+        vars(self).update(pin_memory(vars(self)))
         return self
-
-
-@dataclass(eq=False)
-class VisionRecord(Record[Fields]):
-    """
-    Images and videos.
-
-    Args:
-        pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
-            Images and videos as the model takes them, such as flattened patches or `(N, 3, H, W)`.
-        image_grid_thws, video_grid_thws (`torch.Tensor`, *optional*):
-            Where the pixels are patches, their number along time, height and width, shape `(N, 3)`.
-        raw_images (`list`, *optional*):
-            Images before processing: a list of images for one sample, and for a batch such a list, or `None`, per
-            sample.
-    """
-
-    pixel_values: torch.Tensor | None = None
-    image_grid_thws: torch.Tensor | None = None
-    pixel_values_videos: torch.Tensor | None = None
-    video_grid_thws: torch.Tensor | None = None
-    raw_images: list | None = None
-
-
-@dataclass(eq=False)
-class AudioRecord(Record[Fields]):
-    """
-    Audio.
-
-    Args:
-        audio_values (`torch.Tensor`, *optional*):
-            Features of the clips, such as `(N, mel bins, frames)`.
-        audio_attention_mask (`torch.Tensor`, *optional*):
-            1 on frames of a clip, 0 on padding, shape `(N, frames)`.
-    """
-
-    audio_values: torch.Tensor | None = None
-    audio_attention_mask: torch.Tensor | None = None
-
-
-VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
-AUDIO_FIELDS = ("audio_values", "audio_attention_mask")
 
 
 @dataclass(eq=False)
@@ -201,9 +157,44 @@ class Experience(ActionRecord[Tokens]):
     action_entropy: Tokens | None = None
 
 
+# Media. A dataclass takes the fields of its last base first: sequences, images and videos, the rest
+
+
 @dataclass(eq=False)
-class OptionalFields(Generic[Fields]):
-    """Defaults of fields that follow those of media, see [`ActionRecord`]."""
+class VisionRecord(Record[Fields]):
+    """
+    Images and videos.
+
+    Args:
+        pixel_values, pixel_values_videos (`torch.Tensor`, *optional*):
+            Images and videos as the model takes them, such as flattened patches or `(N, 3, H, W)`.
+        image_grid_thws, video_grid_thws (`torch.Tensor`, *optional*):
+            Where the pixels are patches, their number along time, height and width, shape `(N, 3)`.
+        raw_images (`list`, *optional*):
+            Images before processing: a list of images for one sample, and for a batch such a list, or `None`, per
+            sample.
+    """
+
+    pixel_values: torch.Tensor | None = None
+    image_grid_thws: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thws: torch.Tensor | None = None
+    raw_images: list | None = None
+
+
+@dataclass(eq=False)
+class MediaFields(Generic[Fields]):
+    """
+    What follows images and videos: the fields of [`ActionRecord`], each of which may be missing, and other media.
+
+    Args:
+        audio_values (`torch.Tensor`, *optional*):
+            Features of the clips, such as `(N, mel bins, frames)`.
+        audio_attention_mask (`torch.Tensor`, *optional*):
+            1 on frames of a clip, 0 on padding, shape `(N, frames)`.
+        extra_media (`dict[str, torch.Tensor]`, *optional*):
+            Other media tensors that the model takes, such as `image_sizes`.
+    """
 
     action_log_probs: Fields | None = None
     base_action_log_probs: Fields | None = None
@@ -213,38 +204,22 @@ class OptionalFields(Generic[Fields]):
     attention_mask: Fields | None = None
     action_mask: Fields | None = None
     info: dict[str, Any] | None = None
-
-
-# A dataclass takes the fields of its last base first: sequences, media, the rest
-
-
-@dataclass(eq=False)
-class _MediaExperience(OptionalFields[Tokens], Experience):
+    audio_values: torch.Tensor | None = None
+    audio_attention_mask: torch.Tensor | None = None
     extra_media: dict[str, torch.Tensor] | None = None
-    media_rows: dict[str, list[int]] | None = None
 
 
 @dataclass(eq=False)
-class ExperienceVL(_MediaExperience, VisionRecord[Tokens]):
+class ExperienceVL(MediaFields[Tokens], Experience, VisionRecord[Tokens]):
     """
-    An experience with images and videos, see [`Experience`] and see [`VisionRecord`]. Pass its fields by name.
+    An experience with images, videos and audio, see [`Experience`], see [`VisionRecord`] and see [`MediaFields`].
 
     Args:
-        extra_media (`dict[str, torch.Tensor]`, *optional*):
-            Other media tensors that the model takes, such as `image_sizes`.
         media_rows (`dict[str, list[int]]`, *optional*):
             For each media tensor how many of its rows (first dimension) belong to each sample.
     """
 
-
-@dataclass(eq=False)
-class ExperienceAL(_MediaExperience, AudioRecord[Tokens]):
-    """An experience with audio, see [`ExperienceVL`] and see [`AudioRecord`]. Pass its fields by name."""
-
-
-@dataclass(eq=False)
-class ExperienceOmni(ExperienceAL, ExperienceVL):
-    """An experience with images, videos and audio. Its fields are those of [`ExperienceVL`] and [`ExperienceAL`]."""
+    media_rows: dict[str, list[int]] | None = None
 
 
 @dataclass(eq=False)

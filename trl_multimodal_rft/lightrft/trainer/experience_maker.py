@@ -22,17 +22,15 @@ from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...forward.inputs import left_pad
+from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.prompt_encoder import PromptEncoder
 from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
-from ..models.critic import Critic
 from .experience import (  # noqa: F401  some of them only for users of LightRFT
     Experience,
-    ExperienceAL,
-    ExperienceOmni,
     ExperienceVL,
     Samples,
     clip_filter_like_weight_func,
@@ -40,13 +38,22 @@ from .experience import (  # noqa: F401  some of them only for users of LightRFT
     to,
 )
 from .experience_config import ExperienceConfig, check_options
-from .experience_media import media_fields
-from .replay_buffer_utils import TYPES
+from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages, penalize_length
 
 
 logger = logging.getLogger(__name__)  # accelerate's needs its state
+
+# Names in experiences of models' media tensors, where they differ
+MEDIA_FIELDS = {
+    "image_grid_thw": "image_grid_thws",
+    "video_grid_thw": "video_grid_thws",
+    "input_features": "audio_values",
+    "audio_input_features": "audio_values",
+    "feature_attention_mask": "audio_attention_mask",
+    "input_features_mask": "audio_attention_mask",
+}
 
 
 class NaiveExperienceMaker(RolloutAdvantages):
@@ -114,7 +121,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             )
         super().__init__(strategy, kl_controller, initial_model is not None)
         self.actor = actor
-        self.critic = Critic.of(critic)
+        self.critic = critic
         self.initial_model = initial_model
         self.tokenizer = tokenizer
         self.processor = processor
@@ -380,8 +387,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         others = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
         info |= {name: value for name, value in others.items() if value is not None}
         modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
-        cls, _ = TYPES[not modalities <= {"audio"}, "audio" in modalities]
-        return cls(
+        experience = (ExperienceVL if modalities else Experience)(
             sequences=samples.sequences,
             action_log_probs=logps,
             base_action_log_probs=base_logps,
@@ -393,8 +399,10 @@ class NaiveExperienceMaker(RolloutAdvantages):
             info=info,
             kl=kl,
             action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
-            **(media_fields(samples.encoded_prompts or [], cls) if modalities else {}),
         )
+        if isinstance(experience, ExperienceVL):
+            _add_media(experience, samples.encoded_prompts or [])
+        return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities of the actions and, if the forward gives them, entropies, `(B, A)`, 0 outside the mask."""
@@ -476,3 +484,14 @@ class NaiveExperienceMaker(RolloutAdvantages):
         """The precision of the accelerator's updates."""
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
+
+
+def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
+    """Adds the media of prompts to their experience."""
+    experience.media_rows = {}
+    for name, value in join_media(prompts).items():
+        field = MEDIA_FIELDS.get(name, name)
+        set_media(experience, field, value)
+        experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
+    images = [next((each.media.get("image") for _, each in prompt.decoded), None) for prompt in prompts]
+    experience.raw_images = images if any(images) else None

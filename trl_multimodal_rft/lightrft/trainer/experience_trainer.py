@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Subset
-from transformers import PreTrainedModel, TrainerState
+from transformers import TrainerState
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ... import models
 from ...algorithms.critic import explained_variance
 from ...data.rows.features import undecoded
 from ...data.rows.row import EndlessRows
@@ -33,14 +31,12 @@ from ...trainers.ppo_config import MultimodalPPOConfig
 from ...trainers.ppo_trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompt
-from ..models.critic import Critic
 from . import replay_buffer
 from .experience import Experience, info_of
 from .experience_config import ExperienceConfig
-from .experience_maker import NaiveExperienceMaker
-from .experience_media import MEDIA_FIELDS, media_tensors
+from .experience_maker import MEDIA_FIELDS, NaiveExperienceMaker
 from .replay_buffer import ReplayBuffer
-from .replay_buffer_utils import BufferItem, remove_padding_in_sequences, split_experience_batch
+from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
 
 
 WHOLE_WEIGHTS = (
@@ -108,9 +104,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._media_names = {field: name for name, field in MEDIA_FIELDS.items() if name in accepted}
 
     # Hooks of the trainer
-
-    def _make_critic(self, value_model: str | PreTrainedModel | models.Critic | None) -> nn.Module | None:
-        return Critic.of(super()._make_critic(value_model))
 
     def _prepare_inputs(self, inputs: Rollout) -> Rollout:
         return inputs
@@ -183,7 +176,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def train_on_buffer(self) -> dict[str, float]:
         """Trains on the buffer, see [`PPOTrainerVL.ppo_train`]."""
-        args, items = self.args, self.replay_buffer[:]
+        args, items = self.args, list(self.replay_buffer)
         n, size, window = len(items), args.per_device_train_batch_size, args.gradient_accumulation_steps
         if n == 0 or n % (size * window) != 0:
             raise ValueError(

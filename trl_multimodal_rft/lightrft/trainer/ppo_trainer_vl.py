@@ -171,7 +171,7 @@ class PPOTrainerVL:
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
         self.generate_kwargs |= {"gamma": config.gamma, "lambd": config.lam}
         self.save_hf_ckpt = save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(buffer_limit, seed=config.seed, cpu_offload=buffer_cpu_offload)
+        self.replay_buffer = ReplayBuffer(micro_train_batch_size, buffer_limit, buffer_cpu_offload, seed=config.seed)
         self.trainer = ExperienceTrainer(
             actor,
             config,

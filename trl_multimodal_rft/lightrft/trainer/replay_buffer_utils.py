@@ -7,6 +7,7 @@ values of a whole batch come back once per sample.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -18,19 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...encoding.join import cat_padded
 from ...families import media_padding
-from .experience import (
-    VISION_FIELDS,
-    ActionRecord,
-    AudioRecord,
-    Experience,
-    ExperienceAL,
-    ExperienceOmni,
-    ExperienceVL,
-    OptionalFields,
-    Record,
-    VisionRecord,
-)
-from .experience_media import MEDIA_COUNTS, media_rows, media_tensors, set_media, split_rows
+from .experience import ActionRecord, Experience, ExperienceVL, MediaFields, Record, VisionRecord
 
 
 @dataclass(eq=False)
@@ -46,8 +35,8 @@ class BufferItem(ActionRecord[torch.Tensor]):
     @property
     def n_actions(self) -> int:
         """Number of action columns."""
-        names = (name for name in _ACTION_FIELDS if getattr(self, name) is not None)
-        return next((getattr(self, name).numel() for name in names), 0)
+        values = (getattr(self, name) for name in _ACTION_FIELDS)
+        return next((value.numel() for value in values if value is not None), 0)
 
     @property
     def prompt_ids(self) -> torch.Tensor:
@@ -66,36 +55,22 @@ class BufferItem(ActionRecord[torch.Tensor]):
 
 
 @dataclass(eq=False)
-class _MediaItem(OptionalFields[torch.Tensor], BufferItem):
-    extra_media: dict[str, torch.Tensor] | None = None
+class BufferItemVL(MediaFields[torch.Tensor], BufferItem, VisionRecord[torch.Tensor]):
+    """One sample of an [`ExperienceVL`], see there; media may be `None`."""
 
-
-@dataclass(eq=False)
-class BufferItemVL(_MediaItem, VisionRecord[torch.Tensor]):
-    """One sample of an experience, see [`ExperienceVL`]; media may be `None`."""
-
-
-@dataclass(eq=False)
-class BufferItemAL(_MediaItem, AudioRecord[torch.Tensor]):
-    """One sample of an experience, see [`ExperienceVL`] and see [`AudioRecord`]; media may be `None`."""
-
-
-@dataclass(eq=False)
-class BufferItemOmni(BufferItemAL, BufferItemVL):
-    """One sample of an [`ExperienceOmni`]. Its fields are those of [`BufferItemVL`] and [`BufferItemAL`]."""
-
-
-# By whether they hold images and videos, and audio
-TYPES = {
-    (False, False): (Experience, BufferItem),
-    (True, False): (ExperienceVL, BufferItemVL),
-    (False, True): (ExperienceAL, BufferItemAL),
-    (True, True): (ExperienceOmni, BufferItemOmni),
-}
 
 # Fields with a column per token of the sequence, and per action
 _SEQUENCE_FIELDS = ("sequences", "attention_mask")
 _ACTION_FIELDS = tuple(each.name for each in fields(BufferItem) if each.name not in (*_SEQUENCE_FIELDS, "info"))
+_VISION_FIELDS = ("pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws")
+
+# Of each modality the key of `info` with the number of media per sample, the tensor that has a row per medium for
+# every model, and those whose rows depend on the model
+_MEDIA_COUNTS = (
+    ("image_num", "image_grid_thws", ("pixel_values",)),
+    ("video_num", "video_grid_thws", ("pixel_values_videos",)),
+    ("audio_num", None, ("audio_values", "audio_attention_mask")),
+)
 
 
 def is_vl_experience(experience: Record) -> bool:
@@ -109,7 +84,7 @@ def is_vl_experience(experience: Record) -> bool:
     Returns:
         `bool`: Whether it has any image or video tensor.
     """
-    return isinstance(experience, VisionRecord) and any(getattr(experience, n) is not None for n in VISION_FIELDS)
+    return not media_tensors(experience).keys().isdisjoint(_VISION_FIELDS)
 
 
 def zero_pad_sequences(
@@ -159,23 +134,23 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         `ValueError`: If fields don't match, or if it isn't clear which rows of a media tensor belong to a sample.
     """
     size = len(experience.sequences)
-    if size == 0:
-        return []
-    columns: dict[str, Any] = {name: _rows(experience, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    columns: dict[str, Any] = {name: _rows(experience, name, size) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     columns["info"] = _split_info(experience.info, size)
+    item_type = BufferItem
     if isinstance(experience, VisionRecord):
-        columns["raw_images"] = _raw_images(experience.raw_images, size)
-    _, item_type = TYPES[isinstance(experience, VisionRecord), isinstance(experience, AudioRecord)]
+        item_type, columns["raw_images"] = BufferItemVL, _raw_images(experience.raw_images, size)
     items = [item_type(**{name: column[i] for name, column in columns.items()}) for i in range(size)]
     for index, item in enumerate(items):
-        _n_actions(item, index)
-
+        _check(item, index)
     media = media_tensors(experience)
-    rows = media_rows(experience, media)
-    for name, tensor in media.items():
-        for item, part in zip(items, split_rows(tensor, rows[name]), strict=True):
-            if part is not None:
-                set_media(item, name, part)
+    for name, rows in _media_rows(experience, media).items() if items else ():
+        previous: torch.Tensor | None = None
+        for item, part in zip(items, media[name].split(rows), strict=True):
+            if len(part):
+                previous = previous if previous is not None and torch.equal(previous, part) else part.clone()
+                set_media(item, name, previous)
+            else:
+                previous = None
     return items
 
 
@@ -207,40 +182,36 @@ def make_experience_batch(
     """
     if not items:
         raise ValueError("There are no items to batch.")
-    lengths = [len(item.sequences) for item in items]
-    n_actions = [_n_actions(item, index) for index, item in enumerate(items)]
+    for index, item in enumerate(items):
+        _check(item, index)
     columns: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
         columns = recursively_apply(torch.clone, columns)
     else:
-        if len(set(lengths)) > 1 and columns["attention_mask"] is None:
+        if len({len(item.sequences) for item in items}) > 1 and columns["attention_mask"] is None:
             columns["attention_mask"] = [torch.ones_like(item.sequences) for item in items]
-        if len(set(n_actions)) > 1 and columns["action_mask"] is None:
-            device = items[0].sequences.device
-            columns["action_mask"] = [torch.ones(n, dtype=torch.bool, device=device) for n in n_actions]
+        if len({item.n_actions for item in items}) > 1 and columns["action_mask"] is None:
+            columns["action_mask"] = [item.sequences.new_ones(item.n_actions, dtype=torch.bool) for item in items]
         columns = {
             name: column and zero_pad_sequences(column, value=pad_token_id if name == "sequences" else 0)
             for name, column in columns.items()
         }
+    columns["info"] = _join_info([item.info for item in items])
+    if not any(isinstance(item, VisionRecord) for item in items):
+        return Experience(**columns)
 
-    media: dict[str, list[torch.Tensor]] = {}
-    row_counts: dict[str, list[int]] = {}
+    media: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+    row_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(items))
     for index, item in enumerate(items):
         for name, tensor in media_tensors(item).items():
-            media.setdefault(name, []).append(tensor)
-            row_counts.setdefault(name, [0] * len(items))[index] = len(tensor)
-    joined = {name: cat_padded(tensors, media_padding(name)) for name, tensors in media.items()}
-
-    has_vision, has_audio = (any(isinstance(item, t) for item in items) for t in (VisionRecord, AudioRecord))
-    experience_type, _ = TYPES[has_vision, has_audio]
-    known = {field.name for field in fields(experience_type)}
-    columns |= {name: joined.pop(name) for name in list(joined) if name in known}
-    if has_vision or has_audio:
-        columns |= {"extra_media": joined or None, "media_rows": row_counts or None}
-    if has_vision:
-        raw_images = [getattr(item, "raw_images", None) for item in items]
-        columns["raw_images"] = None if all(images is None for images in raw_images) else raw_images
-    return experience_type(**columns, info=_join_info(_counted_media(items)))
+            media[name].append(tensor)
+            row_counts[name][index] = len(tensor)
+    batch = ExperienceVL(**columns, media_rows=dict(row_counts) or None)
+    for name, tensors in media.items():
+        set_media(batch, name, cat_padded(tensors, media_padding(name)))
+    raw_images = [getattr(item, "raw_images", None) for item in items]
+    batch.raw_images = None if all(images is None for images in raw_images) else raw_images
+    return batch
 
 
 @torch.no_grad()
@@ -269,7 +240,8 @@ def remove_padding_in_sequences(items: Sequence[BufferItem], pad_token_id: int |
 
 
 def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> BufferItem:
-    length, n_actions = len(item.sequences), _n_actions(item, index)
+    _check(item, index)
+    length, n_actions = len(item.sequences), item.n_actions
     if item.attention_mask is not None:
         real = item.attention_mask.bool()
     elif pad_token_id is not None:
@@ -297,28 +269,27 @@ def _without_padding(item: BufferItem, index: int, pad_token_id: int | None) -> 
     return replace(item, **changes)
 
 
-def _n_actions(item: BufferItem, index: int) -> int:
-    """Number of action columns, once all fields agree on it."""
+def _check(item: BufferItem, index: int) -> None:
+    """Raises if the fields of a sample have different numbers of columns."""
     if item.sequences.dim() != 1:
         raise ValueError(f"`sequences` of item {index} has shape {tuple(item.sequences.shape)}, not (S,).")
-    n_actions = item.n_actions
+    n_tokens, n_actions = len(item.sequences), item.n_actions
     for name in ("attention_mask", *_ACTION_FIELDS):
-        value, length = getattr(item, name), len(item.sequences) if name == "attention_mask" else n_actions
+        value, length = getattr(item, name), n_tokens if name == "attention_mask" else n_actions
         if value is not None and value.shape != (length,):
             raise ValueError(
                 f"`{name}` of item {index} has shape {tuple(value.shape)}, but ({length},) fits its other fields."
             )
-    if n_actions > len(item.sequences):
-        raise ValueError(f"Item {index} has {n_actions} action columns, but only {len(item.sequences)} tokens.")
-    return n_actions
+    if n_actions > n_tokens:
+        raise ValueError(f"Item {index} has {n_actions} action columns, but only {n_tokens} tokens.")
 
 
 # Fields
 
 
-def _rows(experience: Experience, name: str) -> list[torch.Tensor | None]:
+def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | None]:
     """A field of each sample."""
-    value, size = getattr(experience, name), len(experience.sequences)
+    value = getattr(experience, name)
     if value is None:
         return [None] * size
     if len(value) != size:
@@ -347,9 +318,6 @@ def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image
             f"`raw_images` has {len(raw_images)} entries for {size} samples; pass one list of images per sample."
         )
     return [[images] if isinstance(images, PIL.Image.Image) else images for images in raw_images]
-
-
-# Info
 
 
 def _split_info(info: dict | None, size: int) -> list[Any]:
@@ -384,15 +352,101 @@ def _join_values(values: list) -> Any:
     return values
 
 
-def _counted_media(items: Sequence[BufferItem]) -> list[dict | None]:
-    """The items' `info`. Where some have their number of media, it is added to the others."""
-    infos = [item.info for item in items]
-    for key, grid, names in MEDIA_COUNTS:
-        known = next((info[key] for info in infos if info and key in info), None)
-        for index, info in enumerate(infos if known is not None else ()):
-            if key not in (info or {}):
-                media = media_tensors(items[index])
-                number = next((len(media[name]) for name in (grid, *names) if name in media), 0)
-                number = known.new_tensor(number) if isinstance(known, torch.Tensor) else number
-                infos[index] = {**(info or {}), key: number}
-    return infos
+# Media
+
+
+def media_tensors(record: Record) -> dict[str, torch.Tensor]:
+    """All media of a batch or sample, by the names of experiences."""
+    if not isinstance(record, MediaFields):
+        return {}
+    names = (*_VISION_FIELDS, "audio_values", "audio_attention_mask")
+    media = {name: tensor for name in names if (tensor := getattr(record, name)) is not None}
+    extra = record.extra_media or {}
+    if duplicates := media.keys() & extra.keys():
+        raise ValueError(f"`extra_media` gives {sorted(duplicates)} a second time.")
+    return media | extra
+
+
+def set_media(record: Record, name: str, tensor: torch.Tensor) -> None:
+    """Sets a media tensor by its name in experiences, in place."""
+    if isinstance(record, MediaFields) and not hasattr(record, name):
+        record.extra_media = {**(record.extra_media or {}), name: tensor}
+    else:
+        setattr(record, name, tensor)
+
+
+def share_media(previous: Record, items: Sequence[Record]) -> None:
+    """Gives samples the media tensors of the sample before them where they are equal, in place."""
+    known = media_tensors(previous)
+    for name, new in media_tensors(items[0]).items():
+        if name in known and torch.equal(known[name], new):
+            for item in items:
+                if media_tensors(item).get(name) is new:
+                    set_media(item, name, known[name])
+
+
+def _media_rows(experience: Experience, media: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """How many rows of each media tensor belong to each sample, see [`split_experience_batch`]."""
+    size, info = len(experience.sequences), experience.info or {}
+    rows: dict[str, list[int]] = dict(getattr(experience, "media_rows", None) or {})
+    for name, numbers in rows.items():
+        if name not in media:
+            raise ValueError(f"`media_rows` has `{name}`, but the experience has {sorted(media)}.")
+        if len(numbers) != size or sum(numbers) != len(media[name]) or min(numbers) < 0:
+            raise ValueError(
+                f"`media_rows['{name}']` must split {len(media[name])} rows among {size} samples, but is {numbers}."
+            )
+    for key, grid, names in _MEDIA_COUNTS:
+        unknown = [name for name in (grid, *names) if name in media and name not in rows]
+        if not unknown:
+            continue
+        numbers, patches = _numbers(key, info[key], size) if key in info else [1] * size, None
+        if grid in media:
+            sizes = media[grid]
+            if sizes.dim() != 2 or sizes.size(1) != 3:
+                raise ValueError(f"`{grid}` must have shape (N, 3), but has {tuple(sizes.shape)}.")
+            numbers = rows.setdefault(grid, numbers)
+            if sum(numbers) != len(sizes):
+                raise _unclear(grid, sizes, size)
+            patches = [int(part.prod(1).sum()) for part in sizes.split(numbers)]
+        for name in unknown:
+            tensor = media[name]
+            if name == grid:
+                continue
+            if patches is not None and sum(patches) != len(tensor):
+                raise ValueError(
+                    f"`{name}` has {len(tensor)} rows, but its grid has {sum(patches)} patches; if its rows aren't "
+                    f"patches, pass how many belong to each sample in `media_rows['{name}']`."
+                )
+            # With 5 dimensions a row may be a sample's whole set of images, padded to the largest
+            padded_sets = tensor.dim() >= 5 and len(tensor) == size and tensor.size(1) == max(numbers) > 1
+            if patches is None and (sum(numbers) != len(tensor) or padded_sets):
+                raise _unclear(name, tensor, size)
+            rows[name] = patches or numbers
+    known = set(map(tuple, rows.values()))
+    for name, tensor in media.items():
+        if name in rows:
+            continue
+        possible = {numbers for numbers in known if sum(numbers) == len(tensor)}
+        if len(tensor) == size:
+            possible.add((1,) * size)
+        if len(possible) != 1:
+            raise _unclear(name, tensor, size)
+        rows[name] = list(possible.pop())
+    return rows
+
+
+def _numbers(key: str, value: torch.Tensor | list | float, size: int) -> list[int]:
+    """Numbers of media per sample, from any kind of numbers in `info`."""
+    numbers = torch.as_tensor(value, dtype=torch.float64)
+    numbers = (numbers if numbers.dim() else numbers.expand(size)).tolist()
+    if len(numbers) != size or any(n != int(n) or n < 0 for n in numbers):
+        raise ValueError(f"`info['{key}']` must hold a whole number for each of {size} samples, but is {value}.")
+    return [int(n) for n in numbers]
+
+
+def _unclear(name: str, tensor: torch.Tensor, size: int) -> ValueError:
+    return ValueError(
+        f"It isn't clear which of the {len(tensor)} rows of `{name}` belong to which of {size} samples; pass how many "
+        f"belong to each in `media_rows['{name}']`."
+    )
