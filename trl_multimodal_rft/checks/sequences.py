@@ -49,7 +49,7 @@ def check_sequences(
     mask = pad_sequence([_compared(row) for row in rows], batch_first=True).to(measure.device)
     fallbacks = measure.fallbacks
 
-    def own() -> torch.Tensor:
+    def by_model() -> torch.Tensor:
         return pad_sequence([measure.row_logps(row, _LAST)[0] for row in rows], batch_first=True)
 
     def compared(packed: bool) -> tuple[float, bool]:
@@ -60,8 +60,8 @@ def check_sequences(
         return measure.compare(measure.attempt("scoring rows", score), truth, mask, noise)
 
     with measuring(model, measure.device):
-        truth = measure.require("the model's forward", own)
-        noise = functools.cache(lambda: measure.noise(own, mask))
+        truth = measure.require("the model's forward", by_model)
+        noise = functools.cache(lambda: measure.noise(by_model, mask))
         differences: list[float] = []
         for from_model, isolate in itertools.product((fallbacks.logits_from_model, True), measure.splits()):
             fallbacks.logits_from_model, fallbacks.isolate = from_model, isolate

@@ -81,9 +81,9 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
     """
     found: dict[int, EncodedPrompt] = {}
 
-    def seen(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
+    def under_view(row: int, prompt: EncodedPrompt) -> EncodedPrompt:
         if isinstance(prompt, Conversation):
-            return continued(prompt, seen(row, prompt.prompt))
+            return continued(prompt, under_view(row, prompt.prompt))
         if not any(view.applies_to(kind) for kind in prompt.modalities):
             return prompt
         if id(prompt) not in found:
@@ -95,7 +95,7 @@ def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder, toolbox: 
             )
         return found[id(prompt)]
 
-    prompts = [seen(row, prompt) for row, prompt in enumerate(rollout.prompts)]
+    prompts = [under_view(row, prompt) for row, prompt in enumerate(rollout.prompts)]
     share_media(prompts)
     return prompts
 
