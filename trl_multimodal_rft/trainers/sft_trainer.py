@@ -240,7 +240,7 @@ class MultimodalSFTTrainer(CheckpointMixin, SFTTrainer):
             state=lambda: self.state,
         )
         self._policy = self._make_policy()
-        self.checks = Checks(self._policy, self.accelerator, bool)
+        self.checks = Checks(self._policy, self.accelerator)
         keep_differentiable(self.model)
         self._add_checkpoint_callbacks()
 

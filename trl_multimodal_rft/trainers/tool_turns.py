@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Completions that call tools, in training."""
 
-import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from ..generation.transformers import Branches
 from ..rollout.ranks import sum_over_ranks
 from ..rollout.rollout import Rollout, known
 from ..rollout.samplers import Sampler
-from ..rollout.turns import ToolLoop, first_turns, take_turns, turn_metrics
+from ..rollout.turns import ENDS, ToolLoop, first_turns, run_turns, with_results
 from .run import Run
 
 
@@ -47,8 +47,15 @@ class ToolTurns:
 
         tools = [run.toolbox.tools_in(each) for each in rollout.source.environments or [None] * len(rollout)]
         first = first_turns(rollout, ids, run.prompts.processor, run.toolbox)
-        ids, logps, mask, counts = take_turns(rollout, ids, logps, first, make_loop(tools, complete=sample))
-        if sampler.samples_policy and counts["turns_taken"]:
+        loop = make_loop(tools, complete=sample)
+        trajectories = run_turns(rollout, ids, logps, first, loop)
+        for each in trajectories:
+            each.prompt.decoded = ()  # the engine has processed the last turn
+        rollout.prompts = with_results(loop.model, trajectories)
+        rollout.source.completions = [each.messages for each in trajectories]
+        ids, mask = [each.ids for each in trajectories], [each.mask for each in trajectories]
+        logps = None if logps is None else [each.logps or [] for each in trajectories]
+        if sampler.samples_policy and any(each.turns for each in trajectories):
             why = branches.obstacle
             mode = f"prefills the conversation again: {why}" if why else "continues from its cache"
             if mode != self.mode:
@@ -59,5 +66,10 @@ class ToolTurns:
             flight.versions[called, 1] = known(rollout.source.batch_index)
         if run.is_training:
             run.checks.on_tool_media(run.model(), rollout.prompts, ids, sampler.is_engine)
-        run.metrics.add(turn_metrics(counts, len(ids), functools.partial(sum_over_ranks, run.accelerator)))
+        counts = sum((each.counts for each in trajectories), Counter())
+        counted = [*(counts[name] for name in (*ENDS, "calls", "failures")), len(ids)]
+        *ended, calls, failures, n = sum_over_ranks(run.accelerator, counted)
+        run.metrics.add({f"tools/ended_by_{name}": count / n for name, count in zip(ENDS, ended, strict=True)})
+        failed = failures / calls if calls else 0.0
+        run.metrics.add({"tools/call_frequency": calls / n, "tools/failure_frequency": failed})
         return ids, logps, mask
